@@ -1,0 +1,121 @@
+# `make help` lists the targets. On a bare machine (Python 3.11 or later, a C++20 compiler) each makes what it needs.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+TORCH ?= 2.9.0
+OUT ?= build/site-for
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PY := $(BIN)/python
+READY := $(VENV)/.ready
+PY_FILES = $(wildcard src tests examples benchmarks tools)
+CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
+TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/storage/*.cpp)
+TEST_TIMEOUT_S := 300
+
+# $(call compile,PYTHON,BUILD_DIR,OPTIONS): configure and compile; a few seconds when nothing changed.
+# Two makes at once in one checkout take turns.
+define compile
+mkdir -p $(2) && exec 9> $(2)/.lock && { flock 9 2> /dev/null || true; }; \
+cmake -S . -B $(2) -G Ninja -DPython_EXECUTABLE="$(1)" -DTORCHOFFLOAD_TESTING=ON $(3) > $(2)/configure.log 2>&1 \
+	|| { cat $(2)/configure.log; exit 1; }; \
+cmake --build $(2) --parallel $(JOBS)
+endef
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): requirements-dev.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check --quiet --requirement requirements-dev.txt
+	echo "$(CURDIR)/src" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchoffload-dev.pth"
+	touch $@
+
+.PHONY: venv
+venv: $(READY)  ## the pinned development environment in .venv
+
+# cmake and ninja are those of .venv, except where another interpreter is built for and there may be no .venv.
+build: export PATH := $(BIN):$(PATH)
+site: export PATH := $(PATH):$(BIN)
+
+.PHONY: build
+build: $(READY)  ## compile the core and its test build into src/torchoffload
+	@$(call compile,$(PY),build/dev,-DTORCHOFFLOAD_OUTPUT_DIR="$(CURDIR)/src/torchoffload")
+
+.PHONY: demo
+demo: build  ## train a small GPT with and without offloading, and compare
+	$(PY) examples/train_gpt.py
+
+.PHONY: test
+test: build  ## the test suite on the disk tier and the simulated device
+	$(PY) -m pytest tests --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
+
+.PHONY: mutants
+mutants: build  ## leave out each wait and check in turn: its scenario has to notice
+	$(PY) -m pytest tests/mutants --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz:  ## the programs of tests/fuzz under ASan+UBSan, then under TSan
+	@mkdir -p build/fuzz
+	@set -e; for source in tests/fuzz/*.cpp; do for sanitizers in address,undefined thread; do \
+		program=build/fuzz/$$(basename $$source .cpp)-$${sanitizers/,*/}; echo "$$program"; \
+		$(CXX) -std=c++20 -g -O1 -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
+			$$source csrc/core/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
+		$$program; \
+	done; done
+
+.PHONY: site
+site:  ## the package for the torch of PYTHON into OUT, as PYTHONPATH takes it; installs nothing
+	@$(call compile,$$(command -v $(PYTHON)),$(OUT)-build)
+	@rm -rf $(OUT) && mkdir -p $(OUT)/torchoffload
+	@cp -r src/torchoffload/. $(OUT)/torchoffload && rm -f $(OUT)/torchoffload/*.so
+	@cmake --install $(OUT)-build --prefix $(OUT) > $(OUT)-build/install.log
+
+.PHONY: test-gpu
+test-gpu: OUT := build/gpu
+test-gpu: site  ## the CUDA suite, with the torch that PYTHON has; a test that skips is a failure
+	PYTHONPATH="$(CURDIR)/$(OUT)" TORCHOFFLOAD_REQUIRE_CUDA=1 $(PYTHON) -m pytest tests -m cuda $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: build  ## the benchmarks
+	$(PY) -m benchmarks
+
+.PHONY: wheel
+wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into dist/
+	rm -rf dist && PYTHONPATH=tools $(PY) -c "import build_backend; print(build_backend.build_sdist('dist'))"
+	PATH="$(BIN):$$PATH" $(PY) -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation \
+		--wheel-dir dist dist/*.tar.gz
+
+.PHONY: check-torch
+check-torch: $(READY)  ## compile and link against torch TORCH
+	PATH="$(BIN):$$PATH" $(PY) tools/check_torch.py $(TORCH)
+
+.PHONY: check-cuda-compile
+check-cuda-compile: build  ## compile the CUDA backend on a CPU torch
+	PATH="$(BIN):$$PATH" cmake --build build/dev --target cuda_check
+
+.PHONY: lint
+lint: $(READY)  ## ruff, mypy, clang-format, codespell
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/codespell
+
+.PHONY: tidy
+tidy: build  ## clang-tidy on core/ and storage/
+	$(BIN)/clang-tidy --quiet -p build/dev $(TIDY_FILES)
+
+.PHONY: format
+format: $(READY)  ## rewrite the sources as lint wants them
+	-$(BIN)/ruff check --fix-only $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+.PHONY: clean
+clean:  ## remove what was built, but not .venv
+	rm -rf build dist src/torchoffload/*.so src/torchoffload/_build_info.json

@@ -1,0 +1,69 @@
+# torchoffload_add_module(NAME [TESTING]): the extension module NAME from csrc/.
+# core/ and storage/ are compiled without torch's headers in reach, so an include that does not belong there fails.
+# TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus the simulated device, the log of seam calls, and tests/csrc.
+
+function(torchoffload_add_module name)
+  cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
+  set(csrc "${PROJECT_SOURCE_DIR}/csrc")
+  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/storage/*.cpp")
+  file(GLOB torch_sources CONFIGURE_DEPENDS "${csrc}/device/*.cpp" "${csrc}/autograd/*.cpp")
+  file(GLOB test_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
+
+  if(NOT TORCH_CUDA_VERSION)
+    list(FILTER torch_sources EXCLUDE REGEX "/cuda_backend[^/]*$")
+  endif()
+  if(ARG_TESTING)
+    list(APPEND torch_sources ${test_sources})
+  else()
+    list(FILTER torch_sources EXCLUDE REGEX "/(sim|logging)_[^/]*$")
+  endif()
+
+  add_library(${name}_base OBJECT ${base_sources})
+  target_include_directories(${name}_base PRIVATE "${csrc}")
+  target_compile_definitions(${name}_base PRIVATE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
+
+  Python_add_library(${name} MODULE WITH_SOABI ${torch_sources})
+  target_include_directories(${name} PRIVATE "${csrc}")
+  target_compile_definitions(${name} PRIVATE
+    TORCHOFFLOAD_MODULE_NAME=${name}
+    TORCHOFFLOAD_BUILT_TORCH_VERSION="${TORCH_VERSION}")
+  target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch Threads::Threads)
+  if(TORCH_CUDA_VERSION)
+    target_link_libraries(${name} PRIVATE TargetTorch::cuda)
+  endif()
+  if(TORCHOFFLOAD_OUTPUT_DIR)
+    set_target_properties(${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${TORCHOFFLOAD_OUTPUT_DIR}")
+  endif()
+
+  foreach(target IN ITEMS ${name}_base ${name})
+    target_compile_options(${target} PRIVATE -Wall -Wextra)
+    if(ARG_TESTING)
+      target_compile_definitions(${target} PRIVATE TORCHOFFLOAD_TESTING)
+      target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/tests/csrc")
+    endif()
+  endforeach()
+endfunction()
+
+# torchoffload_add_cuda_check(): the target cuda_check compiles, on a CPU torch, whatever a CUDA torch would compile
+# differently: the CUDA backend and the sources that ask for TORCHOFFLOAD_WITH_CUDA. Nothing is linked.
+function(torchoffload_add_cuda_check)
+  if(NOT TARGET TargetTorch::cuda_check)
+    return()
+  endif()
+  file(GLOB candidates CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/device/*.cpp" "${PROJECT_SOURCE_DIR}/csrc/autograd/*.cpp")
+  foreach(candidate IN LISTS candidates)
+    file(STRINGS "${candidate}" uses REGEX "TORCHOFFLOAD_WITH_CUDA")
+    if(uses OR candidate MATCHES "/cuda_backend[^/]*$")
+      list(APPEND sources "${candidate}")
+    endif()
+  endforeach()
+  if(NOT sources)
+    return()
+  endif()
+  add_library(cuda_check OBJECT EXCLUDE_FROM_ALL ${sources})
+  target_include_directories(cuda_check PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
+  target_compile_definitions(cuda_check PRIVATE
+    TORCHOFFLOAD_MODULE_NAME=_C TORCHOFFLOAD_BUILT_TORCH_VERSION="${TORCH_VERSION}")
+  target_compile_options(cuda_check PRIVATE -Wall -Wextra)
+  target_link_libraries(cuda_check PRIVATE TargetTorch::torch TargetTorch::cuda_check Python::Module)
+endfunction()

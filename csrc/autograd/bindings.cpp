@@ -1,0 +1,153 @@
+// The module: what Python calls, in Python's types. The hooks themselves are in hooks.cpp.
+#include <torch/csrc/utils/pybind.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "autograd/context.h"
+#include "autograd/hooks.h"
+#include "autograd/operation.h"
+#include "autograd/registry.h"
+#include "autograd/statistics.h"
+#include "storage/host_memory.h"
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+#ifdef TORCHOFFLOAD_TESTING
+void bind_testing(py::module_& module);
+#endif
+
+namespace {
+
+Tier parse_tier(const std::string& name) {
+  if (name == "host") return Tier::Host;
+  if (name == "disk") return Tier::Disk;
+  throw py::value_error("torchoffload: tier must be \"host\" or \"disk\", not \"" + name + "\"");
+}
+
+template <typename Value>
+std::optional<Value> optional(const py::kwargs& arguments, const char* name) {
+  return arguments[name].cast<std::optional<Value>>();
+}
+
+py::dict to_dict(const TapeRow& row) {
+  py::dict kept_records;
+  py::dict kept_bytes;
+  for (size_t reason = 1; reason < kKeptReasonCount; ++reason) {
+    if (row.records_kept[reason] == 0) continue;
+    const char* const name = to_string(static_cast<KeptReason>(reason));
+    kept_records[name] = row.records_kept[reason];
+    kept_bytes[name] = row.bytes_kept[reason];
+  }
+  py::dict dict;
+  dict["records_offloaded"] = row.records_offloaded;
+  dict["bytes_offloaded"] = row.bytes_offloaded;
+  dict["records_reloaded"] = row.records_reloaded;
+  dict["bytes_reloaded"] = row.bytes_reloaded;
+  dict["records_deduplicated"] = row.records_deduplicated;
+  dict["bytes_deduplicated"] = row.bytes_deduplicated;
+  dict["records_kept"] = kept_records;
+  dict["bytes_kept"] = kept_bytes;
+  dict["window_waits"] = row.window_waits;
+  dict["passed_by"] = row.passed_by;
+  return dict;
+}
+
+py::dict stats() {
+  Statistics& statistics = Statistics::global();
+  uint64_t live_records = 0;
+  std::vector<TapeRow> rows(statistics.finished.begin(), statistics.finished.end());
+  for (const Engine* const engine : all_engines()) {
+    live_records += engine->ledger().live_records();
+    engine->append_live_rows(rows);
+  }
+  if (rows.size() > Statistics::kRowLimit) rows.erase(rows.begin(), rows.end() - Statistics::kRowLimit);
+  const uint64_t pinned = pinned_bytes();
+  statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned);
+  py::list tapes;
+  for (const TapeRow& row : rows) tapes.append(to_dict(row));
+  py::dict dict = to_dict(statistics.totals);
+  dict["handles"] = statistics.handles;
+  dict["live_handles"] = statistics.live_handles;
+  dict["live_records"] = live_records;
+  dict["live_slots"] = statistics.live_slots;
+  dict["live_tapes"] = statistics.live_tapes;
+  dict["slot_bytes"] = statistics.slot_bytes;
+  dict["peak_slot_bytes"] = statistics.peak_slot_bytes;
+  dict["pinned_bytes"] = pinned;
+  dict["peak_pinned_bytes"] = statistics.peak_pinned_bytes;
+  dict["peak_offload_window_bytes"] = statistics.peak_offload_window_bytes;
+  dict["peak_reload_window_bytes"] = statistics.peak_reload_window_bytes;
+  dict["budget_bytes_used"] = statistics.charged_bytes;
+  dict["tapes"] = tapes;
+  return dict;
+}
+
+py::dict host_memory() {
+  const HostMemory memory = read_host_memory();
+  py::dict dict;
+  dict["total"] = memory.total_bytes;
+  dict["available"] = memory.available_bytes;
+  dict["limit"] = memory.limit_bytes;
+  dict["limit_used"] = memory.limit_used_bytes;
+  dict["limit_inactive_file"] = memory.limit_inactive_file_bytes;
+  dict["default_budget"] = default_budget_bytes(memory, local_world_size());
+  return dict;
+}
+
+uint64_t trim() {
+  const BlockingSection blocking;
+  return trim_stores();
+}
+
+}  // namespace
+
+ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
+  if (PyTuple_GET_SIZE(args) != 0 || kwargs == nullptr) throw py::type_error("Context takes keyword arguments only");
+  const auto given = py::reinterpret_borrow<py::kwargs>(kwargs);
+  ContextArguments parsed;
+  ContextOptions& options = parsed.options;
+  options.tier = parse_tier(given["tier"].cast<std::string>());
+  options.use_pin_memory = given["use_pin_memory"].cast<bool>();
+  options.use_streams = given["use_streams"].cast<bool>();
+  options.min_offload_bytes = given["min_offload_bytes"].cast<uint64_t>();
+  options.windows.offload_bytes = optional<uint64_t>(given, "offload_window_bytes");
+  options.windows.offload_records = optional<uint64_t>(given, "offload_window_records");
+  options.windows.reload_bytes = optional<uint64_t>(given, "reload_window_bytes");
+  options.disk_dir = optional<std::string>(given, "disk_dir").value_or("");
+  options.budget_bytes = optional<uint64_t>(given, "host_budget_bytes");
+  options.on_full = given["raise_on_full"].cast<bool>() ? OnFull::Raise : OnFull::Keep;
+  parsed.warn = given["warn"].cast<py::object>().release().ptr();
+  return parsed;
+}
+
+}  // namespace torchoffload
+
+// Not free-threaded: ledger and schedule are touched only with the GIL held.
+PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
+  using namespace torchoffload;
+  m.doc() = "torchoffload's compiled core";
+  m.attr("built_torch_version") = TORCHOFFLOAD_BUILT_TORCH_VERSION;
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  m.attr("built_with_cuda") = true;
+#else
+  m.attr("built_with_cuda") = false;
+#endif
+  const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
+  if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
+  m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
+  m.def("stats", stats);
+  m.def("reset_stats", [] { Statistics::global().reset(); });
+  m.def("trim", trim);
+  m.def("host_memory", host_memory);
+  m.def("accelerator_available", accelerator_available);
+  py::module_::import("atexit").attr("register")(py::cpp_function(Operation::shut_down));
+#ifdef TORCHOFFLOAD_TESTING
+  m.attr("testing_build") = true;
+  bind_testing(m);
+#else
+  m.attr("testing_build") = false;
+#endif
+}

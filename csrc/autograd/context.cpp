@@ -1,0 +1,168 @@
+#include "autograd/context.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "autograd/operation.h"
+#include "autograd/registry.h"
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+namespace {
+
+// Storages of every Parameter seen: aliases in custom Functions and compiled graphs are found by storage alone.
+StorageSet& parameter_storages() {
+  static auto* const leaked = new StorageSet;
+  return *leaked;
+}
+
+StorageSet& marked_storages() {
+  static auto* const leaked = new StorageSet;
+  return *leaked;
+}
+
+// The contexts entered on this thread, innermost last.
+std::vector<const ContextState*>& entered() {
+  thread_local std::vector<const ContextState*> stack;
+  return stack;
+}
+
+const char* to_string(Tier tier) { return tier == Tier::Host ? "host" : "disk"; }
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+void mark(StorageSet& set, const at::Tensor& tensor) {
+  if (storage_of(tensor) != nullptr) set.insert(tensor.storage());
+}
+
+uint64_t bytes_of(const at::Tensor& tensor) {
+  return TensorLayout::is_plain(tensor) ? static_cast<uint64_t>(tensor.nbytes()) : 0;
+}
+
+}  // namespace
+
+void never_offload(const at::Tensor& tensor) {
+  TORCH_CHECK(storage_of(tensor) != nullptr, "torchoffload.never_offload: the tensor has no storage of its own (",
+              tensor.toString(), "), so it is never moved anyway.");
+  mark(marked_storages(), tensor);
+}
+
+Context::Context(ContextOptions options) : state_(std::make_shared<ContextState>()) {
+  state_->options = std::move(options);
+}
+
+Context::~Context() {
+  if (Operation::is_shut_down()) return;
+  const Operation operation;
+  for (OnThread& entry : threads_) close_tapes(entry);
+}
+
+void Context::exempt(const at::Tensor& tensor) { mark(state_->exempt, tensor); }
+
+// ---- entry and exit ----
+
+Context::OnThread& Context::on_this_thread() {
+  const std::thread::id thread = std::this_thread::get_id();
+  for (OnThread& entry : threads_) {
+    if (entry.thread == thread) return entry;
+  }
+  return threads_.emplace_back(OnThread{thread, 0, {}});
+}
+
+void Context::enter() {
+  const Tier tier = state_->options.tier;
+  TORCH_CHECK(tier == Tier::Disk || accelerator_available(),
+              "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (no CUDA device). "
+              "Use OffloadActivations(tier=\"disk\") to move CPU tensors to disk.");
+  TORCH_CHECK(entered().empty() || entered().back()->options.tier == tier,
+              "torchoffload: a context with tier=\"", to_string(tier), "\" was entered inside one with tier=\"",
+              entered().empty() ? "" : to_string(entered().back()->options.tier),
+              "\". Nested contexts must share a tier.");
+  const Operation operation;
+  Engine::flush_pending(Engine::Flush::EndedOperators);
+  OnThread& entry = on_this_thread();
+  ++entry.depth;
+  entered().push_back(state_.get());
+}
+
+void Context::exit() {
+  OnThread& entry = on_this_thread();
+  TORCH_CHECK(entry.depth > 0, "torchoffload: a context was left more often than it was entered on this thread.");
+  const auto innermost = std::find(entered().rbegin(), entered().rend(), state_.get());
+  entered().erase(std::next(innermost).base());
+  --entry.depth;
+  const Operation operation;
+  close_tapes(entry);
+  Engine::flush_pending(Engine::Flush::All);
+  if (on_this_thread().depth == 0) {
+    std::erase_if(threads_, [](const OnThread& known) {
+      return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());
+    });
+  }
+}
+
+void Context::close_tapes(OnThread& entry) {
+  for (const auto& [engine, tape] : entry.tapes) engine->close_tape(tape);
+  entry.tapes.clear();
+}
+
+TapeId Context::open_tape(Engine& engine) {
+  OnThread& entry = on_this_thread();
+  for (auto& [known, tape] : entry.tapes) {
+    if (known != &engine) continue;
+    if (!engine.is_open(tape)) tape = engine.open_tape(state_);
+    return tape;
+  }
+  entry.tapes.emplace_back(&engine, engine.open_tape(state_));
+  return entry.tapes.back().second;
+}
+
+// ---- saves ----
+
+KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const {
+  if (kind == TypeKind::Parameter || is_view_of_parameter) {
+    mark(parameter_storages(), tensor);
+    return KeptReason::Parameter;
+  }
+  if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor)) return KeptReason::Layout;
+  if (tensor.storage().nbytes() < state_->options.min_offload_bytes || tensor.numel() == 0) return KeptReason::Small;
+  const c10::StorageImpl* const storage = storage_of(tensor);
+  const bool is_known_parameter = parameter_storages().contains(storage) && !mutated(Mutant::ParameterStaysByStorage);
+  if (is_known_parameter || state_->exempt.contains(storage)) return KeptReason::Parameter;
+  if (marked_storages().contains(storage)) return KeptReason::Marked;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (in_backward && !mutated(Mutant::PackedInGraphTaskStays)) return KeptReason::InBackward;
+  return KeptReason::None;
+}
+
+std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) {
+  Engine::flush_pending(Engine::Flush::EndedOperators);
+  ++Statistics::global().handles;
+  KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
+  if (reason == KeptReason::None) {
+    if (Engine* const engine = find_engine(tensor, state_->options)) {
+      const TensorLayout layout(tensor);
+      const TapeId tape = open_tape(*engine);
+      const auto record = engine->pack(tensor, layout, layout.span(), tape);
+      if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending(Engine::Flush::EndedOperators);
+      if (record) return std::make_unique<SavedTensor>(tensor, layout, *engine, *record);
+      reason = KeptReason::Small;
+    } else {
+      reason = KeptReason::Device;
+      state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
+                                               " stay where they are: tier=\"" + to_string(state_->options.tier) +
+                                               "\" does not move them.");
+    }
+  }
+  const std::vector<std::pair<Engine*, TapeId>>& tapes = on_this_thread().tapes;
+  const bool has_tape = !tapes.empty() && tapes.front().first->is_open(tapes.front().second);
+  count_kept(has_tape ? tapes.front().first->row(tapes.front().second) : kept_row_, reason, bytes_of(tensor));
+  return std::make_unique<SavedTensor>(tensor, detached_alias(tensor));
+}
+
+}  // namespace torchoffload

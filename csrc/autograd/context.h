@@ -1,0 +1,63 @@
+// Context: what one OffloadActivations does below Python: the tapes it has open on each thread, and what it never moves.
+// Ownership:     shares its ContextState with its tapes, which may outlive it.
+// Thread safety: needs the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "autograd/context_state.h"
+#include "autograd/engine.h"
+#include "autograd/saved_tensor.h"
+
+namespace torchoffload {
+
+class Context {
+ public:
+  explicit Context(ContextOptions options);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  // Throw std::runtime_error: no accelerator for Tier::Host; inside a context of another tier; left more often than
+  // entered on this thread. exit() enqueues what is pending and may block.
+  void enter();
+  void exit();
+
+  // How a saved tensor that is no torch.Tensor of exactly that type was recognised by the caller, who knows Python.
+  enum class TypeKind : uint8_t { Tensor, Parameter, Subclass };
+
+  // A save. May block.
+  std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter);
+
+  void exempt(const at::Tensor& tensor);
+
+  // Takes the warnings that came up; the caller gives them once the operation has ended.
+  std::vector<std::string> take_warnings() { return std::exchange(state_->warnings, {}); }
+
+ private:
+  struct OnThread {
+    std::thread::id thread;
+    int depth = 0;
+    std::vector<std::pair<Engine*, TapeId>> tapes;  // one for each engine that a save met
+  };
+  OnThread& on_this_thread();
+  TapeId open_tape(Engine& engine);
+  void close_tapes(OnThread& entry);
+  KeptReason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
+
+  std::shared_ptr<ContextState> state_;
+  std::vector<OnThread> threads_;
+  TapeRow kept_row_;  // saves that meet no tape
+};
+
+// Marks a tensor's storage: no context moves it.
+void never_offload(const at::Tensor& tensor);
+
+}  // namespace torchoffload

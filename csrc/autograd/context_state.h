@@ -1,0 +1,49 @@
+// ContextState: what one OffloadActivations stands for below Python: its options, its budget and its warnings.
+// Ownership:     shared by the Python object and by the tapes that were opened under it, whichever lives longer.
+// Thread safety: needs the GIL.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd/storage_set.h"
+#include "core/schedule.h"
+
+namespace torchoffload {
+
+enum class Tier : uint8_t { Host, Disk };
+
+enum class OnFull : uint8_t { Keep, Raise };
+
+struct ContextOptions {
+  Tier tier = Tier::Host;
+  bool use_pin_memory = true;
+  bool use_streams = true;
+  uint64_t min_offload_bytes = 0;
+  WindowOptions windows;
+  std::string disk_dir;  // with Tier::Disk
+  std::optional<uint64_t> budget_bytes;
+  OnFull on_full = OnFull::Keep;
+};
+
+// Each is given at most once per context.
+enum class Warning : uint8_t { NoEngine, Full, WriteFailed, kCount };
+
+struct ContextState {
+  ContextOptions options;
+  uint64_t charged_bytes = 0;  // of the budget, by records that are to be moved or were
+  StorageSet exempt;           // storages of `model`'s parameters and buffers
+  std::array<bool, static_cast<size_t>(Warning::kCount)> warned{};
+  std::vector<std::string> warnings;  // to be given once the operation has ended, since that runs Python
+
+  void warn_once(Warning kind, std::string text) {
+    if (!std::exchange(warned[static_cast<size_t>(kind)], true)) warnings.push_back(std::move(text));
+  }
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,327 @@
+// The order of things: every wait between streams, and everything that enqueues or drops. Bookkeeping without order is in
+// engine_records.cpp.
+#include "autograd/engine.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "autograd/operation.h"
+#include "autograd/pending.h"
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+// `waiter` waits for `point`, unless it is known to have waited for it or for a later one of that stream. On I/O, where
+// a wait holds for the next job only and one of the host blocks, nothing is remembered. May block.
+void Engine::order(StreamId waiter, Point point) {
+  if (point.is_beginning()) return;
+  if (backend_.completes_in_background()) {
+    if (backend_.status(point) == PointStatus::Reached) return;
+    std::optional<BlockingSection> blocking;
+    if (backend_.may_block(waiter)) blocking.emplace();
+    backend_.wait(waiter, point);
+    return;
+  }
+  if (waiter == point.stream) return;
+  const auto known = std::find_if(waited_.begin(), waited_.end(), [&](const Waited& w) {
+    return w.waiter == waiter && w.producer == point.stream;
+  });
+  if (known != waited_.end() && known->serial >= point.serial) return;
+  backend_.wait(waiter, point);
+  if (known != waited_.end()) {
+    known->serial = point.serial;
+  } else {
+    waited_.push_back({waiter, point.stream, point.serial});
+  }
+}
+
+// ---- offload ----
+
+void Engine::flush_pending(Flush which) {
+  std::vector<PendingCopy>& pending = pending_copies();
+  if (which == Flush::All && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
+  const uint64_t now = at::sequence_number::peek();
+  StreamId ordered_after = kNoStream;
+  Engine* ordered_engine = nullptr;
+  for (size_t next = 0; next < pending.size();) {
+    const PendingCopy copy = pending[next];
+    // R1: the operator that saved this may not have filled it yet.
+    if (which == Flush::EndedOperators && copy.sequence_number == now && !mutated(Mutant::CopyNotInsideItsOperator)) {
+      ++next;
+      continue;
+    }
+    pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
+    if (std::exchange(ordered_engine, copy.engine) != copy.engine) ordered_after = kNoStream;
+    copy.engine->enqueue_offload(copy, ordered_after);
+  }
+}
+
+// `ordered_after`: the stream that offload_stream was ordered after in this flush already; its operators are the
+// same ones, so one point serves all copies of a flush.
+void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
+  const RecordId id = copy.record;
+  if (!is_pending(id)) return;
+  reap();
+  std::vector<Point> guards;
+  const std::optional<Slot> slot = acquire_slot(id, guards);
+  if (!slot) return;
+  if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) {  // R10
+    store_.release(*slot, guards);
+    keep(id, KeptReason::Resized);
+    return;
+  }
+  Holdings& held = holdings(id);
+  const Record& record = ledger_.record(id);
+  held.slot = *slot;
+  Statistics::global().slot_acquired(slot->nbytes());
+  const StreamId stream = offload_stream(id);
+  // offload_stream waits for the slot's former user: its bytes are still being read, or written, until then (R5).
+  for (const Point& guard : guards) {
+    if (!mutated(Mutant::OffloadWaitsForGuards)) order(stream, guard);
+  }
+  // offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it (R2).
+  if (std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream && !mutated(Mutant::OffloadWaitsForCompute))
+    order(stream, backend_.record(held.bytes.stream));
+  const auto* source = static_cast<const std::byte*>(held.bytes.storage.data()) + record.span.begin;
+  backend_.copy_out(*slot, source, record.nbytes(), stream);
+  held.offload_end = backend_.record(stream);
+  held.bytes.busy_until = held.offload_end;
+  ledger_.begin_offload(id);
+  enter_offload_window(id);
+  Statistics& statistics = Statistics::global();
+  TapeRow& row = this->row(record.tape);
+  count(row, &TapeRow::records_offloaded, 1);
+  count(row, &TapeRow::bytes_offloaded, record.nbytes());
+  const std::shared_ptr<ContextState> context = tapes_[record.tape.index].context;
+  drain_window(*context);
+  statistics.peak_offload_window_bytes = std::max(statistics.peak_offload_window_bytes, offload_window_bytes_);
+}
+
+// R4: the compute stream is told to wait only when the window is full, oldest copy first.
+void Engine::drain_window(ContextState& context) {
+  const uint64_t window_bytes = schedule_.offload_window_bytes(context.options.windows);
+  while (offload_window_bytes_ > window_bytes) {
+    const RecordId oldest = offloads_in_flight_.front();
+    if (!ledger_.is_live(oldest) || ledger_.record(oldest).state != RecordState::Offloading) {
+      offloads_in_flight_.pop_front();
+      continue;
+    }
+    count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
+    const DeviceBytes& source = holdings(oldest).bytes;
+    const c10::Storage held_meanwhile = source.storage;
+    const Point offload_end = source.busy_until;
+    // The compute stream waits for the copy's end: later work there may be given the source's memory (R3).
+    if (!mutated(Mutant::ComputeWaitsForOffload)) order(source.stream, offload_end);
+    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) finish_offload(oldest);
+  }
+}
+
+// The copy out has ended, in the order of the source's stream: the source is given up.
+void Engine::finish_offload(RecordId id) {
+  Holdings& held = holdings(id);
+  leave_offload_window(id);
+  const std::string failure = backend_.failure(held.offload_end);
+  if (!failure.empty() && !mutated(Mutant::FailedWriteKeepsRecord)) {
+    context(id).warn_once(Warning::WriteFailed,
+                          "torchoffload: a saved tensor stays in memory because writing it failed: " + failure);
+    keep(id, KeptReason::WriteFailed);
+    return;
+  }
+  held.is_confirmed = true;
+  held.is_resized = was_resized(id);
+  ledger_.finish_offload(id);
+  Operation::drop_later(std::move(held.bytes.storage));
+  held.bytes = {};
+}
+
+// ---- reload ----
+
+size_t Engine::start_reloads(std::span<const RecordId> ids, bool prefetched) {
+  const StreamId consumer = backend_.current_stream();
+  std::vector<c10::DataPtr> targets;
+  targets.reserve(ids.size());
+  for (const RecordId id : ids) {
+    const uint64_t modulo = mutated(Mutant::AlignmentRestored) ? 8 : holdings(id).address_modulo;
+    try {
+      targets.push_back(backend_.allocate(ledger_.record(id).nbytes(), modulo));
+    } catch (const c10::Error&) {
+      if (!prefetched) throw;
+      break;  // no memory: what is asked for later is loaded then
+    }
+  }
+  if (targets.empty()) return 0;
+  const Point allocated = backend_.record(consumer);
+  StreamId ordered = kNoStream;
+  for (size_t next = 0; next < targets.size(); ++next) {
+    const StreamId stream = reload_stream(ids[next], consumer);
+    // reload_stream waits for the stream that allocated the buffer: its memory may be in use there until then (R6).
+    if (std::exchange(ordered, stream) != stream && !mutated(Mutant::ReloadWaitsForCompute)) order(stream, allocated);
+    enqueue_reload(ids[next], std::move(targets[next]), consumer);
+    if (prefetched) {
+      ahead_.push_back(ids[next]);
+      reload_window_bytes_ += ledger_.record(ids[next]).nbytes();
+    }
+  }
+  Statistics& statistics = Statistics::global();
+  statistics.peak_reload_window_bytes = std::max(statistics.peak_reload_window_bytes, reload_window_bytes_);
+  return targets.size();
+}
+
+void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer) {
+  Holdings& held = holdings(id);
+  const Record& record = ledger_.record(id);
+  const StreamId stream = reload_stream(id, consumer);
+  // reload_stream waits for the offload's end: the slot's bytes are complete only then (R6).
+  if (!mutated(Mutant::ReloadWaitsForOffload)) order(stream, held.offload_end);
+  backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
+  held.reload_end = backend_.record(stream);
+  const c10::Device device = target.device();
+  held.bytes = {c10::Storage(c10::Storage::use_byte_size_t(), record.nbytes(), std::move(target),
+                             c10::GetAllocator(device.type()), /*resizable=*/true),
+                record.span.begin, consumer, held.reload_end};
+}
+
+// Reloads ahead of the consumer, once per unpack in backward.
+void Engine::prefetch(RecordId asked_for) {
+  const TapeId tape = ledger_.record(asked_for).tape;
+  const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
+  std::vector<RecordId> ids = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
+  std::erase_if(ids, [&](RecordId id) { return lock_given_up(id).has_value(); });
+  begin_reloads(ids, true);
+}
+
+// R11: what was reloaded ahead and then passed by goes back to its slot.
+void Engine::let_pass(RecordId asked_for) {
+  if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
+  const Record& record = ledger_.record(asked_for);
+  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for).options.windows);
+  for (const RecordId id : Schedule::passed_by(ledger_, record.tape, record.position, ahead_, window_bytes)) {
+    leave_reload_window(id);
+    ledger_.pass_by(id);
+    count(row(record.tape), &TapeRow::passed_by, 1);
+    retire(std::exchange(holdings(id).bytes, {}), Mutant::DroppedBufferWaitsForReload);
+  }
+}
+
+at::Tensor Engine::unpack(RecordId id, const TensorLayout& layout, uint32_t& seen_epoch, bool in_backward) {
+  reap();
+  const StreamId consumer = backend_.current_stream();
+  if (in_backward) let_pass(id);
+  bool is_prefetched_for = !in_backward;
+  while (true) {  // read again after whatever may have blocked
+    Holdings& held = holdings(id);
+    const Record& record = ledger_.record(id);
+    check_not_resized(id);
+    switch (record.state) {
+      case RecordState::Resident:
+      case RecordState::Offloading:
+        // The source is still here: use it. In backward its copy, if still pending, has become pointless.
+        if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, held.bytes, consumer);
+        if (record.state == RecordState::Offloading) leave_offload_window(id);
+        ledger_.use_source(id);
+        break;
+      case RecordState::Offloaded: {
+        if (const auto alive = lock_given_up(id)) {
+          // The consumer waits for the reload's end, like the first one did (R7).
+          if (!mutated(Mutant::ConsumerWaitsForReload)) order(consumer, alive->busy_until);
+          return hand_out(id, layout, *alive, consumer);
+        }
+        const RecordId only[] = {id};
+        begin_reloads(only, false);
+        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), record.position);
+        break;
+      }
+      case RecordState::Reloading: {
+        if (!std::exchange(is_prefetched_for, true)) {
+          prefetch(id);
+          break;
+        }
+        const Point reload_end = held.reload_end;
+        const c10::Storage held_meanwhile = held.bytes.storage;
+        // The consumer waits for the reload's end: the buffer's bytes are there only then (R7).
+        if (!mutated(Mutant::ConsumerWaitsForReload)) order(consumer, reload_end);
+        const Record& now = ledger_.record(id);
+        if (now.state == RecordState::Reloading && holdings(id).reload_end == reload_end) finish_reload(id);
+        break;
+      }
+      case RecordState::Reloaded: {
+        if (!std::exchange(is_prefetched_for, true)) prefetch(id);
+        const DeviceBytes bytes = holdings(id).bytes;
+        // A consumer on another stream than the first waits as the first did (R7). The source, where it served, was
+        // never written by us.
+        if (bytes.busy_until == holdings(id).reload_end && !mutated(Mutant::ConsumerWaitsForReload))
+          order(consumer, bytes.busy_until);
+        seen_epoch = ledger_.mark_seen(id, seen_epoch);
+        at::Tensor tensor = hand_out(id, layout, bytes, consumer);
+        give_up_if_seen(id);
+        return tensor;
+      }
+      case RecordState::Released:
+        TORCH_INTERNAL_ASSERT(false, "a handle outlived its record");
+    }
+  }
+}
+
+at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer) {
+  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3).
+  if (!mutated(Mutant::NoteUseAtUnpack)) backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
+  const Span& span = ledger_.record(id).span;
+  const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
+  backend_.saw_unpack(first, span.nbytes(), consumer);
+  return layout.build(bytes.storage, bytes.base_bytes, holdings(id).version);
+}
+
+// ---- release ----
+
+// R9: memory that a copy touches is dropped after its stream was told to wait for that copy's end. Never blocks.
+void Engine::retire(DeviceBytes bytes, Mutant mutant) {
+  if (!bytes.storage) return;
+  if (backend_.completes_in_background() && !bytes.busy_until.is_beginning() &&
+      backend_.status(bytes.busy_until) == PointStatus::Pending) {
+    retired_.push_back(std::move(bytes));
+    return;
+  }
+  // The memory's stream waits for the copy's end: later work there may be given the memory (R9).
+  if (!backend_.completes_in_background() && !mutated(mutant)) order(bytes.stream, bytes.busy_until);
+  Operation::drop_later(std::move(bytes.storage));
+}
+
+// I/O only: takes note of what has ended since the last hook event. Never blocks.
+void Engine::reap() {
+  if (!backend_.completes_in_background()) return;
+  while (!offloads_in_flight_.empty()) {
+    const RecordId oldest = offloads_in_flight_.front();
+    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) {
+      if (backend_.status(holdings(oldest).offload_end) == PointStatus::Pending) break;
+      finish_offload(oldest);
+    } else {
+      offloads_in_flight_.pop_front();
+    }
+  }
+  for (DeviceBytes& bytes : retired_) {
+    if (backend_.status(bytes.busy_until) == PointStatus::Reached) Operation::drop_later(std::move(bytes.storage));
+  }
+  std::erase_if(retired_, [](const DeviceBytes& bytes) { return !bytes.storage; });
+}
+
+void Engine::release(RecordId id, uint32_t seen_epoch) {
+  reap();
+  const Record before = ledger_.record(id);
+  if (before.live_handles == 1) leave_windows(id);
+  const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, seen_epoch);
+  if (!dropped.released) {
+    if (before.state == RecordState::Reloaded) give_up_if_seen(id);
+    return;
+  }
+  Holdings held = std::exchange(holdings(id), {});
+  const bool is_reload = before.state == RecordState::Reloading || held.bytes.busy_until == held.reload_end;
+  retire(std::move(held.bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
+  if (before.has_slot) release_slot(held);
+  uncharge(held, dropped.tape);
+  if (dropped.tape_gone) tape_is_gone(dropped.tape);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,160 @@
+// Engine: carries out, for one device and tier, what ledger and schedule say.
+// Ownership:     what each record holds, by the record's index: its source or reload buffer, its slot, its points.
+//                Backends and stores are borrowed and live for the process; so does the engine.
+// Thread safety: needs the GIL. What blocks runs in a BlockingSection, after which the ledger is read again.
+// Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what, why).
+// Shutdown:      leaked on purpose; see Note [No CUDA after main].
+// Not handled:   CUDA graph capture; learning from one step for the next.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "autograd/context_state.h"
+#include "autograd/statistics.h"
+#include "autograd/tensor_layout.h"
+#include "core/ledger.h"
+#include "core/mutant.h"
+#include "core/schedule.h"
+#include "device/backend.h"
+#include "storage/slot_store.h"
+
+namespace torchoffload {
+
+// Device memory with the point until which a copy in flight touches it, and the stream that must be told to wait for
+// that point before the memory may be handed on (R9).
+struct DeviceBytes {
+  c10::Storage storage;
+  uint64_t base_bytes = 0;  // where the storage's first byte stands in the storage that was packed
+  StreamId stream = kNoStream;
+  Point busy_until;
+};
+
+class Engine {
+ public:
+  Engine(Backend& backend, SlotStore& store) : backend_(backend), store_(store) {}
+
+  Backend& backend() { return backend_; }
+  SlotStore& store() { return store_; }
+  const Ledger& ledger() const { return ledger_; }
+
+  // Tapes.
+  TapeId open_tape(std::shared_ptr<ContextState> context);
+  void close_tape(TapeId tape);  // nothing happens when it is closed already
+  void close_tape_of(RecordId record) { close_tape(ledger_.record(record).tape); }
+  bool is_open(TapeId tape) const { return ledger_.is_open(tape); }
+  TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
+
+  // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
+  // Returns nullopt when there is none to join and what would move is below the minimum.
+  // Throws std::runtime_error when the budget is spent and the user asked for an error.
+  std::optional<RecordId> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape);
+
+  // The saved tensor's bytes, ordered for the stream that is current. `seen_epoch` is the handle's mark. May block.
+  at::Tensor unpack(RecordId record, const TensorLayout& layout, uint32_t& seen_epoch, bool in_backward);
+
+  // A handle died.
+  void release(RecordId record, uint32_t seen_epoch);
+
+  // Enqueues this thread's pending copies of operators that have ended; all of them at a context's exit. May block.
+  enum class Flush : uint8_t { EndedOperators, All };
+  static void flush_pending(Flush which);
+
+  // Rows of the tapes that are alive.
+  void append_live_rows(std::vector<TapeRow>& rows) const;
+
+ private:
+  struct Holdings {
+    DeviceBytes bytes;  // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> identity;  // while the tape is open
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up;  // the last bytes handed out, if still alive
+    DeviceBytes given_up_bytes;  // of `given_up`, without the storage
+    c10::VariableVersion version;
+    uint64_t address_modulo = 0;
+    Slot slot;
+    Point offload_end;
+    Point reload_end;
+    uint64_t charged_bytes = 0;
+    bool is_resized = false;  // while its copy was in flight: the slot's bytes are nobody's
+    bool is_confirmed = false;  // I/O: the write is known to have succeeded
+  };
+  struct TapeInfo {
+    std::shared_ptr<ContextState> context;
+    TapeRow row;
+  };
+  struct PendingCopy;
+  static std::vector<PendingCopy>& pending_copies();
+
+  Holdings& holdings(RecordId id) { return holdings_[id.index]; }
+  ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
+  StreamId offload_stream(RecordId id);
+  StreamId reload_stream(RecordId id, StreamId consumer);
+
+  // Offload.
+  RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape);
+  bool fits_budget(ContextState& context, uint64_t nbytes);
+  void enqueue_offload(const PendingCopy& copy, StreamId& ordered_after);
+  bool is_pending(RecordId id);
+  std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
+  void store_is_full(ContextState& context, const std::string& why);
+  void drain_window(ContextState& context);
+  void finish_offload(RecordId id);
+  void enter_offload_window(RecordId id);
+  void leave_offload_window(RecordId id);
+  void leave_windows(RecordId id);
+  bool was_resized(RecordId id);
+  void keep(RecordId id, KeptReason reason);
+
+  // Reload.
+  void begin_reloads(std::span<const RecordId> ids, bool prefetched);
+  size_t start_reloads(std::span<const RecordId> ids, bool prefetched);  // how many were started
+  void finish_reload(RecordId id);
+  void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
+  void prefetch(RecordId asked_for);
+  void let_pass(RecordId asked_for);
+  void leave_reload_window(RecordId id);
+  at::Tensor hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer);
+  std::optional<DeviceBytes> lock_given_up(RecordId id);
+  void give_up_if_seen(RecordId id);
+  bool slot_is_complete(RecordId id);
+  void check_not_resized(RecordId id);
+
+  // Order and release.
+  void order(StreamId waiter, Point point);
+  void retire(DeviceBytes bytes, Mutant mutant);
+  void reap();
+  void release_slot(Holdings& held);
+  void uncharge(Holdings& held, TapeId tape);
+  void tape_is_gone(TapeId tape);
+
+  Backend& backend_;
+  SlotStore& store_;
+  Ledger ledger_;
+  Schedule schedule_;
+  std::vector<Holdings> holdings_;  // by record index
+  std::vector<TapeInfo> tapes_;     // by tape index
+  std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily
+  size_t prune_offloads_at_ = 64;
+  uint64_t offload_window_bytes_ = 0;
+  std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
+  uint64_t reload_window_bytes_ = 0;
+  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them
+  uint64_t charged_bytes_ = 0;
+  std::optional<uint64_t> default_budget_bytes_;
+  uint64_t budget_read_at_capacity_ = 0;
+  struct Waited {
+    StreamId waiter;
+    StreamId producer;
+    uint64_t serial;
+  };
+  std::vector<Waited> waited_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,308 @@
+// The engine's bookkeeping: tapes, saves, budget, slots, statistics. Nothing here waits or enqueues a copy.
+#include <ATen/SequenceNumber.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "autograd/engine.h"
+#include "autograd/operation.h"
+#include "autograd/pending.h"
+#include "core/mutant.h"
+#include "storage/host_memory.h"
+
+namespace torchoffload {
+
+namespace {
+
+// The version counter has no public address of its own. Its one member is the pointer that shares it, which names it as
+// long as we hold a copy.
+const void* address_of(const c10::VariableVersion& version) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  const void* address = nullptr;
+  std::memcpy(&address, &version, sizeof address);
+  return address;
+}
+
+}  // namespace
+
+std::vector<Engine::PendingCopy>& Engine::pending_copies() {
+  thread_local std::vector<PendingCopy> pending;
+  return pending;
+}
+
+// ---- tapes ----
+
+TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
+  const TapeId tape = ledger_.open_tape();
+  if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
+  tapes_[tape.index] = {std::move(context), {}};
+  ++Statistics::global().live_tapes;
+  return tape;
+}
+
+void Engine::close_tape(TapeId id) {
+  if (!ledger_.is_open(id)) return;
+  for (const RecordId record : ledger_.tape(id).records) {
+    if (ledger_.is_live(record)) holdings(record).identity.reset();
+  }
+  if (ledger_.close_tape(id).gone) tape_is_gone(id);
+}
+
+void Engine::tape_is_gone(TapeId id) {
+  Statistics::global().tape_finished(tapes_[id.index].row);
+  --Statistics::global().live_tapes;
+  tapes_[id.index] = {};
+}
+
+void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
+  for (const TapeInfo& tape : tapes_) {
+    if (tape.context) rows.push_back(tape.row);
+  }
+}
+
+// ---- saves ----
+
+std::optional<RecordId> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
+                                     TapeId tape) {
+  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  const Identity identity{&storage, address_of(version), version.current_version(), storage.data(), storage.nbytes()};
+  ContextState& context = *tapes_[tape.index].context;
+  std::optional<RecordId> id = ledger_.find(tape, identity, span, layout.itemsize());
+  if (id) {
+    const Record& record = ledger_.record(*id);
+    if (record.kept == KeptReason::None) {
+      count(row(tape), &TapeRow::records_deduplicated, 1);
+      count(row(tape), &TapeRow::bytes_deduplicated, span.nbytes());
+    } else {
+      count_kept(row(tape), record.kept, span.nbytes());
+    }
+    DeviceBytes& held = holdings(*id).bytes;
+    // Another stream uses the source now; its memory, once dropped, waits for that one too (R3).
+    const StreamId stream = backend_.current_stream();
+    if (held.storage && stream != held.stream && !mutated(Mutant::NoteUseAtPack))
+      backend_.note_use(*held.storage.unsafeGetStorageImpl(), stream);
+  } else {
+    const Span moved = Schedule::span_to_move(span, identity.nbytes);
+    if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
+    id = add_record(tensor, identity, moved, tape);
+  }
+  ledger_.add_handle(*id);
+  return id;
+}
+
+RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
+  const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
+  const bool fits = fits_budget(*context, moved.nbytes());
+  if (!fits) store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
+  const RecordId id = ledger_.add_record(tape, identity, moved);
+  if (holdings_.size() <= id.index) holdings_.resize(id.index + 1);
+  Holdings& held = holdings_[id.index];
+  held = {};
+  const c10::Storage& storage = tensor.storage();
+  if (!mutated(Mutant::IdentityHoldsStorage)) held.identity.emplace(storage.getWeakStorageImpl());
+  held.version = tensor.unsafeGetTensorImpl()->version_counter();
+  held.address_modulo = (reinterpret_cast<uintptr_t>(identity.data) + moved.begin) % kAlignmentBytes;
+  held.bytes = {storage, 0, backend_.current_stream(), {}};
+  if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
+  if (!fits) {
+    ledger_.keep(id, KeptReason::HostFull);
+    count_kept(row(tape), KeptReason::HostFull, moved.nbytes());
+    return id;
+  }
+  held.charged_bytes = round_up(moved.nbytes(), kAlignmentBytes);
+  context->charged_bytes += held.charged_bytes;
+  charged_bytes_ += held.charged_bytes;
+  Statistics::global().charged_bytes += held.charged_bytes;
+  schedule_.saw_record(moved.nbytes());
+  const uint64_t sequence_number = at::sequence_number::peek();
+  const auto* first = static_cast<const std::byte*>(identity.data) + moved.begin;
+  backend_.saw_pack(first, moved.nbytes(), held.bytes.stream, sequence_number);
+  pending_copies().push_back({this, id, sequence_number});
+  return id;
+}
+
+bool Engine::is_pending(RecordId id) {
+  return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Resident &&
+         ledger_.record(id).kept == KeptReason::None;
+}
+
+// ---- budget and slots ----
+
+bool Engine::fits_budget(ContextState& context, uint64_t nbytes) {
+  if (mutated(Mutant::BudgetHonoured)) return true;
+  if (context.options.budget_bytes) return context.charged_bytes + nbytes <= *context.options.budget_bytes;
+  if (context.options.tier == Tier::Disk) return true;  // the disk itself says when it is full
+  const uint64_t capacity_bytes = store_.capacity_bytes();
+  if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
+    // What the store holds is no longer available, and is ours to use.
+    default_budget_bytes_ = capacity_bytes + default_budget_bytes(read_host_memory(), local_world_size());
+    budget_read_at_capacity_ = capacity_bytes;
+  }
+  return charged_bytes_ + nbytes <= *default_budget_bytes_;
+}
+
+void Engine::store_is_full(ContextState& context, const std::string& why) {
+  const bool is_disk = context.options.tier == Tier::Disk;
+  const std::string option = context.options.budget_bytes || !is_disk ? "host_budget_bytes" : "disk_dir";
+  TORCH_CHECK(context.options.on_full == OnFull::Keep, "torchoffload: a saved tensor cannot be offloaded: ", why,
+              ". Raise ", option, ", or set on_host_full=\"keep\" to let such tensors stay on the device.");
+  context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why + ". Set " +
+                                       option + " to change that, or on_host_full=\"error\" to make it an error.");
+}
+
+// May block; the record may be gone, or used, after it.
+std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  std::optional<Slot> slot = store_.try_acquire(nbytes, guards);
+  while (!slot) {
+    try {
+      const BlockingSection blocking;
+      store_.grow(nbytes);
+    } catch (const StoreFull& full) {
+      if (!is_pending(id)) return std::nullopt;
+      const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
+      keep(id, KeptReason::HostFull);
+      store_is_full(*context, full.what());
+      return std::nullopt;
+    }
+    if (!is_pending(id)) return std::nullopt;
+    slot = store_.try_acquire(nbytes, guards);
+  }
+  return slot;
+}
+
+void Engine::release_slot(Holdings& held) {
+  std::vector<Point> guards;
+  if (!held.offload_end.is_beginning() && !mutated(Mutant::SlotGuardedByOffload)) guards.push_back(held.offload_end);
+  if (!held.reload_end.is_beginning() && !mutated(Mutant::SlotGuardedByReload)) guards.push_back(held.reload_end);
+  store_.release(held.slot, guards);
+  Statistics::global().slot_released(held.slot.nbytes());
+  held.slot = {};
+}
+
+void Engine::uncharge(Holdings& held, TapeId tape) {
+  tapes_[tape.index].context->charged_bytes -= held.charged_bytes;
+  charged_bytes_ -= held.charged_bytes;
+  Statistics::global().charged_bytes -= held.charged_bytes;
+  held.charged_bytes = 0;
+}
+
+void Engine::keep(RecordId id, KeptReason reason) {
+  Holdings& held = holdings(id);
+  const Record& record = ledger_.record(id);
+  if (record.has_slot) release_slot(held);
+  uncharge(held, record.tape);
+  count_kept(row(record.tape), reason, record.nbytes());
+  ledger_.keep(id, reason);
+}
+
+// ---- windows ----
+
+void Engine::enter_offload_window(RecordId id) {
+  if (offloads_in_flight_.size() >= prune_offloads_at_) {
+    std::erase_if(offloads_in_flight_, [&](RecordId known) {
+      return !ledger_.is_live(known) || ledger_.record(known).state != RecordState::Offloading;
+    });
+    prune_offloads_at_ = 2 * offloads_in_flight_.size() + 64;
+  }
+  offloads_in_flight_.push_back(id);
+  offload_window_bytes_ += ledger_.record(id).nbytes();
+}
+
+void Engine::leave_offload_window(RecordId id) { offload_window_bytes_ -= ledger_.record(id).nbytes(); }
+
+void Engine::leave_reload_window(RecordId id) {
+  reload_window_bytes_ -= ledger_.record(id).nbytes();
+  std::erase(ahead_, id);
+}
+
+void Engine::leave_windows(RecordId id) {
+  const Record& record = ledger_.record(id);
+  if (record.state == RecordState::Offloading) leave_offload_window(id);
+  if (record.prefetched) leave_reload_window(id);
+}
+
+// ---- what a record has ----
+
+StreamId Engine::offload_stream(RecordId id) {
+  return context(id).options.use_streams ? backend_.offload_stream() : holdings(id).bytes.stream;
+}
+
+StreamId Engine::reload_stream(RecordId id, StreamId consumer) {
+  return context(id).options.use_streams ? backend_.reload_stream() : consumer;
+}
+
+bool Engine::was_resized(RecordId id) {
+  const c10::Storage& source = holdings(id).bytes.storage;
+  const Identity& identity = ledger_.record(id).identity;
+  return source.data() != identity.data || source.nbytes() != identity.nbytes;
+}
+
+void Engine::check_not_resized(RecordId id) {
+  const bool is_in_flight = ledger_.record(id).state == RecordState::Offloading && was_resized(id);
+  TORCH_CHECK(mutated(Mutant::ResizeCheckedInFlight) || !(holdings(id).is_resized || is_in_flight),
+              "torchoffload: the storage of a saved tensor was resized while its bytes were being offloaded, so they "
+              "are lost. Exempt it with torchoffload.never_offload(tensor).");
+}
+
+bool Engine::slot_is_complete(RecordId id) {
+  Holdings& held = holdings(id);
+  if (!ledger_.record(id).has_slot) return false;
+  if (!backend_.completes_in_background() || held.is_confirmed) return true;
+  held.is_confirmed =
+      backend_.status(held.offload_end) == PointStatus::Reached && backend_.failure(held.offload_end).empty();
+  return held.is_confirmed;
+}
+
+// R8: from here on the bytes are held weakly, until the next reload.
+void Engine::give_up_if_seen(RecordId id) {
+  if (ledger_.record(id).state != RecordState::Reloaded || !ledger_.all_seen(id) || !slot_is_complete(id)) return;
+  Holdings& held = holdings(id);
+  DeviceBytes bytes = std::exchange(held.bytes, {});
+  held.given_up.emplace(bytes.storage.getWeakStorageImpl());
+  held.given_up_bytes = {{}, bytes.base_bytes, bytes.stream, bytes.busy_until};
+  ledger_.give_up(id);
+  const bool is_reload = bytes.busy_until == held.reload_end;
+  retire(std::move(bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
+}
+
+std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
+  Holdings& held = holdings(id);
+  if (!held.given_up) return std::nullopt;
+  c10::intrusive_ptr<c10::StorageImpl> alive = held.given_up->lock();
+  if (!alive) {
+    held.given_up.reset();
+    return std::nullopt;
+  }
+  DeviceBytes bytes = held.given_up_bytes;
+  bytes.storage = c10::Storage(std::move(alive));
+  return bytes;
+}
+
+void Engine::begin_reloads(std::span<const RecordId> ids, bool prefetched) {
+  const size_t begun = start_reloads(ids, prefetched);
+  for (const RecordId id : ids.first(begun)) {
+    ledger_.begin_reload(id, prefetched);
+    TapeRow& row = this->row(ledger_.record(id).tape);
+    count(row, &TapeRow::records_reloaded, 1);
+    count(row, &TapeRow::bytes_reloaded, ledger_.record(id).nbytes());
+  }
+}
+
+// The consumer's stream has waited for the reload.
+void Engine::finish_reload(RecordId id) {
+  const std::string failure = backend_.failure(holdings(id).reload_end);
+  if (ledger_.record(id).prefetched) leave_reload_window(id);
+  if (failure.empty() || mutated(Mutant::FailedReadRaises)) {
+    ledger_.finish_reload(id);
+    return;
+  }
+  ledger_.pass_by(id);
+  Operation::drop_later(std::move(std::exchange(holdings(id).bytes, {}).storage));
+  TORCH_CHECK(false, "torchoffload: a saved tensor could not be read back: ", failure);
+}
+
+}  // namespace torchoffload

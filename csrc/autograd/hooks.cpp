@@ -1,0 +1,218 @@
+#include "autograd/hooks.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <new>
+#include <utility>
+
+#include "autograd/operation.h"
+
+namespace torchoffload {
+
+namespace {
+
+PyTypeObject* parameter_type = nullptr;  // torch.nn.Parameter; borrowed for the life of the process
+
+struct ContextObject {
+  PyObject_HEAD
+  Context* context;
+  PyObject* warn;
+};
+
+struct HandleObject {
+  PyObject_HEAD
+  SavedTensor* saved;
+};
+
+// ---- handle ----
+
+void handle_dealloc(PyObject* self) {
+  delete reinterpret_cast<HandleObject*>(self)->saved;
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot handle_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(handle_dealloc)},
+    {Py_tp_doc, const_cast<char*>("What pack returned for one saved tensor. Opaque.")},
+    {0, nullptr},
+};
+PyType_Spec handle_spec = {"torchoffload._C.Handle", sizeof(HandleObject), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
+PyTypeObject* handle_type = nullptr;
+
+// ---- warnings ----
+
+// Runs Python, so only where no operation is open. Returns false with an error set where a warning became one.
+bool give_warnings(const ContextObject& object) {
+  for (const std::string& text : object.context->take_warnings()) {
+    PyObject* const result = PyObject_CallFunction(object.warn, "s", text.c_str());
+    if (result == nullptr) return false;
+    Py_DECREF(result);
+  }
+  return true;
+}
+
+// ---- pack and unpack ----
+
+Context::TypeKind kind_of(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass)) return Context::TypeKind::Tensor;
+  return PyType_IsSubtype(type, parameter_type) != 0 ? Context::TypeKind::Parameter : Context::TypeKind::Subclass;
+}
+
+bool is_view_of_parameter(const at::Tensor& tensor) {
+  if (!tensor.is_view()) return false;
+  PyObject* const base = THPVariable_Wrap(tensor._base());
+  if (base == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool is_parameter = kind_of(base) == Context::TypeKind::Parameter;
+  Py_DECREF(base);
+  return is_parameter;
+}
+
+bool check_tensor(PyObject* object, const char* function) {
+  if (THPVariable_Check(object)) return true;
+  PyErr_Format(PyExc_TypeError, "torchoffload: %s expects a torch.Tensor, not %.100s", function,
+               Py_TYPE(object)->tp_name);
+  return false;
+}
+
+PyObject* context_pack(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(object, "pack")) return nullptr;
+  const ContextObject& context = *reinterpret_cast<ContextObject*>(self);
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
+  auto* const handle = PyObject_New(HandleObject, handle_type);
+  if (handle == nullptr) return nullptr;
+  handle->saved = nullptr;
+  THPObjectPtr owned(reinterpret_cast<PyObject*>(handle));
+  {
+    const Operation operation;
+    handle->saved = context.context->pack(tensor, kind_of(object), is_view_of_parameter(tensor)).release();
+  }
+  if (!give_warnings(context)) return nullptr;
+  return owned.release();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (Py_TYPE(object) != handle_type) {
+    PyErr_Format(PyExc_TypeError, "torchoffload: unpack expects what pack returned, not %.100s",
+                 Py_TYPE(object)->tp_name);
+    return nullptr;
+  }
+  at::Tensor tensor;
+  {
+    const Operation operation;
+    Engine::flush_pending(Engine::Flush::EndedOperators);
+    tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack();
+  }
+  return THPVariable_Wrap(std::move(tensor));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* noop_pack(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(object, "pack")) return nullptr;
+  auto* const handle = PyObject_New(HandleObject, handle_type);
+  if (handle == nullptr) return nullptr;
+  handle->saved = nullptr;
+  THPObjectPtr owned(reinterpret_cast<PyObject*>(handle));
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  handle->saved = new SavedTensor(tensor, detached_alias(tensor));
+  return owned.release();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef hook_functions[] = {
+    {"unpack", unpack, METH_O, "unpack(handle) -> Tensor: the unpack hook of every context."},
+    {"noop_pack", noop_pack, METH_O, "noop_pack(tensor) -> handle: keeps the tensor, detached."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// ---- context ----
+
+PyObject* context_enter(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  reinterpret_cast<ContextObject*>(self)->context->enter();
+  if (!give_warnings(*reinterpret_cast<ContextObject*>(self))) return nullptr;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* context_exit(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  reinterpret_cast<ContextObject*>(self)->context->exit();
+  if (!give_warnings(*reinterpret_cast<ContextObject*>(self))) return nullptr;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* context_exempt(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(object, "exempt")) return nullptr;
+  reinterpret_cast<ContextObject*>(self)->context->exempt(THPVariable_Unpack(object));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* context_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  ContextArguments arguments = parse_context_arguments(args, kwargs);
+  THPObjectPtr warn(arguments.warn);
+  THPObjectPtr self(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  auto& object = *reinterpret_cast<ContextObject*>(self.get());
+  object.context = new Context(std::move(arguments.options));
+  object.warn = warn.release();
+  return self.release();
+  END_HANDLE_TH_ERRORS
+}
+
+void context_dealloc(PyObject* self) {
+  auto& object = *reinterpret_cast<ContextObject*>(self);
+  delete object.context;
+  Py_XDECREF(object.warn);
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef context_methods[] = {
+    {"pack", context_pack, METH_O, "pack(tensor) -> handle: the pack hook."},
+    {"enter", context_enter, METH_NOARGS, "Opens the context on this thread."},
+    {"exit", context_exit, METH_NOARGS, "Closes it: what is pending is enqueued."},
+    {"exempt", context_exempt, METH_O, "exempt(tensor): never move this storage under this context."},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot context_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(context_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(context_dealloc)},
+    {Py_tp_methods, context_methods},
+    {Py_tp_doc, const_cast<char*>("One offloading context: options, and the tapes it has open.")},
+    {0, nullptr},
+};
+PyType_Spec context_spec = {"torchoffload._C.Context", sizeof(ContextObject), 0, Py_TPFLAGS_DEFAULT, context_slots};
+
+}  // namespace
+
+bool add_hooks(PyObject* module, PyObject* parameter) {
+  parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
+  handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
+  THPObjectPtr context_type(PyType_FromSpec(&context_spec));
+  if (handle_type == nullptr || !context_type) return false;
+  return PyModule_AddFunctions(module, hook_functions) == 0 &&
+         PyModule_AddObjectRef(module, "Handle", reinterpret_cast<PyObject*>(handle_type)) == 0 &&
+         PyModule_AddObjectRef(module, "Context", context_type.get()) == 0;
+}
+
+}  // namespace torchoffload

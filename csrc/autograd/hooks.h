@@ -1,0 +1,25 @@
+// hooks: the two C types that Python sees, Context and the handle that pack returns, and the hook functions.
+// Ownership:     a handle owns its SavedTensor; its dealloc is the only release.
+// Thread safety: needs the GIL. Pack and unpack are builtin METH_O functions.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+
+#include "autograd/context.h"
+
+namespace torchoffload {
+
+// Makes the types and adds Context, unpack, noop_pack and noop_unpack to the module. `parameter_type`:
+// torch.nn.Parameter. Returns false with a Python error set.
+bool add_hooks(PyObject* module, PyObject* parameter_type);
+
+// What Context.__init__ parses in Python terms; implemented in bindings.cpp. Throws for what cannot be parsed.
+struct ContextArguments {
+  ContextOptions options;
+  PyObject* warn = nullptr;  // new reference
+};
+ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs);
+
+}  // namespace torchoffload

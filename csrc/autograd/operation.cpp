@@ -1,0 +1,93 @@
+#include "autograd/operation.h"
+
+#include <Python.h>
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <utility>
+
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+namespace {
+
+// Process-wide, guarded by the GIL. Leaked on purpose: handles may die while static destructors run.
+struct State {
+  int depth = 0;
+  std::vector<c10::Storage> dropped;
+  std::vector<std::function<void()>> releases;
+};
+
+State& state() {
+  static State* const leaked = new State;
+  return *leaked;
+}
+
+std::atomic<bool> shut_down_flag{false};
+
+const int fork_handler_installed = pthread_atfork(nullptr, nullptr, [] { shut_down_flag = true; });
+
+}  // namespace
+
+Operation::Operation() {
+  (void)fork_handler_installed;
+  ++state().depth;
+}
+
+Operation::~Operation() {
+  if (state().depth == 1) finish_outermost();
+  --state().depth;
+}
+
+bool Operation::is_open() { return state().depth > 0; }
+
+void Operation::drop_later(c10::Storage storage) {
+  if (storage) state().dropped.push_back(std::move(storage));
+}
+
+void Operation::run_or_queue(std::function<void()> release) {
+  if (is_open() && !mutated(Mutant::DeallocQueuedInsideOperation)) {
+    state().releases.push_back(std::move(release));
+    return;
+  }
+  const Operation operation;
+  release();
+}
+
+// Dropping may run Python and let further handles die, so it goes on until nothing is left.
+void Operation::finish_outermost() {
+  State& now = state();
+  while (!now.dropped.empty() || !now.releases.empty()) {
+    auto dropped = std::exchange(now.dropped, {});
+    const auto releases = std::exchange(now.releases, {});
+    if (is_shut_down()) {
+      for (c10::Storage& storage : dropped) (void)storage.unsafeReleaseStorageImpl();
+    }
+    dropped.clear();
+    for (const auto& release : releases) {
+      try {
+        release();
+      } catch (const std::exception& error) {
+        TORCH_WARN("torchoffload: a saved tensor could not be released: ", error.what());
+      }
+    }
+  }
+}
+
+bool Operation::is_shut_down() { return shut_down_flag; }
+void Operation::shut_down() { shut_down_flag = true; }
+
+BlockingSection::BlockingSection() {
+  if (state().depth == 1) Operation::finish_outermost();
+  depth_ = std::exchange(state().depth, 0);
+  thread_state_ = PyEval_SaveThread();
+}
+
+BlockingSection::~BlockingSection() {
+  PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state_));
+  state().depth = depth_;
+}
+
+}  // namespace torchoffload

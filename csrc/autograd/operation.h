@@ -1,0 +1,57 @@
+// Operation: one hook call, or the death of one handle, from its first look at the ledger to its last transition.
+// Ownership:     holds what the operation gave up; it is dropped when the outermost operation ends, after its transitions.
+// Thread safety: needs the GIL. Operations of several threads never overlap, but for one that is in a BlockingSection.
+// Shutdown:      nothing is dropped in a forked child or after main; see Note [No CUDA after main].
+//
+// Note [Dealloc inside an operation]
+// The collector can run at any Python allocation, also inside pack, and the tensors that an operation drops may own
+// Python objects. A handle that dies then must not touch a ledger that is in the middle of a transition: its release
+// is queued here, and applied when the outermost operation ends.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <functional>
+#include <vector>
+
+namespace torchoffload {
+
+class Operation {
+ public:
+  Operation();
+  ~Operation();
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  static bool is_open();
+
+  // Drops `storage` once the outermost operation has made its transitions.
+  static void drop_later(c10::Storage storage);
+
+  // Runs `release` at once where no operation is open, else when the outermost ends.
+  static void run_or_queue(std::function<void()> release);
+
+  // True in a forked child and once the interpreter is going down: device memory is leaked, not freed.
+  static bool is_shut_down();
+  static void shut_down();
+
+ private:
+  friend class BlockingSection;
+  static void finish_outermost();
+};
+
+// Releases the GIL, for what can block: growing pinned memory, waiting for a disk. Other threads' operations may run
+// meanwhile: what was read of the ledger before must be read again after.
+class BlockingSection {
+ public:
+  BlockingSection();
+  ~BlockingSection();
+  BlockingSection(const BlockingSection&) = delete;
+  BlockingSection& operator=(const BlockingSection&) = delete;
+
+ private:
+  int depth_;
+  void* thread_state_;
+};
+
+}  // namespace torchoffload

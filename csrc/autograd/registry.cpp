@@ -1,0 +1,142 @@
+#include "autograd/registry.h"
+
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <map>
+#include <string>
+
+#include "device/disk_backend.h"
+#include "storage/pinned_arena.h"
+#ifdef TORCHOFFLOAD_WITH_CUDA
+#include "device/cuda_backend.h"
+#endif
+#ifdef TORCHOFFLOAD_TESTING
+#include "device/logging_backend.h"
+#include "device/sim_backend.h"
+#endif
+
+namespace torchoffload {
+
+namespace {
+
+// Leaked on purpose, with all that they refer to.
+std::vector<Engine*>& engines() {
+  static auto* const leaked = new std::vector<Engine*>;
+  return *leaked;
+}
+
+std::vector<SlotStore*>& stores() {
+  static auto* const leaked = new std::vector<SlotStore*>;
+  return *leaked;
+}
+
+[[maybe_unused]] PinnedArena& make_arena(HostRegistration registration, std::function<void(Point)> synchronize) {
+  auto* const arena = new PinnedArena(registration, std::move(synchronize));
+  stores().push_back(arena);
+  return *arena;
+}
+
+Engine* make_engine(Backend& backend, SlotStore& store) {
+  engines().push_back(new Engine(backend, store));
+  return engines().back();
+}
+
+Engine* disk_engine(const std::string& directory) {
+  static auto* const by_directory = new std::map<std::string, Engine*>;
+  Engine*& engine = (*by_directory)[directory];
+  if (engine == nullptr) {
+    auto* const backend = new DiskBackend(directory);
+    stores().push_back(&backend->store());
+    engine = make_engine(*backend, backend->store());
+  }
+  return engine;
+}
+
+#ifdef TORCHOFFLOAD_WITH_CUDA
+PinnedArena& cuda_arena(bool is_pinned) {
+  static PinnedArena* const pinned = &make_arena(cuda_host_registration(), cuda_synchronize);
+  static PinnedArena* const plain = &make_arena({}, cuda_synchronize);
+  return is_pinned ? *pinned : *plain;
+}
+
+Engine* cuda_engine(int device_index, bool is_pinned) {
+  static auto* const by_device = new std::array<std::array<Engine*, 2>, C10_COMPILE_TIME_MAX_GPUS>{};
+  Engine*& engine = by_device->at(static_cast<size_t>(device_index))[is_pinned ? 1 : 0];
+  if (engine == nullptr) {
+    Backend* backend = &cuda_backend(device_index);
+#ifdef TORCHOFFLOAD_TESTING
+    backend = new LoggingBackend(*backend, device_index);
+#endif
+    engine = make_engine(*backend, cuda_arena(is_pinned));
+  }
+  return engine;
+}
+#endif
+
+#ifdef TORCHOFFLOAD_TESTING
+PinnedArena& simulated_arena() {
+  static PinnedArena* const arena =
+      &make_arena({simulated_register, simulated_unregister},
+                  [](Point point) { simulated_backend(0)->synchronize(point); });
+  return *arena;
+}
+
+Engine* simulated_engine(const void* data) {
+  Backend* const backend = simulated_backend_for(data);
+  if (backend == nullptr) return nullptr;
+  static auto* const by_backend = new std::map<Backend*, Engine*>;
+  Engine*& engine = (*by_backend)[backend];
+  if (engine == nullptr) engine = make_engine(*backend, simulated_arena());
+  return engine;
+}
+#endif
+
+}  // namespace
+
+Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
+  const c10::Device device = tensor.device();
+  TORCH_CHECK(!(device.is_cuda() && options.tier == Tier::Disk),
+              "torchoffload: tier=\"disk\" offloads CPU tensors, and this one is on ", device,
+              ". Use tier=\"host\" for CUDA tensors.");
+  if (options.tier == Tier::Disk) return device.is_cpu() ? disk_engine(options.disk_dir) : nullptr;
+#ifdef TORCHOFFLOAD_TESTING
+  if (device.is_cpu()) return simulated_engine(tensor.storage().data());
+#endif
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  if (device.is_cuda()) return cuda_engine(device.index(), options.use_pin_memory);
+#endif
+  return nullptr;
+}
+
+const std::vector<Engine*>& all_engines() { return engines(); }
+
+bool accelerator_available() {
+#ifdef TORCHOFFLOAD_TESTING
+  if (active_simulation() != nullptr) return true;
+#endif
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  return cuda_available();
+#else
+  return false;
+#endif
+}
+
+uint64_t pinned_bytes() {
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  if (cuda_available()) return cuda_arena(true).capacity_bytes();
+#endif
+#ifdef TORCHOFFLOAD_TESTING
+  return simulated_arena().capacity_bytes();
+#else
+  return 0;
+#endif
+}
+
+uint64_t trim_stores() {
+  uint64_t given_back_bytes = 0;
+  for (SlotStore* const store : stores()) given_back_bytes += store->trim();
+  return given_back_bytes;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,34 @@
+// Registry: which engine serves a tensor. One for each pair of device and store, made at first use.
+// Ownership:     engines, backends and stores live for the process and are leaked on purpose.
+// Thread safety: needs the GIL.
+// Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down, or in a forked child, handles that die
+//                leak what they hold (Operation::is_shut_down).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "autograd/context_state.h"
+#include "autograd/engine.h"
+
+namespace torchoffload {
+
+// The engine that moves `tensor` under these options, or null where no engine serves its device.
+// Throws std::runtime_error for a CUDA tensor under Tier::Disk.
+Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options);
+
+// Every engine made so far.
+const std::vector<Engine*>& all_engines();
+
+// Is there a device with an engine for Tier::Host?
+bool accelerator_available();
+
+// Bytes of pinned memory held.
+uint64_t pinned_bytes();
+
+// Gives back what no slot uses, in every store. Returns the bytes given back. May block: called without the GIL.
+uint64_t trim_stores();
+
+}  // namespace torchoffload

@@ -1,0 +1,69 @@
+// SavedTensor: what one pack call got: a layout on a record, or the detached tensor where it was kept.
+// Ownership:     kept: shares the tensor's storage. Moved: one handle of the record, released by the destructor alone.
+// Thread safety: needs the GIL.
+//
+// Versions. PyTorch skips its check when hooks are set, so unpack() makes it, with the same text. What unpack returns
+// carries the packed tensor's own version counter: a write to either is seen by every later unpack, as without us.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "autograd/context_state.h"
+#include "autograd/engine.h"
+#include "autograd/tensor_layout.h"
+
+namespace torchoffload {
+
+// What PyTorch's error says of a tensor that was written to after it was saved.
+class VersionCheck {
+ public:
+  explicit VersionCheck(const at::Tensor& tensor);
+
+  // Throws c10::Error with autograd's text. `tensor` gives type and sizes to it.
+  template <typename MakeTensor>
+  void check(MakeTensor make_tensor) const {
+    if (version_.current_version() != saved_version_) raise(make_tensor());
+  }
+  const c10::VariableVersion& version() const { return version_; }
+
+ private:
+  [[noreturn]] void raise(const at::Tensor& tensor) const;
+  std::string grad_fn_text() const;
+
+  c10::VariableVersion version_;
+  uint32_t saved_version_;
+  uint32_t output_nr_ = 0;
+  const void* grad_fn_ = nullptr;  // at the pack; compared, never followed
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
+};
+
+class SavedTensor {
+ public:
+  // Kept.
+  SavedTensor(const at::Tensor& tensor, at::Tensor detached);
+  // Moved.
+  SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordId record);
+  ~SavedTensor();
+  SavedTensor(const SavedTensor&) = delete;
+  SavedTensor& operator=(const SavedTensor&) = delete;
+
+  // May block. Throws c10::Error.
+  at::Tensor unpack();
+
+ private:
+  VersionCheck version_check_;
+  at::Tensor kept_;
+  Engine* engine_ = nullptr;
+  RecordId record_;
+  uint32_t seen_epoch_ = 0;
+  TensorLayout layout_;
+};
+
+// An alias of `tensor` that shares storage and version counter and has no history.
+at::Tensor detached_alias(const at::Tensor& tensor);
+
+}  // namespace torchoffload

@@ -1,0 +1,61 @@
+#include "autograd/tensor_layout.h"
+
+#include <c10/core/TensorImpl.h>
+
+#include <utility>
+
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+namespace {
+
+// All that a tensor without behaviour of its own carries. Anything else (Python, functorch, sparse, ...) is kept.
+bool has_plain_keys(c10::DispatchKeySet keys) {
+  static const c10::DispatchKeySet allowed =
+      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Conjugate,
+                           c10::DispatchKey::Negative, c10::DispatchKey::AutogradFunctionality,
+                           c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}) |
+      c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+  return keys.isSupersetOf(c10::DispatchKeySet(c10::DispatchKey::Dense)) && allowed.isSupersetOf(keys);
+}
+
+}  // namespace
+
+TensorLayout::TensorLayout(const at::Tensor& tensor)
+    : key_set_(tensor.key_set()), dtype_(tensor.dtype()), storage_offset_(tensor.storage_offset()) {
+  sizes_and_strides_.set_sizes(tensor.sizes());
+  sizes_and_strides_.set_strides(tensor.strides());
+}
+
+bool TensorLayout::is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return has_plain_keys(impl.key_set()) && impl.has_storage() && !impl.has_symbolic_sizes_strides() &&
+         !tensor.is_inference() && !impl.is_wrapped_number() &&
+         impl.layout() == c10::kStrided && impl.storage().unsafeGetStorageImpl() != nullptr;
+}
+
+Span TensorLayout::span() const {
+  uint64_t last = 0;
+  for (size_t dim = 0; dim < sizes_and_strides_.size(); ++dim) {
+    const int64_t size = sizes_and_strides_.size_at_unchecked(dim);
+    if (size == 0) return {};
+    last += static_cast<uint64_t>(size - 1) * static_cast<uint64_t>(sizes_and_strides_.stride_at_unchecked(dim));
+  }
+  const uint64_t begin = static_cast<uint64_t>(storage_offset_) * itemsize();
+  return {begin, begin + (last + 1) * itemsize()};
+}
+
+at::Tensor TensorLayout::build(c10::Storage storage, uint64_t base_bytes, const c10::VariableVersion& version) const {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), key_set_, dtype_);
+  impl->set_version_counter(version);
+  impl->set_storage_offset(storage_offset_ - static_cast<int64_t>(base_bytes / itemsize()));
+  if (mutated(Mutant::StridesRestored)) {
+    impl->set_sizes_contiguous(sizes_and_strides_.sizes_arrayref());
+  } else {
+    impl->set_sizes_and_strides(sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref());
+  }
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace torchoffload

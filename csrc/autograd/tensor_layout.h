@@ -1,0 +1,40 @@
+// TensorLayout: what unpack needs to rebuild a tensor on a record's bytes: dtype, sizes, strides, offset, conj and neg.
+// Ownership:     values only; it holds no tensor.
+// Thread safety: immutable after construction.
+// Not handled:   tensors that is_plain() refuses (subclasses with a dispatch of their own, sparse, quantized, nested,
+//                symbolic or named ones). They are kept.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/Storage.h>
+#include <c10/core/impl/SizesAndStrides.h>
+
+#include "core/types.h"
+
+namespace torchoffload {
+
+class TensorLayout {
+ public:
+  TensorLayout() = default;
+  explicit TensorLayout(const at::Tensor& tensor);
+
+  // A dense strided tensor of one storage that a layout describes wholly.
+  static bool is_plain(const at::Tensor& tensor);
+
+  // The addresses, in bytes from the storage's beginning, that the tensor's elements reach. Empty for no elements.
+  Span span() const;
+
+  // The tensor on `storage`, whose first byte stands at `base_bytes` of the storage that was packed.
+  at::Tensor build(c10::Storage storage, uint64_t base_bytes, const c10::VariableVersion& version) const;
+
+  uint64_t itemsize() const { return dtype_.itemsize(); }
+
+ private:
+  c10::DispatchKeySet key_set_;
+  caffe2::TypeMeta dtype_;
+  int64_t storage_offset_ = 0;
+  c10::impl::SizesAndStrides sizes_and_strides_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,325 @@
+#include "core/ledger.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint32_t kNone = UINT32_MAX;
+constexpr uint32_t kCompactBelow = 64;  // do not bother to compact fewer dead records than this
+
+[[noreturn]] void broken(const std::string& what) { throw std::logic_error("torchoffload ledger: " + what); }
+
+}  // namespace
+
+const char* to_string(RecordState state) {
+  switch (state) {
+    case RecordState::Resident: return "Resident";
+    case RecordState::Offloading: return "Offloading";
+    case RecordState::Offloaded: return "Offloaded";
+    case RecordState::Reloading: return "Reloading";
+    case RecordState::Reloaded: return "Reloaded";
+    case RecordState::Released: return "Released";
+  }
+  return "?";
+}
+
+const char* to_string(KeptReason reason) {
+  switch (reason) {
+    case KeptReason::None: return "none";
+    case KeptReason::Parameter: return "parameter";
+    case KeptReason::Small: return "small";
+    case KeptReason::Device: return "device";
+    case KeptReason::Layout: return "layout";
+    case KeptReason::Marked: return "marked";
+    case KeptReason::InBackward: return "in_backward";
+    case KeptReason::HostFull: return "host_full";
+    case KeptReason::Resized: return "resized";
+    case KeptReason::WriteFailed: return "write_failed";
+  }
+  return "?";
+}
+
+// ---- tapes ----
+
+TapeId Ledger::open_tape() {
+  uint32_t index = 0;
+  if (free_tapes_.empty()) {
+    index = static_cast<uint32_t>(tapes_.size());
+    tapes_.emplace_back();
+  } else {
+    index = free_tapes_.back();
+    free_tapes_.pop_back();
+  }
+  Tape& tape = tapes_[index];
+  tape.in_use = true;
+  tape.open = true;
+  ++live_tapes_;
+  return {index, tape.generation};
+}
+
+Ledger::ClosedTape Ledger::close_tape(TapeId id) {
+  Tape& closing = tape(id);
+  closing.open = false;
+  closing.by_storage.clear();
+  closing.reload_cursor = static_cast<uint32_t>(closing.records.size());
+  const bool gone = closing.live_records == 0;
+  if (gone) free_tape(id);
+  return {gone};
+}
+
+bool Ledger::is_open(TapeId id) const {
+  return id.index < tapes_.size() && tapes_[id.index].generation == id.generation && tapes_[id.index].open;
+}
+
+Tape& Ledger::tape(TapeId id) {
+  if (id.index >= tapes_.size() || tapes_[id.index].generation != id.generation || !tapes_[id.index].in_use)
+    broken("a tape was used after it was gone");
+  return tapes_[id.index];
+}
+
+void Ledger::free_tape(TapeId id) {
+  Tape& tape = tapes_[id.index];
+  const uint32_t next_generation = tape.generation + 1;
+  tape = Tape{};
+  tape.generation = next_generation;
+  free_tapes_.push_back(id.index);
+  --live_tapes_;
+}
+
+// Renumbers the live records of an open tape that outlives its records (a loop without backward inside one entry).
+void Ledger::compact(Tape& tape) {
+  std::vector<RecordId> alive;
+  alive.reserve(tape.live_records);
+  tape.bytes_before.clear();
+  tape.total_bytes = 0;
+  for (const RecordId id : tape.records) {
+    if (!is_live(id)) continue;
+    Record& record = records_[id.index];
+    record.position = static_cast<uint32_t>(alive.size());
+    alive.push_back(id);
+    tape.bytes_before.push_back(tape.total_bytes);
+    tape.total_bytes += record.nbytes();
+  }
+  tape.records = std::move(alive);
+  tape.dead_records = 0;
+  tape.reload_cursor = static_cast<uint32_t>(tape.records.size());
+}
+
+// ---- records ----
+
+std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, const Span& span,
+                                     uint64_t itemsize) const {
+  const Tape& tape = tapes_[tape_id.index];
+  const auto head = tape.by_storage.find(identity.storage);
+  if (head == tape.by_storage.end()) return std::nullopt;
+  for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
+    const Record& record = records_[index];
+    const Identity& known = record.identity;
+    const bool same = (mutated(Mutant::IdentityChecksVersionCounter) || known.version_counter == identity.version_counter) &&
+                      (mutated(Mutant::IdentityChecksVersion) || known.version == identity.version) &&
+                      (mutated(Mutant::IdentityChecksData) || (known.data == identity.data && known.nbytes == identity.nbytes));
+    if (!same) continue;
+    const bool within = mutated(Mutant::JoinOnlyWithinSpan) || record.span.contains(span);
+    if (within && (span.begin - record.span.begin) % itemsize == 0) return RecordId{index, record.generation};
+  }
+  return std::nullopt;
+}
+
+RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span) {
+  Tape& tape = this->tape(tape_id);
+  if (!tape.open) broken("a record was added to a closed tape");
+  uint32_t index = 0;
+  if (free_records_.empty()) {
+    index = static_cast<uint32_t>(records_.size());
+    records_.emplace_back();
+  } else {
+    index = free_records_.back();
+    free_records_.pop_back();
+  }
+  Record& record = records_[index];
+  const uint32_t generation = record.generation;
+  record = Record{};
+  record.state = RecordState::Resident;
+  record.generation = generation;
+  record.tape = tape_id;
+  record.identity = identity;
+  record.span = span;
+  record.position = static_cast<uint32_t>(tape.records.size());
+  const auto [head, is_first] = tape.by_storage.try_emplace(identity.storage, index);
+  if (!is_first) {
+    record.next_same_storage = head->second;
+    head->second = index;
+  }
+  const RecordId id{index, generation};
+  tape.records.push_back(id);
+  tape.bytes_before.push_back(tape.total_bytes);
+  tape.total_bytes += span.nbytes();
+  ++tape.live_records;
+  ++live_records_;
+  return id;
+}
+
+bool Ledger::is_live(RecordId id) const {
+  return id.index < records_.size() && records_[id.index].generation == id.generation &&
+         records_[id.index].state != RecordState::Released;
+}
+
+Record& Ledger::record(RecordId id) {
+  if (!is_live(id)) broken("a record was used after its release");
+  return records_[id.index];
+}
+
+void Ledger::unlink(Tape& tape, uint32_t index) {
+  const auto head = tape.by_storage.find(records_[index].identity.storage);
+  if (head == tape.by_storage.end()) return;
+  uint32_t* link = &head->second;
+  while (*link != kNone && *link != index) link = &records_[*link].next_same_storage;
+  if (*link == index) *link = records_[index].next_same_storage;
+  if (head->second == kNone) tape.by_storage.erase(head);
+}
+
+void Ledger::add_handle(RecordId id) {
+  Record& joined = record(id);
+  ++joined.live_handles;
+  ++joined.unseen;
+  ++live_handles_;
+}
+
+Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
+  Record& dropped = record(id);
+  DroppedHandle result{.was = dropped.state, .tape = dropped.tape};
+  if (seen_epoch != dropped.epoch || dropped.epoch == 0) --dropped.unseen;
+  --dropped.live_handles;
+  --live_handles_;
+  result.all_seen = dropped.unseen == 0;
+  if (dropped.live_handles > 0) return result;
+
+  result.released = true;
+  Tape& tape = this->tape(dropped.tape);
+  unlink(tape, id.index);
+  dropped.state = RecordState::Released;
+  ++dropped.generation;
+  free_records_.push_back(id.index);
+  --live_records_;
+  --tape.live_records;
+  ++tape.dead_records;
+  if (!tape.open && tape.live_records == 0) {
+    free_tape(result.tape);
+    result.tape_gone = true;
+  } else if (tape.open && tape.dead_records >= kCompactBelow && tape.dead_records > tape.live_records) {
+    compact(tape);
+  }
+  return result;
+}
+
+// ---- transitions ----
+
+Record& Ledger::expect(RecordId id, RecordState from, const char* what) {
+  Record& found = record(id);
+  if (found.state != from) {
+    broken(std::string(what) + " needs a record in state " + to_string(from) + ", this one is " +
+           to_string(found.state));
+  }
+  return found;
+}
+
+void Ledger::keep(RecordId id, KeptReason reason) {
+  Record& kept = record(id);
+  if (kept.state == RecordState::Offloading) kept.has_slot = false;
+  else if (kept.state != RecordState::Resident) broken("only a record whose source is here can be kept");
+  kept.state = RecordState::Resident;
+  kept.kept = reason;
+}
+
+void Ledger::begin_offload(RecordId id) {
+  Record& moved = expect(id, RecordState::Resident, "begin_offload");
+  if (moved.kept != KeptReason::None) broken("a kept record was offloaded");
+  moved.state = RecordState::Offloading;
+  moved.has_slot = true;
+}
+
+void Ledger::finish_offload(RecordId id) {
+  expect(id, RecordState::Offloading, "finish_offload").state = RecordState::Offloaded;
+}
+
+void Ledger::use_source(RecordId id) {
+  Record& used = record(id);
+  if (used.state != RecordState::Resident && used.state != RecordState::Offloading)
+    broken(std::string("use_source needs a record whose source is here, this one is ") + to_string(used.state));
+  used.state = RecordState::Reloaded;
+  used.unseen = used.live_handles;
+  ++used.epoch;
+}
+
+void Ledger::begin_reload(RecordId id, bool prefetched) {
+  Record& reloaded = expect(id, RecordState::Offloaded, "begin_reload");
+  reloaded.state = RecordState::Reloading;
+  reloaded.prefetched = prefetched;
+  reloaded.unseen = reloaded.live_handles;
+  ++reloaded.epoch;
+}
+
+void Ledger::finish_reload(RecordId id) {
+  Record& finished = expect(id, RecordState::Reloading, "finish_reload");
+  finished.state = RecordState::Reloaded;
+  finished.prefetched = false;
+}
+
+void Ledger::give_up(RecordId id) {
+  Record& given_up = expect(id, RecordState::Reloaded, "give_up");
+  if (!given_up.has_slot) broken("a record without a slot gave its device memory up");
+  given_up.state = RecordState::Offloaded;
+}
+
+void Ledger::pass_by(RecordId id) {
+  Record& passed = expect(id, RecordState::Reloading, "pass_by");
+  passed.state = RecordState::Offloaded;
+  passed.prefetched = false;
+}
+
+uint32_t Ledger::mark_seen(RecordId id, uint32_t seen_epoch) {
+  Record& seen = record(id);
+  if (seen.epoch != 0 && seen_epoch != seen.epoch) --seen.unseen;
+  return seen.epoch;
+}
+
+// ---- invariants ----
+
+void Ledger::check_invariants() const {
+  uint64_t records = 0;
+  uint64_t handles = 0;
+  std::vector<uint32_t> live_by_tape(tapes_.size(), 0);
+  for (uint32_t index = 0; index < records_.size(); ++index) {
+    const Record& record = records_[index];
+    if (record.state == RecordState::Released) continue;
+    ++records;
+    handles += record.live_handles;
+    if (record.unseen > record.live_handles) broken("more handles unseen than alive");
+    if (record.prefetched && record.state != RecordState::Reloading) broken("prefetched outside Reloading");
+    if (record.kept != KeptReason::None && record.has_slot) broken("a kept record has a slot");
+    const bool needs_slot = record.state == RecordState::Offloading || record.state == RecordState::Offloaded ||
+                            record.state == RecordState::Reloading;
+    if (needs_slot && !record.has_slot) broken(std::string(to_string(record.state)) + " without a slot");
+    const Tape& tape = tapes_.at(record.tape.index);
+    if (tape.generation != record.tape.generation || !tape.in_use) broken("a record outlived its tape");
+    const RecordId listed = tape.records.at(record.position);
+    if (listed.index != index || listed.generation != record.generation) broken("a record is not at its position");
+    ++live_by_tape[record.tape.index];
+  }
+  if (records != live_records_ || handles != live_handles_) broken("the counts of live records or handles are off");
+  for (size_t index = 0; index < tapes_.size(); ++index) {
+    const Tape& tape = tapes_[index];
+    if (tape.live_records != live_by_tape[index]) broken("a tape's count of live records is off");
+    if (!tape.open && !tape.by_storage.empty()) broken("a closed tape can be joined");
+    if (tape.in_use && !tape.open && tape.live_records == 0) broken("an empty closed tape is still here");
+    if (tape.records.size() != tape.live_records + tape.dead_records && tape.in_use)
+      broken("a tape's dead records are not counted");
+  }
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,152 @@
+// Ledger: who holds what. Records, the handles counted on them, tapes, states; it decides nothing about order or bytes.
+// Ownership:     values only. The engine keeps what a record holds (tensors, slots, points) beside it, by RecordId.
+// Thread safety: none; touched only with the GIL held.
+// Calls run no Python and drop nothing: they return what is to be dropped, and the engine drops it afterwards.
+//
+//            begin_offload          finish_offload         begin_reload           finish_reload
+//   Resident -------------> Offloading ------------> Offloaded ------------> Reloading ------------> Reloaded
+//      \___________________________/ use_source --------------------------------------------------->   |
+//                                                    ^ pass_by ________________/                       |
+//                                                    ^ give_up (only with a slot) _____________________/
+//   any state -> Released when the last handle dies.
+//
+// Invariants (check_invariants): a released record is in no tape's count; live_handles > 0 for every other record;
+// unseen <= live_handles; only Reloading, Reloaded carry `prefetched`; a tape that is closed joins nothing.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "core/types.h"
+
+namespace torchoffload {
+
+enum class RecordState : uint8_t { Resident, Offloading, Offloaded, Reloading, Reloaded, Released };
+const char* to_string(RecordState state);
+
+// Why a saved tensor was not moved.
+enum class KeptReason : uint8_t {
+  None,
+  Parameter,
+  Small,
+  Device,
+  Layout,
+  Marked,
+  InBackward,
+  HostFull,
+  Resized,
+  WriteFailed,
+};
+inline constexpr size_t kKeptReasonCount = 10;
+const char* to_string(KeptReason reason);
+
+// What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as
+// long as the record can be joined, so that their addresses cannot name something else.
+struct Identity {
+  const void* storage = nullptr;
+  const void* version_counter = nullptr;
+  uint32_t version = 0;
+  const void* data = nullptr;   // a veto, not a key
+  uint64_t nbytes = 0;          // likewise: of the storage
+};
+
+struct Record {
+  RecordState state = RecordState::Released;
+  KeptReason kept = KeptReason::None;
+  bool has_slot = false;
+  bool prefetched = false;  // reloaded ahead, not yet asked for
+  TapeId tape;
+  uint32_t generation = 0;
+  uint32_t position = 0;  // in the tape
+  uint32_t live_handles = 0;
+  uint32_t unseen = 0;     // live handles not given the bytes since the last reload
+  uint32_t epoch = 0;      // counts reloads; a handle that was given the bytes remembers it
+  uint32_t next_same_storage = UINT32_MAX;
+  Identity identity;
+  Span span;  // the bytes of the storage that the record stands for
+
+  uint64_t nbytes() const { return span.nbytes(); }
+};
+
+struct Tape {
+  uint32_t generation = 0;
+  bool in_use = false;
+  bool open = false;
+  uint32_t live_records = 0;
+  uint32_t dead_records = 0;           // still in `records`
+  uint32_t reload_cursor = 0;          // records at and above it were looked at for reload
+  std::vector<RecordId> records;       // in pack order; released ones stay until compacted
+  std::vector<uint64_t> bytes_before;  // bytes of the records before each
+  uint64_t total_bytes = 0;
+  std::unordered_map<const void*, uint32_t> by_storage;  // head of the chain through next_same_storage
+};
+
+class Ledger {
+ public:
+  // Tapes.
+  TapeId open_tape();
+  // No save joins it any more. Returns the live records, whose identity the engine need not hold any longer. The tape
+  // goes when its last record does; `gone` says whether that is now.
+  struct ClosedTape {
+    bool gone = false;
+  };
+  ClosedTape close_tape(TapeId id);
+  bool is_open(TapeId id) const;
+  Tape& tape(TapeId id);
+
+  // Records.
+  // The live record of the open tape that stands for exactly these bytes: same identity, a span that contains `span`,
+  // at a distance that is a multiple of `itemsize`.
+  std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
+  RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
+  bool is_live(RecordId id) const;
+  Record& record(RecordId id);
+
+  void add_handle(RecordId id);
+  struct DroppedHandle {
+    bool released = false;     // the last one: drop all that the record holds
+    bool all_seen = false;     // the device bytes may be given up
+    bool tape_gone = false;
+    RecordState was = RecordState::Released;
+    TapeId tape;
+  };
+  DroppedHandle drop_handle(RecordId id, uint32_t seen_epoch);
+
+  // Transitions. Each checks its from-state and throws std::logic_error when it is another.
+  void keep(RecordId id, KeptReason reason);  // Resident or Offloading -> Resident, for good
+  void begin_offload(RecordId id);
+  void finish_offload(RecordId id);
+  void use_source(RecordId id);  // the source is the reloaded copy; every handle may have it once
+  void begin_reload(RecordId id, bool prefetched);
+  void finish_reload(RecordId id);
+  void give_up(RecordId id);
+  void pass_by(RecordId id);
+
+  // A handle was given the bytes. Returns its mark, to be handed to drop_handle.
+  uint32_t mark_seen(RecordId id, uint32_t seen_epoch);
+  bool all_seen(RecordId id) { return record(id).unseen == 0; }
+
+  uint64_t live_records() const { return live_records_; }
+  uint64_t live_handles() const { return live_handles_; }
+  uint64_t live_tapes() const { return live_tapes_; }
+
+  void check_invariants() const;
+
+ private:
+  void unlink(Tape& tape, uint32_t index);
+  void compact(Tape& tape);
+  void free_tape(TapeId id);
+  Record& expect(RecordId id, RecordState from, const char* what);
+
+  std::vector<Record> records_;
+  std::vector<uint32_t> free_records_;
+  std::vector<Tape> tapes_;
+  std::vector<uint32_t> free_tapes_;
+  uint64_t live_records_ = 0;
+  uint64_t live_handles_ = 0;
+  uint64_t live_tapes_ = 0;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,59 @@
+#include "core/mutant.h"
+
+#ifdef TORCHOFFLOAD_TESTING
+
+namespace torchoffload {
+
+static_assert(static_cast<unsigned>(Mutant::kCount) <= 64, "mutant_mask has one bit for each");
+
+uint64_t mutant_mask = 0;
+
+#define NAME(mutant)   \
+  case Mutant::mutant: \
+    return #mutant;
+
+// No default: the compiler names a mutant that is missing here.
+const char* mutant_name(Mutant mutant) {
+  switch (mutant) {
+    NAME(OffloadWaitsForCompute)
+    NAME(ComputeWaitsForOffload)
+    NAME(OffloadWaitsForGuards)
+    NAME(ReloadWaitsForCompute)
+    NAME(ReloadWaitsForOffload)
+    NAME(ConsumerWaitsForReload)
+    NAME(DroppedSourceWaitsForOffload)
+    NAME(DroppedBufferWaitsForReload)
+    NAME(SlotGuardedByOffload)
+    NAME(SlotGuardedByReload)
+    NAME(NoteUseAtPack)
+    NAME(NoteUseAtUnpack)
+    NAME(CopyNotInsideItsOperator)
+    NAME(VersionCheckedAtUnpack)
+    NAME(IdentityChecksVersion)
+    NAME(IdentityChecksVersionCounter)
+    NAME(IdentityChecksData)
+    NAME(IdentityHoldsStorage)
+    NAME(JoinOnlyOpenTape)
+    NAME(JoinOnlyWithinSpan)
+    NAME(StridesRestored)
+    NAME(AlignmentRestored)
+    NAME(ResizeCheckedAtEnqueue)
+    NAME(ResizeCheckedInFlight)
+    NAME(PassedByReturnsToOffloaded)
+    NAME(FailedWriteKeepsRecord)
+    NAME(FailedReadRaises)
+    NAME(ParameterStaysByStorage)
+    NAME(DeallocQueuedInsideOperation)
+    NAME(PackedInGraphTaskStays)
+    NAME(BudgetHonoured)
+    case Mutant::kCount:
+      break;
+  }
+  return "";
+}
+
+#undef NAME
+
+}  // namespace torchoffload
+
+#endif

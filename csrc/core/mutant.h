@@ -1,0 +1,56 @@
+// mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
+// In every other build mutated() is a constant false and costs nothing. `make mutants` runs, for each, the scenario of
+// its name in tests/mutants/, which must pass without the mask and fail with it, in the way that it names.
+#pragma once
+
+#include <cstdint>
+
+namespace torchoffload {
+
+enum class Mutant : uint8_t {
+  // Waits (autograd/engine.cpp).
+  OffloadWaitsForCompute,        // R2
+  ComputeWaitsForOffload,        // R3, window full
+  OffloadWaitsForGuards,         // R5
+  ReloadWaitsForCompute,         // R6, the buffer's memory
+  ReloadWaitsForOffload,         // R6, the slot's bytes
+  ConsumerWaitsForReload,        // R7
+  DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
+  DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
+  // Guards and notes.
+  SlotGuardedByOffload,  // R5, R9
+  SlotGuardedByReload,   // R5
+  NoteUseAtPack,         // R3
+  NoteUseAtUnpack,       // R3
+  // Checks.
+  CopyNotInsideItsOperator,     // R1
+  VersionCheckedAtUnpack,       // section 4, Versions
+  IdentityChecksVersion,        // section 4, Identity
+  IdentityChecksVersionCounter,
+  IdentityChecksData,
+  IdentityHoldsStorage,         // the weak reference: an address cannot be reused
+  JoinOnlyOpenTape,
+  JoinOnlyWithinSpan,
+  StridesRestored,
+  AlignmentRestored,
+  ResizeCheckedAtEnqueue,       // R10
+  ResizeCheckedInFlight,        // R10
+  PassedByReturnsToOffloaded,   // R11
+  FailedWriteKeepsRecord,       // section 7, disk
+  FailedReadRaises,
+  ParameterStaysByStorage,      // section 6, aliases
+  DeallocQueuedInsideOperation, // section 5, locks
+  PackedInGraphTaskStays,       // section 6
+  BudgetHonoured,               // section 7
+  kCount,
+};
+
+#ifdef TORCHOFFLOAD_TESTING
+extern uint64_t mutant_mask;
+inline bool mutated(Mutant mutant) { return (mutant_mask >> static_cast<unsigned>(mutant)) & 1U; }
+const char* mutant_name(Mutant mutant);
+#else
+constexpr bool mutated(Mutant) { return false; }
+#endif
+
+}  // namespace torchoffload

@@ -1,0 +1,55 @@
+// types.h: the plain values that every floor of the engine shares.
+// No torch, no CUDA, no Python, no clock, no thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchoffload {
+
+// A stream as the process sees it. Backends hand the ids out from one counter, so that an id means one stream of one
+// device for the life of the process; kNoStream means none.
+using StreamId = int32_t;
+inline constexpr StreamId kNoStream = -1;
+
+// A place in one stream's order. `serial` counts the points of that stream from 1; serial 0 is the stream's beginning
+// and always reached. Reaching a point implies having reached every earlier point of the same stream.
+struct Point {
+  StreamId stream = kNoStream;
+  uint64_t serial = 0;
+
+  bool is_beginning() const { return serial == 0; }
+  friend bool operator==(const Point&, const Point&) = default;
+};
+
+// A half-open range of bytes.
+struct Span {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  uint64_t nbytes() const { return end - begin; }
+  bool contains(const Span& other) const { return begin <= other.begin && other.end <= end; }
+  friend bool operator==(const Span&, const Span&) = default;
+};
+
+// Names a record or a tape. A generation makes a stale id detectable after its index was given to another.
+struct RecordId {
+  uint32_t index = UINT32_MAX;
+  uint32_t generation = 0;
+  friend bool operator==(const RecordId&, const RecordId&) = default;
+};
+
+struct TapeId {
+  uint32_t index = UINT32_MAX;
+  uint32_t generation = 0;
+  friend bool operator==(const TapeId&, const TapeId&) = default;
+};
+
+// Address granularity: device addresses are reproduced modulo this, and host ranges are multiples of it.
+inline constexpr uint64_t kAlignmentBytes = 512;
+
+inline constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace torchoffload

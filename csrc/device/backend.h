@@ -1,0 +1,88 @@
+// Backend: how bytes move between one kind of device and one tier. The seam between the engine and the world.
+// Ownership:     the engine owns tensors and slots; a backend keeps no reference to either after a call, except an
+//                I/O backend, which touches a copy's memory until the copy's point is reached.
+// Thread safety: every method, any thread.
+// Stream order:  a backend does what it is told: it orders nothing on its own. Every cross-stream wait is in
+//                autograd/engine.cpp.
+// Shutdown:      backends live for the process; see Note [No CUDA after main].
+//
+// Streams of the device (where operators run) are named by current_stream(). Each device has two more, ours:
+// offload_stream() and reload_stream(). Where the host itself computes (CPU with disk), current_stream() is the host: a
+// wait there blocks the calling thread.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string>
+
+#include "core/types.h"
+#include "storage/slot_store.h"
+
+namespace c10 {
+class StorageImpl;
+}
+
+namespace torchoffload {
+
+enum class PointStatus : uint8_t { Pending, Reached };
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual c10::Device device() const = 0;
+  virtual StreamId current_stream() = 0;
+  virtual StreamId offload_stream() = 0;
+  virtual StreamId reload_stream() = 0;
+
+  // The point at the end of what was enqueued on `stream` up to now.
+  virtual Point record(StreamId stream) = 0;
+
+  // What is enqueued on `waiter` after this call runs after `point`. Blocks the host only if may_block(waiter).
+  virtual void wait(StreamId waiter, Point point) = 0;
+
+  // Device memory whose address is `address_modulo` modulo kAlignmentBytes, allocated on current_stream() and
+  // freed as that stream's allocations are. Throws c10::OutOfMemoryError (or std::bad_alloc's kin) when there is none.
+  virtual c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) = 0;
+
+  // Enqueues a copy of `nbytes` on `stream`. source/target are device addresses.
+  virtual void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) = 0;
+  virtual void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) = 0;
+
+  // Tells the allocator that `stream` used this storage: its memory, once freed, waits for what is enqueued there.
+  // Free when `stream` is the one it was allocated on.
+  virtual void note_use(c10::StorageImpl& storage, StreamId stream) = 0;
+
+  // Blocks the host until `point` is reached. Call it without the GIL.
+  virtual void synchronize(Point point) = 0;
+
+  // Has `point` been reached? Only meaningful, and only called, where completes_in_background(); a step on a GPU never asks.
+  virtual PointStatus status(Point point) = 0;
+
+  // The reason why the copy that ended at `point` failed, or empty. Valid once the point was reached.
+  virtual std::string failure(Point) { return {}; }
+
+  // True for I/O: the memory of a copy must be held until status() says that its point was reached, since no stream
+  // order protects it. False where waiting on a stream is enough (R9).
+  virtual bool completes_in_background() const = 0;
+
+  // True if wait(stream, ...) blocks the host. The engine then releases the GIL around it.
+  virtual bool may_block(StreamId stream) const = 0;
+
+  // For the simulated device: the operator that was packing `nbytes` at `address` on `stream` may write it until
+  // the calling thread's autograd sequence number is no longer `sequence_number`. A no-op elsewhere.
+  virtual void saw_pack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/, uint64_t /*sequence_number*/) {}
+
+  // For the simulated device: the calling thread is inside no operator any more (a context's exit).
+  virtual void saw_operators_end() {}
+
+  // For the simulated device: a consumer on `stream` was handed the bytes at `address`. A no-op elsewhere.
+  virtual void saw_unpack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/) {}
+};
+
+// The next stream id, from the one counter of the process. Thread-safe.
+StreamId next_stream_id();
+
+}  // namespace torchoffload

@@ -1,0 +1,207 @@
+#include "device/cuda_backend.h"
+
+#include <c10/core/StorageImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint64_t kEventsPerStream = 1024;
+
+// A stream that points were recorded on, or are waited for by. See Note [Event ring].
+class TrackedStream {
+ public:
+  TrackedStream(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream)
+      : device_(device), stream_(stream), torch_stream_(torch_stream) {}
+
+  c10::DeviceIndex device() const { return device_; }
+  cudaStream_t raw() const { return stream_; }
+  const std::optional<c10::cuda::CUDAStream>& torch_stream() const { return torch_stream_; }
+
+  uint64_t record() {
+    const c10::cuda::CUDAGuard guard(device_);
+    const std::lock_guard lock(mutex_);
+    const size_t place = (serial_ + 1) % kEventsPerStream;
+    if (events_.size() <= place) events_.resize(place + 1, nullptr);
+    if (events_[place] == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&events_[place], cudaEventDisableTiming));
+    C10_CUDA_CHECK(cudaEventRecord(events_[place], stream_));
+    return ++serial_;
+  }
+
+  // Applies `use` to an event that is reached no earlier than the point.
+  template <typename Use>
+  void with_event(uint64_t serial, Use use) {
+    const std::lock_guard lock(mutex_);
+    const uint64_t oldest = serial_ < kEventsPerStream ? 1 : serial_ - kEventsPerStream + 1;
+    use(events_[std::max(serial, oldest) % kEventsPerStream]);
+  }
+
+ private:
+  const c10::DeviceIndex device_;
+  const cudaStream_t stream_;
+  const std::optional<c10::cuda::CUDAStream> torch_stream_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> events_;
+  uint64_t serial_ = 0;
+};
+
+// All streams of the process that we know, by id. Leaked on purpose.
+class StreamTable {
+ public:
+  static StreamTable& instance() {
+    static StreamTable* const leaked = new StreamTable;
+    return *leaked;
+  }
+
+  TrackedStream& at(StreamId id) {
+    const std::lock_guard lock(mutex_);
+    return *streams_.at(id);
+  }
+
+  StreamId id_of(const c10::cuda::CUDAStream& stream) {
+    const std::lock_guard lock(mutex_);
+    const auto [known, is_new] = ids_.try_emplace({stream.device_index(), stream.id()}, kNoStream);
+    if (is_new) known->second = add(stream.device_index(), stream.stream(), stream);
+    return known->second;
+  }
+
+  // Not from PyTorch's pool, which hands the same stream out again after 32.
+  StreamId make_own(c10::DeviceIndex device) {
+    const c10::cuda::CUDAGuard guard(device);
+    cudaStream_t stream = nullptr;
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const std::lock_guard lock(mutex_);
+    return add(device, stream, std::nullopt);
+  }
+
+ private:
+  StreamId add(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream) {
+    const StreamId id = next_stream_id();
+    streams_.emplace(id, std::make_unique<TrackedStream>(device, stream, torch_stream));
+    return id;
+  }
+
+  std::mutex mutex_;
+  std::map<StreamId, std::unique_ptr<TrackedStream>> streams_;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_;
+};
+
+// An allocation whose address was moved to another place modulo kAlignmentBytes; owns the one it lies in.
+void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
+
+class CudaBackend final : public Backend {
+ public:
+  explicit CudaBackend(c10::DeviceIndex device)
+      : device_(device),
+        offload_(StreamTable::instance().make_own(device)),
+        reload_(StreamTable::instance().make_own(device)) {}
+
+  c10::Device device() const override { return c10::Device(c10::kCUDA, device_); }
+  StreamId offload_stream() override { return offload_; }
+  StreamId reload_stream() override { return reload_; }
+
+  StreamId current_stream() override {
+    const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
+    thread_local std::pair<std::optional<c10::cuda::CUDAStream>, StreamId> latest{std::nullopt, kNoStream};
+    if (!latest.first || *latest.first != current) latest = {current, StreamTable::instance().id_of(current)};
+    return latest.second;
+  }
+
+  Point record(StreamId stream) override { return {stream, StreamTable::instance().at(stream).record()}; }
+
+  void wait(StreamId waiter, Point point) override {
+    TrackedStream& waiting = StreamTable::instance().at(waiter);
+    const c10::cuda::CUDAGuard guard(waiting.device());
+    StreamTable::instance().at(point.stream).with_event(point.serial, [&](cudaEvent_t event) {
+      C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
+    });
+  }
+
+  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    c10::DataPtr base = c10::cuda::CUDACachingAllocator::get()->allocate(nbytes + address_modulo);
+    if (address_modulo == 0) return base;
+    auto* const first = static_cast<std::byte*>(base.get()) + address_modulo;
+    return {first, new c10::DataPtr(std::move(base)), &delete_shifted, device()};
+  }
+
+  void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    C10_CUDA_CHECK(cudaMemcpyAsync(slot.address, source, nbytes, cudaMemcpyDeviceToHost,
+                                   StreamTable::instance().at(stream).raw()));
+  }
+
+  void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    C10_CUDA_CHECK(cudaMemcpyAsync(target, slot.address, nbytes, cudaMemcpyHostToDevice,
+                                   StreamTable::instance().at(stream).raw()));
+  }
+
+  void note_use(c10::StorageImpl& storage, StreamId stream) override {
+    const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
+    if (!torch_stream) return;
+    const c10::DataPtr& data = storage.data_ptr();
+    const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
+    c10::cuda::CUDACachingAllocator::get()->recordStream(shifted != nullptr ? *shifted : data, *torch_stream);
+  }
+
+  void synchronize(Point point) override { cuda_synchronize(point); }
+
+  PointStatus status(Point) override {
+    TORCH_INTERNAL_ASSERT(false, "a step on a GPU never asks for a point's status");
+  }
+  bool completes_in_background() const override { return false; }
+  bool may_block(StreamId) const override { return false; }
+
+ private:
+  const c10::DeviceIndex device_;
+  const StreamId offload_;
+  const StreamId reload_;
+};
+
+std::string reason(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();  // it is told here, and not to the next caller who asks
+  return cudaGetErrorString(error);
+}
+
+}  // namespace
+
+bool cuda_available() { return c10::cuda::device_count() > 0; }
+
+Backend& cuda_backend(int device_index) {
+  static auto* const backends = new std::array<CudaBackend*, C10_COMPILE_TIME_MAX_GPUS>{};
+  CudaBackend*& backend = backends->at(static_cast<size_t>(device_index));
+  if (backend == nullptr) backend = new CudaBackend(static_cast<c10::DeviceIndex>(device_index));
+  return *backend;
+}
+
+void cuda_synchronize(Point point) {
+  if (point.is_beginning()) return;
+  cudaEvent_t event = nullptr;
+  StreamTable::instance().at(point.stream).with_event(point.serial, [&](cudaEvent_t found) { event = found; });
+  C10_CUDA_CHECK(cudaEventSynchronize(event));
+}
+
+HostRegistration cuda_host_registration() {
+  return {
+      [](void* address, size_t nbytes) { return reason(cudaHostRegister(address, nbytes, cudaHostRegisterPortable)); },
+      [](void* address) { return reason(cudaHostUnregister(address)); },
+  };
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,30 @@
+// CudaBackend: one CUDA device and pinned (or plain) host memory, over c10/cuda and the CUDA runtime.
+// Ownership:     one backend per device; its two streams and all events live for the process.
+// Thread safety: every method, any thread; one leaf mutex guards the table of streams.
+// Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
+// Shutdown:      nothing is destroyed; see Note [No CUDA after main].
+// Not handled:   stream capture; memory that is not the caching allocator's (note_use does nothing for it).
+//
+// Note [Event ring]
+// A stream's points are recorded into a ring of kEventsPerStream events, in turn. A point older than the ring is waited
+// for through the oldest event in it: a later point of the same stream, whose reaching implies the older one's. So no
+// event is counted or looked for, and one is never waited for in a meaning that it lost.
+#pragma once
+
+#include "device/backend.h"
+#include "storage/pinned_arena.h"
+
+namespace torchoffload {
+
+// Is there a CUDA device? Does not initialise CUDA further than counting.
+bool cuda_available();
+
+// The backend of a device, made at first use.
+Backend& cuda_backend(int device_index);
+
+// Blocks the host until a point of any CUDA stream is reached.
+void cuda_synchronize(Point point);
+
+HostRegistration cuda_host_registration();
+
+}  // namespace torchoffload

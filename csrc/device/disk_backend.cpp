@@ -1,0 +1,95 @@
+#include "device/disk_backend.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <stdexcept>
+#include <utility>
+
+namespace torchoffload {
+
+DiskBackend::DiskBackend(std::string directory, DiskBackendOptions options)
+    : store_(
+          std::move(directory), [this](Point point) { synchronize(point); }, options.chunks),
+      offload_queue_("offload-io", options.offload_thread_count, [this](const IoJob& job) { return transfer(job); }),
+      reload_queue_("reload-io", options.reload_thread_count, [this](const IoJob& job) { return transfer(job); }) {}
+
+DiskBackend::~DiskBackend() {
+  if (fork_guard_.inherited()) return;
+  // Each queue's jobs may run after the other's, so both are empty before either goes.
+  synchronize(record(offload_));
+  synchronize(record(reload_));
+}
+
+Point DiskBackend::record(StreamId stream) {
+  if (stream != host_) return {stream, queue_of(stream).submitted()};
+  std::lock_guard lock(host_mutex_);
+  return {host_, host_copy_count_};
+}
+
+void DiskBackend::wait(StreamId waiter, Point point) {
+  if (waiter == host_) {
+    synchronize(point);
+  } else if (!point.is_beginning() && point.stream != host_) {
+    queue_of(waiter).run_after(queue_of(point.stream), point.serial);
+  }
+}
+
+c10::DataPtr DiskBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  if (nbytes == 0) return {nullptr, device()};
+  c10::DataPtr base = c10::GetCPUAllocator()->allocate(nbytes + kAlignmentBytes);
+  const auto begin = reinterpret_cast<uintptr_t>(base.get());
+  const uintptr_t shift = (address_modulo - begin) % kAlignmentBytes;
+  auto* address = static_cast<std::byte*>(base.get()) + shift;
+  const c10::DeleterFnPtr deleter = base.get_deleter();
+  return {address, base.release_context(), deleter, device()};  // the deleter frees the base
+}
+
+void DiskBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
+  auto* memory = static_cast<std::byte*>(const_cast<void*>(source));  // not written: the direction is Out
+  copy({IoDirection::Out, slot, memory, nbytes}, stream);
+}
+
+void DiskBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
+  copy({IoDirection::In, slot, static_cast<std::byte*>(target), nbytes}, stream);
+}
+
+void DiskBackend::synchronize(Point point) {
+  if (!point.is_beginning() && point.stream != host_) queue_of(point.stream).wait_for(point.serial);
+}
+
+PointStatus DiskBackend::status(Point point) {
+  if (point.is_beginning() || point.stream == host_) return PointStatus::Reached;
+  return queue_of(point.stream).is_reached(point.serial) ? PointStatus::Reached : PointStatus::Pending;
+}
+
+std::string DiskBackend::failure(Point point) {
+  if (point.is_beginning()) return {};
+  if (point.stream != host_) return queue_of(point.stream).failure(point.serial);
+  std::lock_guard lock(host_mutex_);
+  auto found = host_failures_.find(point.serial);
+  return found == host_failures_.end() ? std::string() : found->second;
+}
+
+IoQueue& DiskBackend::queue_of(StreamId stream) {
+  if (stream == offload_) return offload_queue_;
+  if (stream == reload_) return reload_queue_;
+  throw std::logic_error("DiskBackend: stream " + std::to_string(stream) + " is none of its own");
+}
+
+void DiskBackend::copy(const IoJob& job, StreamId stream) {
+  if (stream != host_) {
+    queue_of(stream).submit(job);
+    return;
+  }
+  std::string failure = transfer(job);
+  std::lock_guard lock(host_mutex_);
+  ++host_copy_count_;
+  if (!failure.empty()) host_failures_.emplace(host_copy_count_, std::move(failure));
+}
+
+std::string DiskBackend::transfer(const IoJob& job) {
+  if (job.direction == IoDirection::Out) return store_.write(job.slot, job.memory, job.nbytes);
+  return store_.read(job.memory, job.slot, job.nbytes);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,78 @@
+// DiskBackend: CPU memory to a spill file and back. The host is the compute stream; two I/O queues are the other two.
+// Ownership:     owns its spill file and its queues. It touches a copy's memory until the copy's point is reached: the
+//                engine holds it until then.
+// Thread safety: every method, any thread; none touches Python, so those that block are called without the GIL.
+// Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. wait(host,
+// ...)
+//                blocks the caller. Host points are always reached: what the host did is done.
+// Shutdown:      leaked on purpose; see Note [No CUDA after main]. Its threads are stopped with the process, wherever
+//                they are: they touch only the file, what they copy and their queue, none of which is destroyed.
+// Not handled:   CUDA tensors.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "device/backend.h"
+#include "storage/io_queue.h"
+#include "storage/spill_file.h"
+
+namespace torchoffload {
+
+struct DiskBackendOptions {
+  unsigned offload_thread_count = 2;
+  unsigned reload_thread_count = 2;
+  ChunkPolicy chunks;
+};
+
+class DiskBackend final : public Backend {
+ public:
+  // Throws std::runtime_error when no spill file can be made in `directory`. Threads start with the first copy.
+  explicit DiskBackend(std::string directory, DiskBackendOptions options = {});
+
+  // Waits for every copy: for tests, since the backends of a process are never destroyed.
+  ~DiskBackend() override;
+
+  SpillFile& store() { return store_; }
+
+  c10::Device device() const override { return c10::Device(c10::DeviceType::CPU); }
+  StreamId current_stream() override { return host_; }
+  StreamId offload_stream() override { return offload_; }
+  StreamId reload_stream() override { return reload_; }
+
+  Point record(StreamId stream) override;
+  void wait(StreamId waiter, Point point) override;
+  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+
+  // On the host's stream they are done on return, in which time they block.
+  void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
+  void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+
+  void note_use(c10::StorageImpl&, StreamId) override {}
+  void synchronize(Point point) override;
+  PointStatus status(Point point) override;
+  std::string failure(Point point) override;
+  bool completes_in_background() const override { return true; }
+  bool may_block(StreamId stream) const override { return stream == host_; }
+
+ private:
+  IoQueue& queue_of(StreamId stream);
+  void copy(const IoJob& job, StreamId stream);
+  std::string transfer(const IoJob& job);
+
+  const ForkGuard fork_guard_;
+  const StreamId host_ = next_stream_id();
+  const StreamId offload_ = next_stream_id();
+  const StreamId reload_ = next_stream_id();
+  SpillFile store_;
+
+  std::mutex host_mutex_;  // guards the two below
+  uint64_t host_copy_count_ = 0;
+  std::map<uint64_t, std::string> host_failures_;  // by serial
+
+  IoQueue offload_queue_;
+  IoQueue reload_queue_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,153 @@
+#include "device/logging_backend.h"
+
+#ifdef TORCHOFFLOAD_TESTING
+
+namespace torchoffload {
+
+namespace {
+
+SeamLog& seam_log() { return SeamLog::instance(); }
+
+}  // namespace
+
+SeamLog& SeamLog::instance() {
+  static SeamLog* const log = new SeamLog;
+  return *log;
+}
+
+void SeamLog::start() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  lines_.clear();
+  compute_names_.clear();
+  compute_counts_.clear();
+  serials_before_.clear();
+  on_ = true;
+}
+
+void SeamLog::stop() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  on_ = false;
+}
+
+bool SeamLog::is_on() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return on_;
+}
+
+std::vector<std::string> SeamLog::lines() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return lines_;
+}
+
+void SeamLog::write(const std::string& line) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (on_) lines_.push_back(line);
+}
+
+void SeamLog::meet_own_stream(StreamId stream, const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  own_names_.emplace(stream, name);
+}
+
+void SeamLog::meet_point(Point point) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (on_) serials_before_.emplace(point.stream, point.serial - 1);
+}
+
+std::string SeamLog::name_of(StreamId stream, int device_index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto own = own_names_.find(stream); own != own_names_.end()) return own->second;
+  std::string& name = compute_names_[stream];
+  if (name.empty()) {
+    const int count = ++compute_counts_[device_index];
+    name = "compute_stream[" + std::to_string(device_index) + "]" + (count > 1 ? "#" + std::to_string(count) : "");
+  }
+  return name;
+}
+
+std::string SeamLog::name_of(Point point, int device_index) {
+  const std::string stream = name_of(point.stream, device_index);
+  if (point.is_beginning()) return stream + "@beginning";
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto before = serials_before_.find(point.stream);
+  if (before == serials_before_.end() || point.serial <= before->second) return stream + "@before";
+  return stream + "@" + std::to_string(point.serial - before->second);
+}
+
+void LoggingBackend::write(const char* call, StreamId stream, uint64_t nbytes) const {
+  seam_log().write(std::string(call) + " " + name(stream) + " " + std::to_string(nbytes));
+}
+
+StreamId LoggingBackend::current_stream() {
+  const StreamId stream = inner_.current_stream();
+  if (seam_log().is_on()) name(stream);  // named by the device that it is current on
+  return stream;
+}
+
+StreamId LoggingBackend::offload_stream() {
+  const StreamId stream = inner_.offload_stream();
+  seam_log().meet_own_stream(stream, "offload_stream[" + std::to_string(device_index_) + "]");
+  return stream;
+}
+
+StreamId LoggingBackend::reload_stream() {
+  const StreamId stream = inner_.reload_stream();
+  seam_log().meet_own_stream(stream, "reload_stream[" + std::to_string(device_index_) + "]");
+  return stream;
+}
+
+Point LoggingBackend::record(StreamId stream) {
+  const Point point = inner_.record(stream);
+  if (seam_log().is_on()) {
+    seam_log().meet_point(point);
+    seam_log().write("record " + name(point));
+  }
+  return point;
+}
+
+void LoggingBackend::wait(StreamId waiter, Point point) {
+  if (seam_log().is_on()) seam_log().write("wait " + name(waiter) + " <- " + name(point));
+  inner_.wait(waiter, point);
+}
+
+c10::DataPtr LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  if (seam_log().is_on()) write("allocate", inner_.current_stream(), nbytes);
+  return inner_.allocate(nbytes, address_modulo);
+}
+
+void LoggingBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
+  if (seam_log().is_on()) write("copy_out", stream, nbytes);
+  inner_.copy_out(slot, source, nbytes, stream);
+}
+
+void LoggingBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
+  if (seam_log().is_on()) write("copy_in", stream, nbytes);
+  inner_.copy_in(target, slot, nbytes, stream);
+}
+
+void LoggingBackend::note_use(c10::StorageImpl& storage, StreamId stream) {
+  if (seam_log().is_on()) seam_log().write("note_use " + name(stream));
+  inner_.note_use(storage, stream);
+}
+
+void LoggingBackend::synchronize(Point point) {
+  if (seam_log().is_on()) seam_log().write("synchronize " + name(point));
+  inner_.synchronize(point);
+}
+
+PointStatus LoggingBackend::status(Point point) {
+  if (seam_log().is_on()) seam_log().write("status " + name(point));
+  return inner_.status(point);
+}
+
+void LoggingBackend::saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) {
+  inner_.saw_pack(address, nbytes, stream, sequence_number);
+}
+
+void LoggingBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId stream) {
+  inner_.saw_unpack(address, nbytes, stream);
+}
+
+}  // namespace torchoffload
+
+#endif

@@ -1,0 +1,92 @@
+// LoggingBackend: writes down the calls of any backend, in words that are the same on every device.
+// Ownership:     refers to the backend that it wraps; the log is the process's.
+// Thread safety: every method, any thread; one leaf mutex.
+// Stream order:  adds none.
+// Shutdown:      never destroyed; see Note [No CUDA after main].
+// In the test build only.
+//
+// A stream is named by its role, "offload_stream[0]"; compute_streams are told apart in the order in which the log
+// meets them, "compute_stream[0]", "compute_stream[0]#2". A point is named by its place among those recorded since the
+// log was cleared, "compute_stream[0]@1", or "@before" that. Lines:
+//   record compute_stream[0]@1                     wait offload_stream[0] <- compute_stream[0]@1
+//   copy_out offload_stream[0] 4096                copy_in reload_stream[0] 4096
+//   allocate compute_stream[0] 4096                note_use compute_stream[0]#2
+//   synchronize offload_stream[0]@7                status offload_stream[0]@7
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device/backend.h"
+
+namespace torchoffload {
+
+class SeamLog {
+ public:
+  static SeamLog& instance();
+
+  void start();  // clears it
+  void stop();
+  bool is_on() const;
+  std::vector<std::string> lines() const;
+
+  void write(const std::string& line);  // dropped while the log is off
+
+  // What the log must know to name a stream. compute_stream is what is neither offload_stream nor reload_stream.
+  void meet_own_stream(StreamId stream, const std::string& name);
+  void meet_point(Point point);
+  std::string name_of(StreamId stream, int device_index);
+  std::string name_of(Point point, int device_index);
+
+ private:
+  SeamLog() = default;
+
+  mutable std::mutex mutex_;  // guards everything below
+  bool on_ = false;
+  std::vector<std::string> lines_;
+  std::map<StreamId, std::string> own_names_;      // of offload_stream and reload_stream, for ever
+  std::map<StreamId, std::string> compute_names_;  // since start()
+  std::map<int, int> compute_counts_;              // by device
+  std::map<StreamId, uint64_t> serials_before_;    // since start()
+};
+
+// A line from elsewhere, such as "grow 2097152".
+inline void log_event(const std::string& line) { SeamLog::instance().write(line); }
+
+class LoggingBackend final : public Backend {
+ public:
+  LoggingBackend(Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
+
+  c10::Device device() const override { return inner_.device(); }
+  StreamId current_stream() override;
+  StreamId offload_stream() override;
+  StreamId reload_stream() override;
+  Point record(StreamId stream) override;
+  void wait(StreamId waiter, Point point) override;
+  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+  void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
+  void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+  void note_use(c10::StorageImpl& storage, StreamId stream) override;
+  void synchronize(Point point) override;
+  PointStatus status(Point point) override;
+  std::string failure(Point point) override { return inner_.failure(point); }
+  bool completes_in_background() const override { return inner_.completes_in_background(); }
+  bool may_block(StreamId stream) const override { return inner_.may_block(stream); }
+  void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
+  void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
+  void saw_operators_end() override { inner_.saw_operators_end(); }
+
+ private:
+  template <typename Place>
+  std::string name(Place place) const {
+    return SeamLog::instance().name_of(place, device_index_);
+  }
+  void write(const char* call, StreamId stream, uint64_t nbytes) const;
+
+  Backend& inner_;
+  const int device_index_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,135 @@
+#include "device/sim_backend.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <deque>
+#include <mutex>
+
+#include "device/logging_backend.h"
+
+namespace torchoffload {
+
+namespace {
+
+SimWorld& world() { return SimWorld::instance(); }
+
+void free_simulated(void* address) { world().free(address); }
+
+// Storages remember their allocator, so this one is asked also after its simulation: then it asks the former one.
+class SimAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (!world().is_running()) return former_->allocate(nbytes);
+    void* const address =
+        nbytes == 0 ? nullptr : world().allocate(nbytes, world().current_device(), MemoryOwner::Source);
+    return {address, address, &free_simulated, c10::Device(c10::kCPU)};
+  }
+  // Operators take scratch memory this way too, and give it back before they return.
+  c10::DeleterFnPtr raw_deleter() const override { return &free_simulated; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+
+  void install() {
+    former_ = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(this, kPriority);
+  }
+  void remove() { c10::SetCPUAllocator(former_, kPriority); }
+
+ private:
+  static constexpr uint8_t kPriority = UINT8_MAX;  // equal is enough to replace, lower is not
+  c10::Allocator* former_ = nullptr;
+};
+
+// Never destroyed: storages hold a pointer to it.
+SimAllocator& allocator() {
+  static SimAllocator* const instance = new SimAllocator;
+  return *instance;
+}
+
+struct LoggedBackend {
+  explicit LoggedBackend(int device_index) : inner(device_index), logged(inner, device_index) {}
+  SimBackend inner;
+  LoggingBackend logged;
+};
+
+}  // namespace
+
+StreamId SimBackend::current_stream() { return world().current_stream(device_index_); }
+StreamId SimBackend::offload_stream() { return world().stream_of(device_index_, StreamRole::Offload); }
+StreamId SimBackend::reload_stream() { return world().stream_of(device_index_, StreamRole::Reload); }
+
+Point SimBackend::record(StreamId stream) { return world().record(stream); }
+void SimBackend::wait(StreamId waiter, Point point) { world().wait(waiter, point); }
+void SimBackend::synchronize(Point point) { world().synchronize(point); }
+
+PointStatus SimBackend::status(Point) {
+  throw std::logic_error("status() was asked of a device whose copies do not complete in the background");
+}
+
+c10::DataPtr SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  void* const block = world().allocate(nbytes + address_modulo, device_index_, MemoryOwner::Buffer);
+  return {static_cast<std::byte*>(block) + address_modulo, block, &free_simulated, device()};
+}
+
+void SimBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
+  world().copy_out(slot.address, source, nbytes, stream);
+}
+
+void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
+  world().copy_in(target, slot.address, nbytes, stream);
+}
+
+void SimBackend::note_use(c10::StorageImpl& storage, StreamId stream) { world().note_use(storage.data(), stream); }
+
+void SimBackend::saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) {
+  world().saw_pack(address, nbytes, stream, sequence_number);
+}
+
+void SimBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId stream) {
+  world().saw_unpack(address, nbytes, stream);
+}
+
+void SimBackend::saw_operators_end() { world().end_operators(); }
+
+void start_simulation(SimOptions options) {
+  if (options.sequence_number == nullptr) options.sequence_number = &at::sequence_number::peek;
+  world().start(options);
+  allocator().install();
+}
+
+void stop_simulation() {
+  if (!world().is_running()) throw std::logic_error("no simulation is running");
+  allocator().remove();
+  world().stop();
+}
+
+SimWorld* active_simulation() { return world().is_running() ? &world() : nullptr; }
+
+Backend* simulated_backend(int device_index) {
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const backends = new std::deque<LoggedBackend>;
+  std::lock_guard<std::mutex> lock(*mutex);
+  while (static_cast<int>(backends->size()) <= device_index) {
+    backends->emplace_back(static_cast<int>(backends->size()));
+  }
+  return &(*backends)[static_cast<size_t>(device_index)].logged;
+}
+
+Backend* simulated_backend_for(const void* data) {
+  const auto device_index = world().device_index_of(data);
+  return device_index ? simulated_backend(*device_index) : nullptr;
+}
+
+std::string simulated_register(void* address, size_t nbytes) {
+  world().register_host_memory(address, nbytes);
+  return {};
+}
+
+std::string simulated_unregister(void* address) {
+  return world().unregister_host_memory(address) ? "" : "this memory was never registered";
+}
+
+}  // namespace torchoffload

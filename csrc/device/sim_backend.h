@@ -1,0 +1,62 @@
+// SimBackend: the seam's view of one simulated device, and the allocator that makes tensors belong to it.
+// Ownership:     backends live for the process, one for each device index; see SimWorld for the memory.
+// Thread safety: every method, any thread; see SimWorld.
+// Stream order:  as Backend; a copy on a compute_stream runs at once.
+// Shutdown:      nothing is destroyed; see Note [No CUDA after main].
+// In the test build only.
+//
+// While a simulation runs, SimAllocator stands in for the process's CPU allocator: each CPU tensor allocated then is on
+// the allocating thread's current simulated device. Older tensors, and memory that came from elsewhere, are on none.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "device/backend.h"
+#include "device/sim_world.h"
+
+namespace torchoffload {
+
+class SimBackend final : public Backend {
+ public:
+  explicit SimBackend(int device_index) : device_index_(device_index) {}
+
+  c10::Device device() const override { return c10::Device(c10::kCPU); }
+  StreamId current_stream() override;
+  StreamId offload_stream() override;
+  StreamId reload_stream() override;
+  Point record(StreamId stream) override;
+  void wait(StreamId waiter, Point point) override;
+  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+  void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
+  void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+  void note_use(c10::StorageImpl& storage, StreamId stream) override;
+  void synchronize(Point point) override;
+  PointStatus status(Point point) override;
+  bool completes_in_background() const override { return false; }
+  bool may_block(StreamId) const override { return false; }
+  void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
+  void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
+  void saw_operators_end() override;
+
+ private:
+  const int device_index_;
+};
+
+// Starts the world and puts SimAllocator in. `options.sequence_number` null: autograd's own.
+void start_simulation(SimOptions options);
+// Puts the former allocator back, and stops the world. Races stay readable until the next start.
+void stop_simulation();
+
+// The running simulation, or null.
+SimWorld* active_simulation();
+
+// The backend (logged; see LoggingBackend) of the device that the memory at `data` belongs to, or null.
+Backend* simulated_backend_for(const void* data);
+Backend* simulated_backend(int device_index);
+
+// For PinnedArena: see HostRegistration.
+std::string simulated_register(void* address, size_t nbytes);
+std::string simulated_unregister(void* address);
+
+}  // namespace torchoffload

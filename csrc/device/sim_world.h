@@ -1,0 +1,173 @@
+// SimWorld: simulated devices made of CPU memory: their streams, their copies, and a check of every access.
+//
+// Operators run on the host, when they are called: that is a compute_stream of the simulated device. Copies wait in the
+// queues of offload_stream and reload_stream and run when the mode says so. Whether two accesses are ordered is decided
+// when they are enqueued, by vector clocks over what was declared (record, wait, synchronize), and so does not depend
+// on the mode, the machine or luck. The mode decides which bytes a copy sees.
+//
+// Ownership:     one world for the process, running or at rest; SimBackend and SimAllocator are its faces.
+// Thread safety: every method, any thread, with or without the GIL. One leaf mutex: no Python runs and no tensor dies
+//                under it. current_stream() and current_device() are the calling thread's own.
+// Stream order:  see wait(): what a compute_stream waits for has run when the call returns.
+// Shutdown:      never destroyed: blocks outlive their simulation, and every static object.
+// Not handled:   bytes that pass between operators; the user's own streams need the user's own waits.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+#include "device/sim_clock.h"
+#include "device/sim_memory.h"
+
+namespace torchoffload {
+
+// A missing wait: names both accesses and their streams.
+struct RaceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// When a copy runs: at its enqueueing; when a compute_stream or the host waits for it, and nothing before its time; or
+// after some later call, in an order that the waits allow and the seed picks.
+enum class SimMode : uint8_t { Early, Late, Seeded };
+
+enum class StreamRole : uint8_t { Compute, Offload, Reload };
+
+struct SimOptions {
+  SimMode mode = SimMode::Late;
+  uint64_t seed = 0;
+  int device_count = 1;
+  uint64_t (*sequence_number)() = nullptr;  // the calling thread's autograd sequence number
+};
+
+class SimWorld {
+ public:
+  static SimWorld& instance();
+
+  void start(const SimOptions& options);
+  // Runs what is still queued and gives the pools back. Blocks alive stay valid, and belong to no device.
+  void stop();
+  bool is_running() const;
+  int device_count() const;
+
+  // Streams. A device's ids are the same in every simulation.
+  StreamId stream_of(int device, StreamRole role);
+  StreamId make_compute_stream(int device);
+  StreamId current_stream(int device);
+  int current_device();
+  void set_current_stream(StreamId stream);  // and its device
+  void set_current_device(int device);
+
+  // The seam; see Backend. Each throws RaceError, also for a race found since in a free, which could not throw.
+  Point record(StreamId stream);
+  void wait(StreamId waiter, Point point);
+  void copy_out(std::byte* slot, const void* source, uint64_t nbytes, StreamId stream);
+  void copy_in(void* target, const std::byte* slot, uint64_t nbytes, StreamId stream);
+  void note_use(const void* address, StreamId stream);
+  void synchronize(Point point);
+  void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
+  void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
+  // The calling thread is inside no operator: what it packed has been written.
+  void end_operators();
+
+  // Memory. allocate: on the current stream of `device`.
+  void* allocate(uint64_t nbytes, int device, MemoryOwner owner);
+  void free(void* address) noexcept;
+  std::optional<int> device_index_of(const void* address);
+  // Host memory goes back to the system: every access must have happened before the host.
+  void register_host_memory(void* address, uint64_t nbytes);
+  bool unregister_host_memory(void* address);  // false: it was never registered
+
+  std::vector<std::string> races() const;  // all since start(), the first first
+  void clear_races();
+  uint64_t allocated_bytes(int device) const;
+  uint64_t peak_bytes(int device) const;
+  uint64_t queued_count() const;  // copies and waits that have not run
+  uint64_t access_count() const;  // remembered; for tests that it stays bounded
+
+ private:
+  struct Command {
+    enum class Kind : uint8_t { CopyOut, CopyIn, Wait } kind = Kind::Wait;
+    Point point;  // Wait
+    std::byte* target = nullptr;
+    const std::byte* source = nullptr;
+    uint64_t nbytes = 0;
+  };
+  struct Snapshot {
+    VectorClock clock;
+    uint64_t command_count = 0;  // enqueued before the point
+  };
+  struct Stream {
+    StreamId id = kNoStream;
+    uint32_t index = 0;
+    int device = 0;
+    StreamRole role = StreamRole::Compute;
+    std::string name;
+    VectorClock clock;
+    uint64_t reached_serial = 0;      // points of earlier simulations
+    std::vector<Snapshot> snapshots;  // of the points after it
+    std::deque<Command> queue;
+    uint64_t run_count = 0;
+  };
+  struct Device {
+    std::vector<uint32_t> compute;  // dense indices; the first is the default
+    uint32_t offload = 0;
+    uint32_t reload = 0;
+    size_t compute_in_use = 1;
+  };
+  struct PendingWrite {
+    Span span;
+    uint32_t stream = 0;
+    uint64_t thread = 0;
+    uint64_t sequence_number = 0;
+  };
+  using Lock = std::lock_guard<std::mutex>;
+
+  SimWorld() = default;
+
+  // sim_world.cpp
+  uint32_t add_stream(int device, StreamRole role, const std::string& name);
+  Device& device(int index);
+  Stream& stream(StreamId id);
+  const Snapshot* snapshot(Point point);  // null: reached before this simulation
+  void run(Stream& stream, uint64_t command_count);
+  void run_to(Point point);
+  void run_all();
+  void run_some();
+  void enqueue(Stream& stream, const Command& command);
+
+  // sim_checks.cpp
+  void begin_call();
+  void end_call();
+  void commit_ended_operators();
+  void access(Stream& stream, AccessKind kind, MemoryOwner owner, const void* address, uint64_t nbytes);
+  void check_no_open_operator(Stream& stream, const Span& span);
+  MemoryOwner require_block(Stream& stream, AccessKind kind, const void* address, uint64_t nbytes);
+  void report(std::string text);
+  std::string describe(const Access& access) const;
+
+  mutable std::mutex mutex_;  // guards everything below
+  bool running_ = false;
+  SimOptions options_;
+  uint64_t simulation_ = 0;  // counts from 1
+  std::mt19937_64 random_;
+  std::deque<Stream> streams_;  // by dense index; never shrinks
+  std::map<StreamId, uint32_t> index_of_;
+  std::deque<Device> devices_;
+  SimHeap heap_;
+  AccessMap accesses_;
+  VectorClock host_clock_;
+  std::vector<PendingWrite> pending_;
+  std::map<void*, uint64_t> host_memory_;  // registered
+  std::vector<std::string> races_;
+  size_t races_thrown_ = 0;
+};
+
+}  // namespace torchoffload

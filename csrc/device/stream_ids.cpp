@@ -1,0 +1,12 @@
+#include <atomic>
+
+#include "device/backend.h"
+
+namespace torchoffload {
+
+StreamId next_stream_id() {
+  static std::atomic<StreamId> next{0};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace torchoffload

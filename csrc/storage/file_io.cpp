@@ -1,0 +1,126 @@
+#include "storage/file_io.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <stdlib.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace torchoffload {
+namespace {
+
+constexpr uint64_t kMaxCallBytes = uint64_t{1} << 30;  // Linux moves at most 2 GiB less a page in one call
+
+int punch_hole(int fd, off_t offset, off_t nbytes) {
+  return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes);
+}
+
+int write_back(int fd, off_t offset, off_t nbytes, int flags) {
+  return sync_file_range(fd, offset, nbytes, static_cast<unsigned>(flags));
+}
+
+// `call(position, nbytes)` moves bytes at `position` of the file, which is `position - span.begin` of the buffer.
+template <typename Call>
+IoResult transfer_fully(Span span, Call call) {
+  IoResult result;
+  while (result.done_bytes < span.nbytes()) {
+    const uint64_t rest_bytes = span.nbytes() - result.done_bytes;
+    const uint64_t call_bytes = rest_bytes < kMaxCallBytes ? rest_bytes : kMaxCallBytes;
+    const ssize_t moved = call(result.done_bytes, call_bytes, static_cast<off_t>(span.begin + result.done_bytes));
+    if (moved > 0) {
+      result.done_bytes += static_cast<uint64_t>(moved);
+    } else if (moved == 0) {
+      return result;
+    } else if (errno != EINTR) {
+      result.error = errno;
+      return result;
+    }
+  }
+  result.complete = true;
+  return result;
+}
+
+}  // namespace
+
+const IoCalls kSystemCalls{::pread, ::pwrite, ::posix_fallocate, punch_hole, write_back};
+#ifdef TORCHOFFLOAD_TESTING
+IoCalls io_calls{::pread, ::pwrite, ::posix_fallocate, punch_hole, write_back};
+#else
+const IoCalls& io_calls = kSystemCalls;
+#endif
+
+FileDescriptor::~FileDescriptor() {
+  if (is_open()) close(fd_);
+}
+
+FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+std::string IoResult::reason() const { return error == 0 ? "end of file" : std::strerror(error); }
+
+IoResult read_fully(int fd, std::byte* target, Span span) {
+  return transfer_fully(span, [=](uint64_t done_bytes, uint64_t nbytes, off_t offset) {
+    return io_calls.pread(fd, target + done_bytes, nbytes, offset);
+  });
+}
+
+IoResult write_fully(int fd, const std::byte* source, Span span) {
+  return transfer_fully(span, [=](uint64_t done_bytes, uint64_t nbytes, off_t offset) {
+    return io_calls.pwrite(fd, source + done_bytes, nbytes, offset);
+  });
+}
+
+void start_write_back(int fd, Span span) {
+  io_calls.write_back(fd, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()), SYNC_FILE_RANGE_WRITE);
+}
+
+int write_back_and_drop(int fd, Span span) {
+  constexpr int kAllOfIt = SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  int error = 0;
+  if (io_calls.write_back(fd, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()), kAllOfIt) != 0) {
+    error = errno;
+    const bool is_unsupported = error == ENOSYS || error == EINVAL || error == ESPIPE || error == EOPNOTSUPP;
+    if (is_unsupported) error = fdatasync(fd) == 0 ? 0 : errno;
+  }
+  drop_pages(fd, span);
+  return error;
+}
+
+void drop_pages(int fd, Span span) {
+  posix_fadvise(fd, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()), POSIX_FADV_DONTNEED);
+}
+
+FileDescriptor open_unlinked(const std::string& directory) {
+  FileDescriptor file(open(directory.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600));
+  if (!file.is_open()) {
+    // Not every file system has O_TMPFILE.
+    std::string path = directory + "/torchoffload-XXXXXX";
+    file = FileDescriptor(mkostemp(path.data(), O_CLOEXEC));
+    if (!file.is_open()) {
+      throw std::runtime_error("cannot make a spill file in '" + directory + "': " + std::strerror(errno));
+    }
+    unlink(path.c_str());
+  }
+  // No readahead: it would bring neighbours' bytes back into memory.
+  posix_fadvise(file.get(), 0, 0, POSIX_FADV_RANDOM);
+  return file;
+}
+
+FileDescriptor reopen_direct(const FileDescriptor& file) {
+  const std::string path = "/proc/self/fd/" + std::to_string(file.get());
+  return FileDescriptor(open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC));
+}
+
+bool is_memory_backed(const std::string& directory) {
+  struct statfs info{};
+  if (statfs(directory.c_str(), &info) != 0) return false;
+  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,80 @@
+// file_io: the system calls of the disk tier, whole or with the reason why not.
+// Ownership:     FileDescriptor closes what it holds; the functions borrow.
+// Thread safety: every function, any thread; the I/O is positioned, so no call depends on another.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "core/types.h"
+
+namespace torchoffload {
+
+// Every call that moves or reserves bytes of a spill file goes through here, so that the test build can make one fail,
+// fall short or take its time. Replace them only while no I/O is in flight.
+struct IoCalls {
+  ssize_t (*pread)(int fd, void* buffer, size_t nbytes, off_t offset);
+  ssize_t (*pwrite)(int fd, const void* buffer, size_t nbytes, off_t offset);
+  int (*reserve)(int fd, off_t offset, off_t nbytes);                // as posix_fallocate: returns an errno value
+  int (*punch_hole)(int fd, off_t offset, off_t nbytes);             // 0, or -1 with errno
+  int (*write_back)(int fd, off_t offset, off_t nbytes, int flags);  // as sync_file_range: 0, or -1 with errno
+};
+extern const IoCalls kSystemCalls;
+#ifdef TORCHOFFLOAD_TESTING
+extern IoCalls io_calls;
+#else
+extern const IoCalls& io_calls;
+#endif
+
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd = kClosed) : fd_(fd) {}
+  ~FileDescriptor();
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, kClosed)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+  bool is_open() const { return fd_ != kClosed; }
+  int get() const { return fd_; }
+
+ private:
+  static constexpr int kClosed = -1;
+  int fd_;
+};
+
+// What became of a transfer. Complete: all bytes done. Otherwise `error` is an errno value, or 0 at the end of the
+// file.
+struct IoResult {
+  uint64_t done_bytes = 0;
+  int error = 0;
+  bool complete = false;
+
+  std::string reason() const;  // why it is not complete
+};
+
+// Read and write all of `span`, over interruptions and short transfers.
+IoResult read_fully(int fd, std::byte* target, Span span);
+IoResult write_fully(int fd, const std::byte* source, Span span);
+
+// Start writing dirty pages to the disk, and return at once. Best effort.
+void start_write_back(int fd, Span span);
+
+// Blocks until the pages of `span` are on the disk, then drops them from memory. Returns an errno value, or 0.
+int write_back_and_drop(int fd, Span span);
+
+// Drops clean pages from memory. Best effort.
+void drop_pages(int fd, Span span);
+
+// An unlinked file in `directory` that only this process can reach, mode 0600, closed on exec. Throws
+// std::runtime_error with the directory and errno's text.
+FileDescriptor open_unlinked(const std::string& directory);
+
+// The same file once more, for I/O past the page cache. Not open where the file system, or a missing /proc, refuses.
+FileDescriptor reopen_direct(const FileDescriptor& file);
+
+// Is `directory` on a file system that rests in memory (tmpfs, ramfs)? False when it cannot be told.
+bool is_memory_backed(const std::string& directory);
+
+}  // namespace torchoffload

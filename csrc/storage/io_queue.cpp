@@ -1,0 +1,173 @@
+#include "storage/io_queue.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace torchoffload {
+namespace {
+
+constexpr size_t kStackBytes = size_t{1} << 20;  // the threads call read, write and little else
+
+bool slots_overlap(const IoJob& a, const IoJob& b) {
+  const Range& left = a.slot.range;
+  const Range& right = b.slot.range;
+  return left.block == right.block && left.offset < right.offset + right.nbytes &&
+         right.offset < left.offset + left.nbytes;
+}
+
+bool memory_overlaps(const IoJob& a, const IoJob& b) {
+  const auto left = reinterpret_cast<uintptr_t>(a.memory);
+  const auto right = reinterpret_cast<uintptr_t>(b.memory);
+  return left < right + b.nbytes && right < left + a.nbytes;
+}
+
+// May the two not swap?
+bool conflict(const IoJob& a, const IoJob& b) {
+  const bool writes_a_slot = a.direction == IoDirection::Out || b.direction == IoDirection::Out;
+  const bool writes_memory = a.direction == IoDirection::In || b.direction == IoDirection::In;
+  return (writes_a_slot && slots_overlap(a, b)) || (writes_memory && memory_overlaps(a, b));
+}
+
+[[noreturn]] void throw_inherited() {
+  throw std::runtime_error(
+      "this process was forked after offloading to disk had begun: its I/O threads, and what they had not finished, "
+      "stayed with the parent. Use a fresh process (multiprocessing's 'spawn'), or fork earlier");
+}
+
+}  // namespace
+
+IoQueue::IoQueue(std::string name, unsigned thread_count, Transfer transfer)
+    : name_(std::move(name)), thread_count_(std::max(thread_count, 1U)), transfer_(std::move(transfer)) {
+  running_.reserve(thread_count_);
+  threads_.reserve(thread_count_);
+}
+
+IoQueue::~IoQueue() {
+  if (fork_guard_.inherited()) return;
+  {
+    std::lock_guard lock(mutex_);
+    is_stopping_ = true;
+  }
+  submitted_or_stopped_.notify_all();
+  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+}
+
+uint64_t IoQueue::submit(const IoJob& job) {
+  if (fork_guard_.inherited()) throw_inherited();
+  std::unique_lock lock(mutex_);
+  if (threads_.empty()) start_threads();
+  auto is_reached_floor = [](const Floor& floor) { return floor.queue->is_reached(floor.serial); };
+  std::erase_if(floors_, is_reached_floor);
+  waiting_.push_back({submitted_ + 1, job, floors_});
+  const uint64_t serial = ++submitted_;
+  lock.unlock();
+  submitted_or_stopped_.notify_one();
+  return serial;
+}
+
+void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
+  if (other.is_reached(serial)) return;
+  if (fork_guard_.inherited()) throw_inherited();
+  // The argument of Note [I/O streams] needs it.
+  if (serial > other.submitted()) throw std::logic_error("IoQueue: told to run after a job that was not submitted");
+  std::lock_guard lock(mutex_);
+  auto same_queue = [&](const Floor& floor) { return floor.queue == &other; };
+  auto known = std::find_if(floors_.begin(), floors_.end(), same_queue);
+  if (known == floors_.end()) {
+    floors_.push_back({&other, serial});
+  } else {
+    known->serial = std::max(known->serial, serial);
+  }
+}
+
+uint64_t IoQueue::submitted() const {
+  if (fork_guard_.inherited()) throw_inherited();
+  std::lock_guard lock(mutex_);
+  return submitted_;
+}
+
+void IoQueue::wait_for(uint64_t serial) const {
+  if (is_reached(serial)) return;
+  if (fork_guard_.inherited()) throw_inherited();
+  std::unique_lock lock(mutex_);
+  if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
+  completed_moved_.wait(lock, [&] { return is_reached(serial); });
+}
+
+std::string IoQueue::failure(uint64_t serial) const {
+  if (fork_guard_.inherited()) throw_inherited();
+  std::lock_guard lock(mutex_);
+  auto found = failures_.find(serial);
+  return found == failures_.end() ? std::string() : found->second;
+}
+
+void IoQueue::start_threads() {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  int error = 0;
+  {
+    SignalBlock no_signals;
+    while (threads_.size() < thread_count_ && error == 0) {
+      pthread_t thread;
+      error = pthread_create(&thread, &attributes, thread_main, this);
+      if (error != 0) break;
+      pthread_setname_np(thread, name_.c_str());
+      threads_.push_back(thread);
+    }
+  }
+  pthread_attr_destroy(&attributes);
+  // One thread is enough to be right.
+  if (threads_.empty()) throw std::runtime_error(std::string("cannot start an I/O thread: ") + std::strerror(error));
+}
+
+void* IoQueue::thread_main(void* queue) {
+  static_cast<IoQueue*>(queue)->work();
+  return nullptr;
+}
+
+void IoQueue::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    submitted_or_stopped_.wait(lock, [&] { return is_stopping_ || !waiting_.empty(); });
+    if (waiting_.empty()) return;
+    Submitted next = std::move(waiting_.front());
+    waiting_.pop_front();
+    taken_ = next.serial;
+    uint64_t last_conflict = 0;
+    for (const Submitted& earlier : running_) {
+      if (conflict(earlier.job, next.job)) last_conflict = std::max(last_conflict, earlier.serial);
+    }
+    if (last_conflict > 0) next.floors.push_back({this, last_conflict});
+    running_.push_back(next);
+    lock.unlock();
+    std::string failure = run(next);
+    lock.lock();
+    finish(next.serial, std::move(failure));
+  }
+}
+
+std::string IoQueue::run(const Submitted& submitted) const {
+  try {
+    // This thread waits for what the job was told to run after, and for earlier jobs on the same bytes.
+    for (const Floor& floor : submitted.floors) floor.queue->wait_for(floor.serial);
+    return transfer_(submitted.job);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void IoQueue::finish(uint64_t serial, std::string failure) {
+  if (!failure.empty()) failures_.emplace(serial, std::move(failure));
+  std::erase_if(running_, [&](const Submitted& running) { return running.serial == serial; });
+  uint64_t completed = taken_;
+  for (const Submitted& running : running_) completed = std::min(completed, running.serial - 1);
+  if (completed == completed_.load(std::memory_order_relaxed)) return;
+  completed_.store(completed, std::memory_order_release);
+  completed_moved_.notify_all();
+}
+
+}  // namespace torchoffload

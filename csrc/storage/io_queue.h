@@ -1,0 +1,116 @@
+// IoQueue: one stream of file transfers, run in order of submission by a few threads of its own.
+// Ownership:     a queue owns its threads, and borrows the memory of a job until the job's serial is reached.
+// Thread safety: every method, any thread. Jobs run on the queue's threads, which take no signal and touch no Python.
+// Stream order:  as a CUDA stream's, for whoever looks at it through serials, slots and memory; see Note [I/O streams].
+// Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child submit() and wait_for() throw; see
+//                Note [Forked children].
+// Not handled:   a bound on what is queued (the engine's windows are the bound), cancelling, priorities.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "storage/process.h"
+#include "storage/slot_store.h"
+
+namespace torchoffload {
+
+// Note [I/O streams]
+// A queue promises what a stream does, with several threads behind it:
+// - A serial is reached when its job and all before it are done. Jobs may end out of order; nobody sees that, because
+//   what counts as reached moves on over finished prefixes only.
+// - Two jobs of one queue that touch the same bytes of a slot or of memory, and may not swap, run one after the other.
+//   The thread that takes the later one waits, before it runs it, for the earlier one.
+// - After run_after(other, serial), no job submitted later starts before that serial of the other queue is reached. So
+//   each job carries the queue's floors, the highest serials it was told to run after, one per queue.
+// Why it cannot deadlock. A floor, and a conflict, name only jobs submitted before. Of all jobs not done, in all
+// queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own queue is done,
+// so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
+// with a thread free to take it. It ends, as file I/O does, and the argument repeats.
+
+enum class IoDirection : uint8_t { Out, In };  // memory to slot, slot to memory
+
+struct IoJob {
+  IoDirection direction = IoDirection::Out;
+  Slot slot;
+  std::byte* memory = nullptr;  // only read when the direction is Out
+  uint64_t nbytes = 0;
+};
+
+class IoQueue {
+ public:
+  // What one job does; returns the reason of its failure, or empty.
+  using Transfer = std::function<std::string(const IoJob&)>;
+
+  // `name`: of the threads, 15 characters at most. They start with the first job.
+  IoQueue(std::string name, unsigned thread_count, Transfer transfer);
+
+  // Waits for what was submitted, and ends the threads: for tests, since the queues of a process are never destroyed.
+  // Queues that were told to run after this one have nothing left to run.
+  ~IoQueue();
+  IoQueue(const IoQueue&) = delete;
+  IoQueue& operator=(const IoQueue&) = delete;
+
+  // Returns the job's serial, counted from 1. Throws std::runtime_error if no thread can be started or after a fork.
+  uint64_t submit(const IoJob& job);
+
+  // Jobs submitted from now on start after `serial` of `other` (which may be this queue) is reached.
+  void run_after(const IoQueue& other, uint64_t serial);
+
+  uint64_t submitted() const;
+  bool is_reached(uint64_t serial) const { return serial <= completed_.load(std::memory_order_acquire); }
+
+  // Blocks until `serial` is reached.
+  void wait_for(uint64_t serial) const;
+
+  // The reason why the job of this serial failed, or empty. Kept for the life of the queue: failures are rare, and one
+  // that was forgotten would be silent wrong bytes.
+  std::string failure(uint64_t serial) const;
+
+ private:
+  struct Floor {
+    const IoQueue* queue = nullptr;
+    uint64_t serial = 0;
+  };
+  struct Submitted {
+    uint64_t serial = 0;
+    IoJob job;
+    std::vector<Floor> floors;
+  };
+
+  void start_threads();
+  static void* thread_main(void* queue);
+  void work();
+  std::string run(const Submitted& submitted) const;
+  void finish(uint64_t serial, std::string failure);
+
+  const std::string name_;
+  const unsigned thread_count_;
+  const Transfer transfer_;
+  const ForkGuard fork_guard_;
+
+  mutable std::mutex mutex_;  // guards all below; completed_ is written under it, and read anywhere
+  mutable std::condition_variable submitted_or_stopped_;
+  mutable std::condition_variable completed_moved_;
+  std::deque<Submitted> waiting_;
+  std::vector<Submitted> running_;  // taken off the queue and not done; at most one a thread
+  uint64_t submitted_ = 0;          // == taken_ + waiting_.size()
+  uint64_t taken_ = 0;
+  std::atomic<uint64_t> completed_{0};  // == min(serial in running_) - 1, or taken_ if none is running
+  std::vector<Floor> floors_;
+  std::map<uint64_t, std::string> failures_;  // by serial
+  std::vector<pthread_t> threads_;
+  bool is_stopping_ = false;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,42 @@
+// process.h: what the storage floor must know of its process: that it was forked, and which threads take signals.
+// Thread safety: everything here, any thread.
+#pragma once
+
+#include <signal.h>
+
+#include <cstdint>
+
+namespace torchoffload {
+
+// Counts the forks between the program's start and this process.
+uint64_t fork_generation();
+
+// Note [Forked children]
+// A forked child has a copy of our bookkeeping, but none of what stands behind it: pinned memory is not mapped there
+// (MADV_DONTFORK), no I/O thread runs, a lock may have been held by a thread that is gone, and a spill file is still
+// the parent's: a child that wrote or punched a hole there would change the parent's tensors. So each such object keeps
+// a ForkGuard, and asks it before it takes its lock: inherited, it has no room, takes nothing back, and says why.
+// Objects that the child makes for itself work as ever.
+class ForkGuard {
+ public:
+  ForkGuard() : born_(fork_generation()) {}
+  bool inherited() const { return born_ != fork_generation(); }
+
+ private:
+  uint64_t born_;
+};
+
+// Blocks all signals in the calling thread while it lives. A thread started meanwhile never takes one: Python's
+// handlers run on the program's own threads, and no system call of ours is interrupted.
+class SignalBlock {
+ public:
+  SignalBlock();
+  ~SignalBlock();
+  SignalBlock(const SignalBlock&) = delete;
+  SignalBlock& operator=(const SignalBlock&) = delete;
+
+ private:
+  sigset_t previous_;
+};
+
+}  // namespace torchoffload

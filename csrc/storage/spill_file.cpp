@@ -1,0 +1,277 @@
+#include "storage/spill_file.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace torchoffload {
+namespace {
+
+constexpr char kInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
+
+Span block_aligned(Span span) { return {span.begin, span.begin + round_up(span.nbytes(), kDiskBlockBytes)}; }
+
+}  // namespace
+
+TransferBuffers::~TransferBuffers() {
+  for (std::byte* buffer : idle_) munmap(buffer, kBufferBytes);
+}
+
+std::byte* TransferBuffers::try_acquire() {
+  {
+    std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      std::byte* buffer = idle_.back();
+      idle_.pop_back();
+      return buffer;
+    }
+  }
+  void* mapped = mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  madvise(mapped, kBufferBytes, MADV_DONTFORK);  // a child's copy-on-write would move the pages under a transfer
+  return static_cast<std::byte*>(mapped);
+}
+
+void TransferBuffers::release(std::byte* buffer) {
+  std::lock_guard lock(mutex_);
+  idle_.push_back(buffer);
+}
+
+SpillFile::SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy)
+    : directory_(std::move(directory)),
+      synchronize_(std::move(synchronize)),
+      policy_(policy),
+      cached_(open_unlinked(directory_)),
+      direct_(reopen_direct(cached_)),
+      uses_direct_io_(direct_.is_open()) {}
+
+std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
+  if (fork_guard_.inherited()) return std::nullopt;
+  std::lock_guard lock(mutex_);
+  const std::optional<Range> range = ranges_.try_acquire(nbytes, guards);
+  if (!range) return std::nullopt;
+  return Slot{*range, nullptr};
+}
+
+void SpillFile::grow(uint64_t nbytes) {
+  if (fork_guard_.inherited()) throw StoreFull(kInherited);
+  require_sane_request(nbytes, "disk");
+  std::lock_guard growing(grow_mutex_);
+  if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
+  uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
+  const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
+  uint64_t begin = first_gap(chunk_bytes);
+  try {
+    reserve({begin, begin + chunk_bytes});
+  } catch (const StoreFull&) {
+    if (least_bytes == chunk_bytes) throw;
+    chunk_bytes = least_bytes;
+    begin = first_gap(chunk_bytes);
+    reserve({begin, begin + chunk_bytes});
+  }
+  grow_count_.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard lock(mutex_);
+  chunks_.emplace(ranges_.add_block(chunk_bytes), Span{begin, begin + chunk_bytes});
+}
+
+void SpillFile::release(const Slot& slot, const std::vector<Point>& guards) {
+  if (fork_guard_.inherited()) return;
+  std::lock_guard lock(mutex_);
+  ranges_.release(slot.range, guards);
+}
+
+uint64_t SpillFile::trim() {
+  if (fork_guard_.inherited()) return 0;
+  std::lock_guard growing(grow_mutex_);
+  std::vector<std::pair<Span, std::vector<Point>>> idle;
+  uint64_t end = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [id, guards] : ranges_.idle_blocks()) {
+      idle.emplace_back(chunks_.at(id), std::move(guards));
+      ranges_.remove_block(id);
+      chunks_.erase(id);
+    }
+    for (const auto& [id, span] : chunks_) end = std::max(end, span.end);
+  }
+  // Out of the allocator's sight now, so nothing new can touch it; the waits hold up nobody.
+  uint64_t given_back_bytes = 0;
+  for (const auto& [span, guards] : idle) {
+    // The host waits for every guard: a late write would fill the hole again.
+    for (const Point& guard : guards) synchronize_(guard);
+    const bool is_tail = span.begin >= end;  // given back by the truncation below
+    if (is_tail ||
+        io_calls.punch_hole(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes())) == 0) {
+      given_back_bytes += span.nbytes();
+    }
+  }
+  if (!idle.empty() && ftruncate(cached_.get(), static_cast<off_t>(end)) != 0) return 0;
+  return given_back_bytes;
+}
+
+uint64_t SpillFile::capacity_bytes() const {
+  if (fork_guard_.inherited()) return 0;
+  std::lock_guard lock(mutex_);
+  return ranges_.capacity_bytes();
+}
+
+uint64_t SpillFile::used_bytes() const {
+  if (fork_guard_.inherited()) return 0;
+  std::lock_guard lock(mutex_);
+  return ranges_.used_bytes();
+}
+
+std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes) {
+  if (fork_guard_.inherited()) return kInherited;
+  const Span span = locate(slot, nbytes);
+  const auto* bytes = static_cast<const std::byte*>(source);
+  IoResult result;
+  if (!try_write_direct(bytes, span, result)) result = write_cached(bytes, span);
+  return result.complete ? std::string() : describe("write", span, result);
+}
+
+std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
+  if (fork_guard_.inherited()) return kInherited;
+  const Span span = locate(slot, nbytes);
+  auto* bytes = static_cast<std::byte*>(target);
+  IoResult result;
+  if (!try_read_direct(bytes, span, result)) result = read_cached(bytes, span);
+  return result.complete ? std::string() : describe("read", span, result);
+}
+
+bool SpillFile::try_write_direct(const std::byte* source, Span span, IoResult& result) {
+  if (!uses_direct_io()) return false;
+  std::byte* buffer = buffers_.try_acquire();
+  if (buffer == nullptr) return false;
+  result.complete = true;
+  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
+    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
+    const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
+    std::memcpy(buffer, source + done_bytes, piece_bytes);
+    std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
+    const uint64_t begin = span.begin + done_bytes;
+    result = write_fully(direct_.get(), buffer, {begin, begin + padded_bytes});
+    done_bytes += std::min(result.done_bytes, piece_bytes);
+    result.done_bytes = done_bytes;
+  }
+  buffers_.release(buffer);
+  if (result.complete || result.error != EINVAL) return true;
+  uses_direct_io_.store(false, std::memory_order_relaxed);  // this file system takes the flag, and not the I/O
+  return false;
+}
+
+bool SpillFile::try_read_direct(std::byte* target, Span span, IoResult& result) {
+  if (!uses_direct_io()) return false;
+  std::byte* buffer = buffers_.try_acquire();
+  if (buffer == nullptr) return false;
+  result.complete = true;
+  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
+    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
+    const uint64_t begin = span.begin + done_bytes;
+    result = read_fully(direct_.get(), buffer, {begin, begin + round_up(piece_bytes, kDiskBlockBytes)});
+    const uint64_t got_bytes = std::min(result.done_bytes, piece_bytes);
+    std::memcpy(target + done_bytes, buffer, got_bytes);
+    done_bytes += got_bytes;
+    result.done_bytes = done_bytes;
+  }
+  buffers_.release(buffer);
+  if (result.complete || result.error != EINVAL) return true;
+  uses_direct_io_.store(false, std::memory_order_relaxed);
+  return false;
+}
+
+IoResult SpillFile::write_cached(const std::byte* source, Span span) {
+  IoResult result;
+  result.complete = true;
+  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
+    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
+    const Span piece{span.begin + done_bytes, span.begin + done_bytes + piece_bytes};
+    result = write_fully(cached_.get(), source + done_bytes, piece);
+    done_bytes += result.done_bytes;
+    result.done_bytes = done_bytes;
+    // The disk starts while the next piece is copied: dirty pages do not pile up.
+    if (result.complete) start_write_back(cached_.get(), piece);
+  }
+  if (!result.complete) return result;
+  result.error = write_back_and_drop(cached_.get(), block_aligned(span));
+  result.complete = result.error == 0;
+  return result;
+}
+
+IoResult SpillFile::read_cached(std::byte* target, Span span) {
+  const IoResult result = read_fully(cached_.get(), target, span);
+  drop_pages(cached_.get(), block_aligned(span));
+  return result;
+}
+
+bool SpillFile::fits(uint64_t nbytes) const {
+  std::lock_guard lock(mutex_);
+  return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
+}
+
+uint64_t SpillFile::first_gap(uint64_t nbytes) const {
+  std::vector<Span> taken;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, span] : chunks_) taken.push_back(span);
+  }
+  std::sort(taken.begin(), taken.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  uint64_t begin = 0;
+  for (const Span& span : taken) {
+    if (span.begin - begin >= nbytes) break;
+    begin = span.end;
+  }
+  return begin;
+}
+
+void SpillFile::reserve(Span span) const {
+  int error = 0;
+  do {
+    error = io_calls.reserve(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+  } while (error == EINTR);
+  if (error == 0) return;
+  // Part of it may have been reserved: no chunk uses it, so it goes back.
+  io_calls.punch_hole(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+  throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for the spill file in '" + directory_ +
+                  "': " + std::strerror(error));
+}
+
+Span SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
+  if (nbytes > slot.nbytes()) {
+    throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
+                           std::to_string(slot.nbytes()));
+  }
+  std::lock_guard lock(mutex_);
+  const uint64_t begin = chunks_.at(slot.range.block).begin + slot.range.offset;
+  return {begin, begin + nbytes};
+}
+
+std::string SpillFile::describe(const char* what, Span span, const IoResult& result) const {
+  return std::string(what) + " of " + std::to_string(span.nbytes()) + " bytes at offset " + std::to_string(span.begin) +
+         " of the spill file in '" + directory_ + "' failed after " + std::to_string(result.done_bytes) +
+         " bytes: " + result.reason();
+}
+
+void SpillFile::check_invariants() const {
+  std::lock_guard lock(mutex_);
+  ranges_.check_invariants();
+  std::map<uint64_t, uint64_t> ends;
+  uint64_t chunk_bytes = 0;
+  for (const auto& [id, span] : chunks_) {
+    ends.emplace(span.begin, span.end);
+    chunk_bytes += span.nbytes();
+  }
+  if (chunk_bytes != ranges_.capacity_bytes()) throw std::logic_error("SpillFile: chunks and blocks differ");
+  uint64_t previous_end = 0;
+  for (const auto& [begin, end] : ends) {
+    if (begin < previous_end) throw std::logic_error("SpillFile: two chunks overlap in the file");
+    previous_end = end;
+  }
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,114 @@
+// SpillFile: slots in an unlinked file of its own, for records that rest on a disk.
+// Ownership:     hands out slots, which are values; the file ends with the process, whichever way that ends.
+// Thread safety: every method, any thread. grow() and trim() take turns, and hold up no other method while they ask the
+//                system. Two transfers that touch one slot are ordered by the caller.
+// Stream order:  a released range carries the points that guard its reuse; trim() alone waits for them, on the host.
+// Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child it is full, and every transfer
+//                fails: the file is the parent's; see Note [Forked children].
+// Not handled:   encryption, compression, several disks.
+//
+// Spilled bytes must leave memory: I/O goes past the page cache (O_DIRECT, through aligned buffers of our own, since
+// tensors are aligned to 64 bytes), and where that is refused the pages are written back and dropped before a transfer
+// counts as done. All offsets and slot sizes are multiples of 4096 bytes. Disk is reserved when the file grows, so a
+// full disk shows there, as StoreFull, and not in a write.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/range_allocator.h"
+#include "storage/chunk.h"
+#include "storage/file_io.h"
+#include "storage/process.h"
+#include "storage/slot_store.h"
+
+namespace torchoffload {
+
+inline constexpr uint64_t kDiskBlockBytes = 4096;
+
+// Buffers that O_DIRECT accepts. As many as transfers ran at once. Mapped, and their list has room from the start: an
+// I/O thread that never allocates never makes malloc reserve an arena of 64 MiB of addresses for it.
+class TransferBuffers {
+ public:
+  static constexpr uint64_t kBufferBytes = 4 * kMiB;
+
+  TransferBuffers() { idle_.reserve(kUsualCount); }
+  ~TransferBuffers();
+  TransferBuffers(const TransferBuffers&) = delete;
+  TransferBuffers& operator=(const TransferBuffers&) = delete;
+
+  // Null when the system has no memory for one. Each is given back.
+  std::byte* try_acquire();
+  void release(std::byte* buffer);
+
+ private:
+  static constexpr size_t kUsualCount = 16;
+
+  std::mutex mutex_;
+  std::vector<std::byte*> idle_;
+};
+
+class SpillFile final : public SlotStore {
+ public:
+  // `synchronize` blocks the host until a point is reached. Throws std::runtime_error (directory, errno's text).
+  SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy = {});
+
+  std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
+  void grow(uint64_t nbytes) override;
+  void release(const Slot& slot, const std::vector<Point>& guards) override;
+  uint64_t trim() override;
+  uint64_t capacity_bytes() const override;
+  uint64_t used_bytes() const override;
+  uint64_t grow_count() const override { return grow_count_.load(std::memory_order_relaxed); }
+
+  // Move the first `nbytes` of a slot. Block. Return the reason of a failure, with file offset, byte counts and errno's
+  // text, or empty: then all bytes are there.
+  std::string write(const Slot& slot, const void* source, uint64_t nbytes);
+  std::string read(void* target, const Slot& slot, uint64_t nbytes);
+
+  const std::string& directory() const { return directory_; }
+  bool uses_direct_io() const { return uses_direct_io_.load(std::memory_order_relaxed); }
+
+  // As RangeAllocator's, and that no two chunks overlap in the file; for tests.
+  void check_invariants() const;
+
+ private:
+  // Each moves what it can of `span` past the page cache, through a buffer, and returns true with the result; false if
+  // that is refused here: the caller goes through the page cache.
+  bool try_write_direct(const std::byte* source, Span span, IoResult& result);
+  bool try_read_direct(std::byte* target, Span span, IoResult& result);
+  IoResult write_cached(const std::byte* source, Span span);
+  IoResult read_cached(std::byte* target, Span span);
+
+  bool fits(uint64_t nbytes) const;
+  uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
+  void reserve(Span span) const;              // throws StoreFull
+  Span locate(const Slot& slot, uint64_t nbytes) const;
+  std::string describe(const char* what, Span span, const IoResult& result) const;
+
+  const std::string directory_;
+  const std::function<void(Point)> synchronize_;
+  const ChunkPolicy policy_;
+  const ForkGuard fork_guard_;
+  const FileDescriptor cached_;  // through the page cache
+  const FileDescriptor direct_;  // past it; may be closed
+  std::atomic<bool> uses_direct_io_;
+  TransferBuffers buffers_;
+
+  std::mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
+
+  mutable std::mutex mutex_;  // guards the two below
+  RangeAllocator ranges_{kDiskBlockBytes};
+  std::map<BlockId, Span> chunks_;  // where in the file; the keys are ranges_' blocks, and no two overlap
+
+  std::atomic<uint64_t> grow_count_{0};
+};
+
+}  // namespace torchoffload

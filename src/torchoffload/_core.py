@@ -1,0 +1,117 @@
+"""Pick and check the compiled core: the one place that imports it.
+
+``core`` is ``torchoffload._C``, or under ``TORCHOFFLOAD_TESTING=1`` the test build ``torchoffload._C_testing``.
+libtorch's ABI changes with each minor release, so a core that was built for another torch is refused before it is
+loaded: loading it would end in an undefined symbol, or worse, would not.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+__all__ = ["BuildInfo", "build_info", "core"]
+
+_PACKAGE_DIR = Path(__file__).parent
+_REBUILD_IN_CHECKOUT = "make build"
+_REBUILD_INSTALLED = "python -m pip install --force-reinstall --no-deps --no-cache-dir <the source of torchoffload>"
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """What the compiled core was built for.
+
+    Attributes
+    ----------
+    version : str
+        The version of torchoffload.
+    torch_version : str
+        ``torch.__version__`` at build time, such as ``"2.13.0+cpu"``.
+    cuda_version : str or None
+        ``torch.version.cuda`` at build time; None for a CPU build of torch.
+    """
+
+    version: str
+    torch_version: str
+    cuda_version: str | None
+
+
+def _rebuild_command() -> str:
+    in_checkout = (_PACKAGE_DIR.parent.parent / "CMakeLists.txt").is_file()
+    return _REBUILD_IN_CHECKOUT if in_checkout else _REBUILD_INSTALLED
+
+
+def _variant(cuda_version: str | None) -> str:
+    return f"CUDA {cuda_version}" if cuda_version else "CPU"
+
+
+def _minor(version: str) -> list[str]:
+    return version.split("+")[0].split(".")[:2]
+
+
+def _cuda_major(cuda_version: str | None) -> str | None:
+    return cuda_version.split(".")[0] if cuda_version else None
+
+
+def check_platform(platform: str, hip_version: str | None) -> None:
+    """Raise ImportError where torchoffload cannot run.
+
+    Parameters
+    ----------
+    platform : str
+        As ``sys.platform``.
+    hip_version : str or None
+        As ``torch.version.hip``.
+    """
+    if platform != "linux":
+        name = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}.get(platform, platform)
+        raise ImportError(f"torchoffload supports Linux only, not {name}.")
+    if hip_version:
+        raise ImportError(
+            f"torchoffload does not support ROCm (this torch is built for HIP {hip_version}): "
+            "use a CUDA or CPU build of torch."
+        )
+
+
+def read_build_info(path: Path) -> BuildInfo:
+    """Read what the core was built for; ImportError when nothing was built."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ImportError(f"torchoffload's compiled core is not built. Build it with: {_rebuild_command()}") from None
+    return BuildInfo(values["version"], values["torch_version"], values["cuda_version"] or None)
+
+
+def check_torch(built: BuildInfo, torch_version: str, cuda_version: str | None) -> None:
+    """Raise ImportError when the running torch is not one that the core was built for.
+
+    Parameters
+    ----------
+    built : BuildInfo
+        What the core was built for.
+    torch_version, cuda_version : str, str or None
+        ``torch.__version__`` and ``torch.version.cuda`` of the running torch.
+    """
+    same_torch = _minor(built.torch_version) == _minor(torch_version)
+    if same_torch and _cuda_major(built.cuda_version) == _cuda_major(cuda_version):
+        return
+    raise ImportError(
+        f"torchoffload was built for torch {built.torch_version} ({_variant(built.cuda_version)}), but this is torch "
+        f"{torch_version} ({_variant(cuda_version)}). Rebuild it for this one with: {_rebuild_command()}"
+    )
+
+
+check_platform(sys.platform, torch.version.hip)
+build_info = read_build_info(_PACKAGE_DIR / "_build_info.json")
+check_torch(build_info, torch.__version__, torch.version.cuda)
+
+if TYPE_CHECKING:
+    from torchoffload import _C as core
+elif os.environ.get("TORCHOFFLOAD_TESTING") == "1":
+    from torchoffload import _C_testing as core
+else:
+    from torchoffload import _C as core

@@ -1,0 +1,155 @@
+"""The output head's exemption: find the head of a model, and keep what it saves where it is.
+
+The hooks are functions of this module, so that they are copied and pickled with the model, and are found again by
+identity: a copy's head is exempt as well, and no head ever gets a second pair.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchoffload import _hook_stack
+from torchoffload._core import core
+from torchoffload._hook_stack import Role
+
+__all__ = ["find_heads", "install_head_hooks", "remove_head_hooks"]
+
+_HEAD_NAMES = ("output", "lm_head", "head")
+# torch.compile, DDP (also DataParallel, DeepSpeed), FSDP1, checkpoint_wrapper.
+_WRAPPED_NAMES = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_NESTED_NAMES = ("decoder", "language_model", "model", "text_model")
+
+_install_lock = threading.Lock()
+
+
+def _attribute(owner: object, name: str) -> Any:
+    """Read an attribute of a stranger's module; None where that fails, as a property of a half built model may."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
+
+
+def _output_embeddings(model: nn.Module) -> Any:
+    """Ask the model itself, as Hugging Face's can be asked; some of them raise when they have no head."""
+    get_output_embeddings = _attribute(model, "get_output_embeddings")
+    try:
+        return get_output_embeddings() if callable(get_output_embeddings) else None
+    except Exception:
+        return None
+
+
+def _modules_to_hook(head: object) -> Iterator[nn.Module]:
+    """Yield the modules whose ``forward`` is the head's: ``head``, what a container holds, a tied head's ``linear``."""
+    if isinstance(head, (nn.ModuleList, nn.ModuleDict)):
+        children = head.values() if isinstance(head, nn.ModuleDict) else head
+        for child in children:
+            yield from _modules_to_hook(child)
+    elif isinstance(head, nn.Module):
+        yield head
+    elif isinstance(linear := _attribute(head, "linear"), nn.Module):  # torchtune's TiedLinear is a callable, no module
+        yield linear
+
+
+def _own_heads(model: nn.Module) -> list[nn.Module]:
+    candidates = [_attribute(model, name) for name in _HEAD_NAMES]
+    candidates.append(_output_embeddings(model))
+    return [module for candidate in candidates if candidate is not None for module in _modules_to_hook(candidate)]
+
+
+def _inner_models(model: nn.Module) -> list[nn.Module]:
+    inner = [_attribute(model, name) for name in (*_WRAPPED_NAMES, *_NESTED_NAMES)]
+    if _attribute(model, "peft_config") is not None:  # Hugging Face models have a base_model too: their headless body
+        inner.append(_attribute(model, "base_model"))
+    return [module for module in inner if isinstance(module, nn.Module)]
+
+
+def find_heads(model: nn.Module) -> list[nn.Module]:
+    """Find the modules that compute ``model``'s output, at the first level of wrapping or nesting that has any."""
+    level, seen = [model], {id(model)}
+    while level:
+        heads = {id(head): head for candidate in level for head in _own_heads(candidate)}
+        if heads:
+            return list(heads.values())
+        level = [inner for candidate in level for inner in _inner_models(candidate)]
+        level = list({id(inner): inner for inner in level if id(inner) not in seen}.values())
+        seen.update(id(inner) for inner in level)
+    return []
+
+
+def _enter_head(head: nn.Module, _inputs: Any) -> None:
+    # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
+    if torch.compiler.is_compiling():
+        return
+    innermost = _hook_stack.innermost()
+    if isinstance(getattr(_hook_stack.top_pack_hook(), "__self__", None), core.Context):
+        _hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack))
+    elif innermost is not None and innermost.owner is head:
+        _hook_stack.push(head, Role.HEAD, None)  # the head called itself: keep the calls and their ends paired
+    # Else another's hooks get what the head saves (a checkpoint's, which counts them), or no hooks at all.
+
+
+def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    innermost = _hook_stack.innermost()
+    if innermost is not None and innermost.owner is head:
+        _hook_stack.pop(head)
+
+
+def _take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any]) -> int:
+    keys = [key for key, hook in hooks.items() if hook is ours]
+    for key in keys:
+        del hooks[key]
+        for companion in companions:
+            companion.pop(key, None)
+    return len(keys)
+
+
+def _remove(head: nn.Module) -> bool:
+    """Remove by identity, not by handle: a copied or unpickled module has our hooks, and nobody has its handles."""
+    entering = _take_away(head._forward_pre_hooks, _enter_head, head._forward_pre_hooks_with_kwargs)
+    leaving = _take_away(
+        head._forward_hooks, _leave_head, head._forward_hooks_with_kwargs, head._forward_hooks_always_called
+    )
+    return entering + leaving > 0
+
+
+def _install(head: nn.Module) -> None:
+    if _enter_head in head._forward_pre_hooks.values() and _leave_head in head._forward_hooks.values():
+        return
+    _remove(head)
+    head.register_forward_pre_hook(_enter_head, prepend=True)
+    head.register_forward_hook(_leave_head, always_call=True)
+
+
+def install_head_hooks(model: nn.Module) -> int:
+    """Exempt ``model``'s heads from offloading; a head that is exempt already is left as it is.
+
+    Returns
+    -------
+    int
+        The number of heads found.
+    """
+    heads = find_heads(model)
+    with _install_lock:
+        for head in heads:
+            _install(head)
+    return len(heads)
+
+
+def remove_head_hooks(model: nn.Module) -> int:
+    """Take our hooks away from all modules of ``model``, and from its tied head.
+
+    Returns
+    -------
+    int
+        The number of modules that had them.
+    """
+    modules = {id(module): module for module in (*model.modules(), *find_heads(model))}
+    with _install_lock:
+        return sum(_remove(module) for module in modules.values())

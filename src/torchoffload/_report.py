@@ -1,0 +1,120 @@
+"""report(): the statistics on one screen, and what to change when nothing moved."""
+
+from torchoffload._stats import OffloadStats, TapeStats, stats
+
+__all__ = ["human_bytes", "report"]
+
+_TAPES_SHOWN = 6
+
+_REASONS = {
+    "parameter": "parameters, views on them, and buffers of the context's model",
+    "small": "smaller than min_offload_size",
+    "device": "on a device that this tier does not serve",
+    "layout": "without plain storage (sparse and other layouts)",
+    "marked": "marked by never_offload()",
+    "in_backward": "saved while backward ran",
+    "host_full": "host_budget_bytes or the disk was used up",
+    "resized": "storage resized before its copy (FSDP2, compiled graphs)",
+    "write_failed": "the write to disk_dir failed",
+}
+
+# What to change when a reason kept everything.
+_ADVICE = {
+    "parameter": "Only parameters and buffers were saved. Enter the context around forward, with gradients enabled.",
+    "small": "Set min_offload_size lower, or use larger batches.",
+    "device": 'The host tier serves CUDA tensors, tier="disk" CPU tensors: move the model, or change tier.',
+    "layout": "Tensors of these layouts have no plain storage to move; there is nothing to change.",
+    "marked": "Take the never_offload() calls on these tensors out.",
+    "in_backward": "Forward ran outside the context: enter it around forward as well.",
+    "host_full": 'Raise host_budget_bytes, see host_memory(); or under tier="disk" free space in disk_dir.',
+    "resized": "Something resizes these storages before they can be copied: enter the context inside it.",
+    "write_failed": "See the warning for the reason, and set disk_dir to a directory with free space.",
+}
+_NOTHING_SAVED = (
+    "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
+    "TORCHOFFLOAD_DISABLE not set."
+)
+
+
+def human_bytes(count: int) -> str:
+    """``count`` bytes in the largest binary unit that leaves a number of at least 1, such as ``"1.5 GiB"``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _moved(name: str, nbytes: int, records: int) -> str:
+    return f"  {name:<22}{human_bytes(nbytes):>12} in {records} records"
+
+
+def _pair(name: str, now: int, peak: int) -> str:
+    return f"  {name:<22}{human_bytes(now):>12} now, {human_bytes(peak)} at most"
+
+
+def _kept_lines(seen: OffloadStats) -> list[str]:
+    by_bytes = sorted(seen.records_kept, key=lambda reason: seen.bytes_kept.get(reason, 0), reverse=True)
+    lines = []
+    for reason in by_bytes:
+        records, nbytes = seen.records_kept[reason], seen.bytes_kept.get(reason, 0)
+        if records:
+            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {_REASONS.get(reason, reason)}")
+    return lines
+
+
+def _tape_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
+    if not tapes:
+        return []
+    shown = tapes[-_TAPES_SHOWN:]
+    titles = ("out", "back", "joined", "kept", "waits")
+    lines = [f"  {f'last {len(shown)} tapes':<22}" + "".join(f"{title:>12}" for title in titles)]
+    for tape in shown:
+        sizes = (tape.bytes_offloaded, tape.bytes_reloaded, tape.bytes_deduplicated, sum(tape.bytes_kept.values()))
+        cells = [*(human_bytes(size) for size in sizes), str(tape.window_waits)]
+        lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells))
+    return lines
+
+
+def _advice(seen: OffloadStats) -> list[str]:
+    if seen.records_offloaded:
+        return []
+    kept = {reason: nbytes for reason, nbytes in seen.bytes_kept.items() if seen.records_kept.get(reason)}
+    if not kept:
+        return ["", f"NOTHING MOVED. {_NOTHING_SAVED}"]
+    main = max((reason for reason in kept if reason != "parameter"), key=lambda r: kept[r], default="parameter")
+    advice = _ADVICE.get(main, "")
+    return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
+
+
+def format_stats(seen: OffloadStats) -> str:
+    """``seen`` as the text that ``report()`` returns."""
+    lines = [
+        "torchoffload, since the last reset_stats():",
+        _moved("offloaded", seen.bytes_offloaded, seen.records_offloaded),
+        _moved("reloaded", seen.bytes_reloaded, seen.records_reloaded),
+        _moved("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
+        *_kept_lines(seen),
+        f"  {'waits':<22}{seen.window_waits:>12} for a full offload window; {seen.passed_by} reloads came too early",
+        f"  {'windows, at most':<22}{human_bytes(seen.peak_offload_window_bytes):>12} out, "
+        f"{human_bytes(seen.peak_reload_window_bytes)} back",
+        _pair("slots", seen.slot_bytes, seen.peak_slot_bytes),
+        _pair("pinned memory", seen.pinned_bytes, seen.peak_pinned_bytes),
+        f"  {'alive':<22}{seen.live_handles:>12} of {seen.handles} handles, {seen.live_records} records, "
+        f"{seen.live_slots} slots, {seen.live_tapes} tapes",
+        *_tape_lines(seen.tapes),
+        *_advice(seen),
+    ]
+    return "\n".join(lines)
+
+
+def report() -> str:
+    """One screen of text on what moved, what was kept and why, and the latest tapes.
+
+    Returns
+    -------
+    str
+        Lines without a trailing newline. When nothing moved, the last one says what to change.
+    """
+    return format_stats(stats())

@@ -1,0 +1,23 @@
+"""Warnings, shown at the line of the user's code that led to them."""
+
+import sys
+import warnings
+
+__all__ = ["warn_user"]
+
+# Frames of these packages are on the way to a warning, not its cause.
+_OWN_PACKAGES = ("torchoffload", "torch")
+
+
+def warn_user(text: str) -> None:
+    """Warn with ``text``, placed at the nearest frame outside torch and torchoffload.
+
+    The compiled core calls this for its warnings, from inside pack and unpack; the line shown is then the one of the
+    model that ran the operator.
+    """
+    stacklevel = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES:
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(text, UserWarning, stacklevel=stacklevel)

@@ -1,0 +1,181 @@
+"""``python -m torchoffload.info``: versions, devices, link rate, host memory and limits, for bug reports."""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import torchoffload
+from torchoffload._core import build_info, core
+from torchoffload._options import default_disk_dir, file_system_of
+from torchoffload._report import human_bytes
+
+__all__ = ["collect", "main"]
+
+_LINK_COPY_BYTES = 256 * 1024 * 1024
+_LINK_COPIES = 5
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TMPDIR",
+)
+
+
+def _driver_version() -> str | None:
+    """Ask for the newest CUDA version that the driver serves, such as ``"13.0"``."""
+    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    if get_version is None:
+        return None
+    number = int(get_version())
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        found.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
+    return found
+
+
+def _best_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Measure GB/s (1e9 bytes) of the fastest of a few copies, by the device's own clock."""
+    best_ms = float("inf")
+    for _ in range(1 + _LINK_COPIES):  # the first one warms up, and is seldom the best
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        best_ms = min(best_ms, begin.elapsed_time(end))
+    return source.numel() / best_ms / 1e6
+
+
+def _link_rate() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"not_measured": "no CUDA"}
+    try:
+        host = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cuda")
+        return {"out_gb_per_s": round(_best_rate(host, device), 1), "in_gb_per_s": round(_best_rate(device, host), 1)}
+    except RuntimeError as error:  # a full or broken device is worth a line of a bug report, not an end to it
+        return {"not_measured": str(error).splitlines()[0]}
+
+
+def _disk(directory: str) -> dict[str, Any]:
+    try:
+        usage = shutil.disk_usage(directory)
+        return {
+            "dir": directory,
+            "file_system": file_system_of(directory),
+            "total_bytes": usage.total,
+            "free_bytes": usage.free,
+        }
+    except OSError as error:
+        return {"dir": directory, "error": str(error)}
+
+
+def collect(disk_dir: str | None = None, *, measure_link: bool = True) -> dict[str, Any]:
+    """Collect everything that ``main`` prints, as plain values.
+
+    Parameters
+    ----------
+    disk_dir : str, optional
+        The directory to look at; default: the one that ``tier="disk"`` uses.
+    measure_link : bool
+        Copy 256 MiB out and in a few times.
+
+    Returns
+    -------
+    dict
+        Sections ``versions``, ``devices``, ``link``, ``host_memory``, ``disk`` and ``environment``; bytes are integers,
+        rates are GB/s (1e9 bytes).
+    """
+    names = sorted({*_VARIABLES, *(name for name in os.environ if name.startswith("TORCHOFFLOAD_"))})
+    return {
+        "versions": {
+            "torchoffload": torchoffload.__version__,
+            "torch": torch.__version__,
+            "built_for_torch": build_info.torch_version,
+            "built_with_cuda": core.built_with_cuda,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cuda_runtime": torch.version.cuda,
+            "cuda_driver": _driver_version(),
+        },
+        "devices": _devices(),
+        "host_tier_available": core.accelerator_available(),
+        "link": _link_rate() if measure_link else {"not_measured": "not asked for"},
+        "host_memory": asdict(torchoffload.host_memory()),
+        "disk": _disk(disk_dir or default_disk_dir()),
+        "environment": {name: os.environ[name] for name in names if name in os.environ},
+    }
+
+
+def _section(title: str, values: dict[str, Any]) -> list[str]:
+    lines = [f"{title}:"]
+    for name, value in values.items():
+        if name.endswith("_bytes"):
+            name = name.removesuffix("_bytes")
+            value = "no limit" if value is None else f"{human_bytes(value)} ({value} bytes)"
+        elif value is None:
+            value = "none"
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        lines.append(f"  {name.replace('_', ' '):<22}{value}")
+    return lines
+
+
+def _link_lines(link: dict[str, Any]) -> list[str]:
+    if "not_measured" in link:
+        return ["link:", f"  not measured: {link['not_measured']}"]
+    return ["link:", f"  {'out':<22}{link['out_gb_per_s']} GB/s", f"  {'in':<22}{link['in_gb_per_s']} GB/s"]
+
+
+def _text(found: dict[str, Any]) -> str:
+    lines = _section("versions", found["versions"])
+    lines.append("devices:")
+    lines += [
+        f"  cuda:{index:<17}{device['name']}, {human_bytes(device['memory_bytes'])}, capability {device['capability']}"
+        for index, device in enumerate(found["devices"])
+    ] or ["  none with CUDA"]
+    lines.append(f"  {'tier host':<22}{'available' if found['host_tier_available'] else 'no accelerator for it'}")
+    lines += _link_lines(found["link"])
+    lines += _section("host memory", found["host_memory"])
+    lines += _section("disk tier", found["disk"])
+    lines.append("environment:")
+    environment = found["environment"]
+    lines += [f"  {name}={value}" for name, value in environment.items()] or ["  nothing set that matters here"]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what ``collect`` finds; the command line of ``python -m torchoffload.info``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchoffload.info",
+        description="Print versions, devices, link rate, host memory and limits. Paste it into a bug report.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes and rates in GB/s")
+    parser.add_argument("--disk-dir", metavar="DIR", help="look at this directory instead of the disk tier's default")
+    parser.add_argument("--no-link", action="store_true", help="do not measure the link rate")
+    given = parser.parse_args(arguments)
+    found = collect(given.disk_dir, measure_link=not given.no_link)
+    print(json.dumps(found, indent=2) if given.json else _text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Faces for trainers whose own activation offloading has another signature."""

@@ -1,0 +1,177 @@
+// The simulated device, the log of seam calls and the mutants, as Python tests control them.
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Storage.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <ATen/SequenceNumber.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/mutant.h"
+#include "device/logging_backend.h"
+#include "device/sim_backend.h"
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+namespace {
+
+thread_local std::optional<uint64_t> scripted_sequence_number;
+
+uint64_t sequence_number() { return scripted_sequence_number.value_or(at::sequence_number::peek()); }
+
+SimWorld& world() { return SimWorld::instance(); }
+
+SimMode mode_of(const std::string& name) {
+  if (name == "early") return SimMode::Early;
+  if (name == "late") return SimMode::Late;
+  if (name == "seeded") return SimMode::Seeded;
+  throw std::invalid_argument("mode must be \"late\", \"early\" or \"seeded\", not \"" + name + "\"");
+}
+
+void start(const std::string& mode, uint64_t seed, int devices) {
+  SimOptions options;
+  options.mode = mode_of(mode);
+  options.seed = seed;
+  options.device_count = devices;
+  options.sequence_number = &sequence_number;
+  start_simulation(options);
+}
+
+void set_mutant(const std::optional<std::string>& name) {
+  uint64_t mask = 0;
+  for (unsigned index = 0; name && index < static_cast<unsigned>(Mutant::kCount); ++index) {
+    if (*name == mutant_name(static_cast<Mutant>(index))) mask = uint64_t{1} << index;
+  }
+  if (name && mask == 0) throw std::invalid_argument("no mutant is called " + *name);
+  mutant_mask = mask;
+}
+
+std::vector<std::string> mutant_names() {
+  std::vector<std::string> names;
+  for (unsigned index = 0; index < static_cast<unsigned>(Mutant::kCount); ++index) {
+    names.emplace_back(mutant_name(static_cast<Mutant>(index)));
+  }
+  return names;
+}
+
+// torch.cuda.Stream.wait_stream: a call that a program makes between operators.
+void make_stream_wait_stream(StreamId waiter, StreamId waited) {
+  world().end_operators();
+  world().wait(waiter, world().record(waited));
+}
+
+void set_current_stream(StreamId stream) {
+  world().end_operators();
+  world().set_current_stream(stream);
+}
+
+// Memory with one holder, as a storage has it.
+struct Block {
+  c10::Storage storage;
+
+  explicit Block(c10::DataPtr data, size_t nbytes)
+      : storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), nullptr, false) {}
+  uint64_t address() const { return reinterpret_cast<uint64_t>(storage.data()); }
+  void free() { storage = c10::Storage(); }
+};
+
+// The seam, called as the engine would call it; a slot is the address of host memory.
+struct Seam {
+  Backend* backend;
+
+  Slot slot(uint64_t address, uint64_t nbytes) const { return {{0, 0, nbytes}, reinterpret_cast<std::byte*>(address)}; }
+};
+
+using PointTuple = std::pair<StreamId, uint64_t>;
+Point point_of(const PointTuple& point) { return {point.first, point.second}; }
+
+void bind_seam(py::module_& m) {
+  py::class_<Block>(m, "Block").def_property_readonly("address", &Block::address).def("free", &Block::free);
+  m.def("allocate", [](size_t nbytes) { return Block(c10::GetCPUAllocator()->allocate(nbytes), nbytes); });
+
+  py::class_<Seam>(m, "Seam")
+      .def(py::init([](int device) { return Seam{simulated_backend(device)}; }), py::arg("device") = 0)
+      .def_property_readonly("current_stream", [](Seam& seam) { return seam.backend->current_stream(); })
+      .def_property_readonly("offload_stream", [](Seam& seam) { return seam.backend->offload_stream(); })
+      .def_property_readonly("reload_stream", [](Seam& seam) { return seam.backend->reload_stream(); })
+      .def("record",
+           [](Seam& seam, StreamId stream) {
+             const Point point = seam.backend->record(stream);
+             return PointTuple(point.stream, point.serial);
+           })
+      .def("wait", [](Seam& seam, StreamId waiter, PointTuple point) { seam.backend->wait(waiter, point_of(point)); })
+      .def("allocate",
+           [](Seam& seam, uint64_t nbytes, uint64_t address_modulo) {
+             return Block(seam.backend->allocate(nbytes, address_modulo), nbytes);
+           })
+      .def("copy_out",
+           [](Seam& seam, uint64_t slot, uint64_t source, uint64_t nbytes, StreamId stream) {
+             seam.backend->copy_out(seam.slot(slot, nbytes), reinterpret_cast<const void*>(source), nbytes, stream);
+           })
+      .def("copy_in",
+           [](Seam& seam, uint64_t target, uint64_t slot, uint64_t nbytes, StreamId stream) {
+             seam.backend->copy_in(reinterpret_cast<void*>(target), seam.slot(slot, nbytes), nbytes, stream);
+           })
+      .def("note_use", [](Seam& seam, Block& block,
+                          StreamId stream) { seam.backend->note_use(*block.storage.unsafeGetStorageImpl(), stream); })
+      .def("synchronize", [](Seam& seam, PointTuple point) { seam.backend->synchronize(point_of(point)); })
+      .def("status", [](Seam& seam, PointTuple point) { seam.backend->status(point_of(point)); })
+      .def("saw_pack",
+           [](Seam& seam, uint64_t address, uint64_t nbytes, StreamId stream, uint64_t number) {
+             seam.backend->saw_pack(reinterpret_cast<const void*>(address), nbytes, stream, number);
+           })
+      .def("saw_unpack",
+           [](Seam& seam, uint64_t address, uint64_t nbytes, StreamId stream) {
+             seam.backend->saw_unpack(reinterpret_cast<const void*>(address), nbytes, stream);
+           })
+      .def("saw_operators_end", [](Seam& seam) { seam.backend->saw_operators_end(); });
+
+  m.def("set_sequence_number", [](std::optional<uint64_t> number) { scripted_sequence_number = number; });
+  m.def("register_host_memory",
+        [](uint64_t address, uint64_t nbytes) { simulated_register(reinterpret_cast<void*>(address), nbytes); });
+  m.def("unregister_host_memory", [](uint64_t address) {
+    const std::string refusal = simulated_unregister(reinterpret_cast<void*>(address));
+    if (!refusal.empty()) throw std::invalid_argument(refusal);
+  });
+}
+
+}  // namespace
+
+void bind_simulated_testing(py::module_& m) {
+  py::register_exception<RaceError>(m, "RaceError", PyExc_RuntimeError);
+
+  m.def("start_simulation", &start);
+  m.def("stop_simulation", &stop_simulation);
+  m.def("simulation_is_running", [] { return active_simulation() != nullptr; });
+  m.def("races", [] { return world().races(); });
+  m.def("clear_races", [] { world().clear_races(); });
+  m.def("allocated_bytes", [](int device) { return world().allocated_bytes(device); });
+  m.def("peak_bytes", [](int device) { return world().peak_bytes(device); });
+  m.def("queued_count", [] { return world().queued_count(); });
+  m.def("access_count", [] { return world().access_count(); });
+  m.def("device_index_of",
+        [](uint64_t address) { return world().device_index_of(reinterpret_cast<const void*>(address)); });
+
+  m.def("make_compute_stream", [](int device) { return world().make_compute_stream(device); });
+  m.def("current_stream", [](int device) { return world().current_stream(device); });
+  m.def("set_current_stream", &set_current_stream);
+  m.def("current_device", [] { return world().current_device(); });
+  m.def("set_current_device", [](int device) { world().set_current_device(device); });
+  m.def("make_stream_wait_stream", &make_stream_wait_stream);
+
+  m.def("start_seam_log", [] { SeamLog::instance().start(); });
+  m.def("stop_seam_log", [] { SeamLog::instance().stop(); });
+  m.def("seam_log", [] { return SeamLog::instance().lines(); });
+
+  m.def("set_mutant", &set_mutant, py::arg("name").none(true));
+  m.def("mutant_names", &mutant_names);
+
+  bind_seam(m);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,24 @@
+// The submodule `testing` of the test build: what tests may see and do below the public face.
+#include <torch/csrc/utils/pybind.h>
+
+#include "autograd/registry.h"
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+void bind_core_testing(py::module_& module);
+void bind_storage_testing(py::module_& module);
+void bind_simulated_testing(py::module_& module);
+
+void bind_testing(py::module_& module) {
+  py::module_ testing = module.def_submodule("testing", "For tests only.");
+  bind_core_testing(testing);
+  bind_storage_testing(testing);
+  bind_simulated_testing(testing);
+  testing.def("check_invariants", [] {
+    for (const Engine* const engine : all_engines()) engine->ledger().check_invariants();
+  });
+}
+
+}  // namespace torchoffload

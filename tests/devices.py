@@ -1,0 +1,96 @@
+"""devices.py: the devices that the suite runs on, each with a scope, a default context and its capabilities.
+
+Every device has windows of its own, so that the whole suite sees least memory, tiny windows and defaults without running
+any test more often.
+"""
+
+import contextlib
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchoffload
+
+REQUIRE_CUDA = os.environ.get("TORCHOFFLOAD_REQUIRE_CUDA") == "1"
+
+# (offload_window_bytes, reload_window_bytes) by device name. An offload window of 0 drops each source at once, so that
+# backward has to read what was moved; the defaults would leave every small tensor of a test where it is.
+WINDOWS: dict[str, tuple[int | None, int | None]] = {
+    "disk": (0, None),
+    "simulated-late": (0, None),
+    "simulated-early": (0, 0),
+    "simulated-seeded": (6000, 6000),
+    "cuda": (0, None),
+}
+DEVICE_NAMES = tuple(WINDOWS)
+
+
+class Device:
+    """One device under test.
+
+    Parameters
+    ----------
+    name : str
+        One of ``DEVICE_NAMES``.
+    directory : pathlib.Path
+        Where the disk tier may put its spill file.
+    seed : int
+        The legal order that "simulated-seeded" takes.
+    """
+
+    def __init__(self, name: str, directory: pathlib.Path, seed: int = 0) -> None:
+        self.name = name
+        self.directory = directory
+        self.seed = seed
+        self.torch_device = torch.device("cuda" if name == "cuda" else "cpu")
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.name.startswith("simulated")
+
+    @property
+    def tier(self) -> str:
+        return "disk" if self.name == "disk" else "host"
+
+    @contextlib.contextmanager
+    def scope(self, devices: int = 1) -> Iterator[Any]:
+        """Tensors made in here belong to the device. Left, it has checked every access of the simulated device.
+
+        Gives the Simulation, or None on the other devices.
+        """
+        if self.is_simulated:
+            from simulated import simulated_device
+
+            mode = self.name.removeprefix("simulated-")
+            with simulated_device(mode=mode, seed=self.seed, devices=devices) as simulation:
+                yield simulation
+        else:
+            yield None
+            if self.name == "cuda":
+                torch.cuda.synchronize()
+
+    def context(self, **options: Any) -> torchoffload.OffloadActivations:
+        """An OffloadActivations of this device; `options` go before the device's own."""
+        offload_window_bytes, reload_window_bytes = WINDOWS[self.name]
+        chosen: dict[str, Any] = {"min_offload_size": 0, "tier": self.tier}
+        if "max_fwd_stash_size" not in options:
+            chosen["offload_window_bytes"] = offload_window_bytes
+        chosen["reload_window_bytes"] = reload_window_bytes
+        if self.tier == "disk":
+            chosen["disk_dir"] = str(self.directory)
+        return torchoffload.OffloadActivations(**(chosen | options))
+
+
+def make_device(name: str, directory: pathlib.Path, test_name: str) -> Device:
+    """The device `name`, or a skip (with TORCHOFFLOAD_REQUIRE_CUDA=1 a failure) where this machine has none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        if REQUIRE_CUDA:
+            pytest.fail("TORCHOFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device")
+        pytest.skip("no CUDA device")
+    if name.startswith("simulated") and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
+        pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
+    return Device(name, directory, seed=zlib.crc32(test_name.encode()))
