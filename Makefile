@@ -7,6 +7,7 @@ JOBS ?= $(shell nproc)
 TORCH ?= 2.9.0
 OUT ?= build/site-for
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PY := $(BIN)/python
@@ -81,8 +82,9 @@ test-gpu: site  ## the CUDA suite, with the torch that PYTHON has; a test that s
 	PYTHONPATH="$(CURDIR)/$(OUT)" TORCHOFFLOAD_REQUIRE_CUDA=1 $(PYTHON) -m pytest tests -m cuda $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: build  ## the benchmarks
-	$(PY) -m benchmarks
+bench: OUT := build/gpu
+bench: site  ## the benchmarks, on the GPU and with the torch that PYTHON has
+	PYTHONPATH="$(CURDIR)/$(OUT)" $(PYTHON) benchmarks/train_step.py $(BENCH_ARGS)
 
 .PHONY: wheel
 wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into dist/
@@ -99,16 +101,15 @@ check-cuda-compile: build  ## compile the CUDA backend on a CPU torch
 	PATH="$(BIN):$$PATH" cmake --build build/dev --target cuda_check
 
 .PHONY: lint
-lint: $(READY)  ## ruff, mypy, clang-format, codespell
+lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it is quick
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
-
-.PHONY: tidy
-tidy: build  ## clang-tidy on core/ and storage/
-	$(BIN)/clang-tidy --quiet -p build/dev $(TIDY_FILES)
+	@echo "clang-tidy on core/ and storage/"
+	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
+		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc 2>&1) || { echo "$$out"; exit 1; }' tidy
 
 .PHONY: format
 format: $(READY)  ## rewrite the sources as lint wants them

@@ -23,8 +23,9 @@ if "TORCHOFFLOAD_TESTING" not in os.environ and _test_build_exists():
     os.environ["TORCHOFFLOAD_TESTING"] = "1"
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401  (torch imports it by itself later, which would undo the freezing below)
-from devices import DEVICE_NAMES, REQUIRE_CUDA, Device, make_device  # noqa: E402
+import torch._dynamo  # noqa: E402  (torch imports it by itself later, which would undo the freezing below)
+
+from devices import DEVICE_NAMES, REQUIRE_CUDA, Device, make_device, require_cuda  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +78,12 @@ def _same_numerics():
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_where_it_is_needed(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("cuda"):
+        require_cuda()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """devices.py: the devices that the suite runs on, each with a scope, a default context and its capabilities.
 
-Every device has windows of its own, so that the whole suite sees least memory, tiny windows and defaults without running
-any test more often.
+Every device has windows of its own, so that the suite sees least memory, tiny windows and defaults without running any
+test more often.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 import torchoffload
 
 REQUIRE_CUDA = os.environ.get("TORCHOFFLOAD_REQUIRE_CUDA") == "1"
@@ -85,12 +86,19 @@ class Device:
         return torchoffload.OffloadActivations(**(chosen | options))
 
 
+def require_cuda() -> None:
+    """Skip, or with TORCHOFFLOAD_REQUIRE_CUDA=1 fail, where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    if REQUIRE_CUDA:
+        pytest.fail("TORCHOFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device")
+    pytest.skip("no CUDA device")
+
+
 def make_device(name: str, directory: pathlib.Path, test_name: str) -> Device:
-    """The device `name`, or a skip (with TORCHOFFLOAD_REQUIRE_CUDA=1 a failure) where this machine has none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        if REQUIRE_CUDA:
-            pytest.fail("TORCHOFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device")
-        pytest.skip("no CUDA device")
+    """The device `name`, or a skip where it cannot be had."""
+    if name == "cuda":
+        require_cuda()
     if name.startswith("simulated") and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
         pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
     return Device(name, directory, seed=zlib.crc32(test_name.encode()))

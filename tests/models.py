@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 import torch
-from gradients import Run
 from torch import nn
 from torch.nn import functional
+
+from gradients import Run
 
 
 class Block(nn.Module):
@@ -49,7 +50,9 @@ class TinyGpt(nn.Module):
 
 
 def mlp(run: Run) -> nn.Module:
-    return run.module(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh()))
+    return run.module(
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh())
+    )
 
 
 def tokens_and_labels(run: Run, batch: int = 2, tokens: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

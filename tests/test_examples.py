@@ -64,6 +64,7 @@ def test_the_gpt_ends_the_same_with_less_memory_and_draws_its_picture(tier, tmp_
     picture = tmp_path / "pictures" / "memory.png"
     child = _run("train_gpt.py", *SMALL, *_tier(tier, tmp_path), "--out", str(picture), "--report")
     _assert_same_and_smaller(child, picture)
+    assert re.search(r"offloaded +[\d.]+ [MG]iB in [1-9]", child.stdout), child.stdout  # the report: something moved
 
 
 def test_one_flipped_bit_is_not_the_same(tmp_path):

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+
 from devices import Device
 from gradients import Run, assert_same_gradients
 from models import TinyGpt, mlp, tokens_and_labels, update
@@ -147,7 +148,10 @@ def test_a_no_op_manager_alone_changes_nothing_and_leaks_nothing(device_under_te
 
 def test_no_grad_and_evaluation_passes_in_between(device_under_test: Device):
     def program(run: Run):
-        model, x = run.module(lambda: torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.5))), run.leaf(16, 32)
+        model, x = (
+            run.module(lambda: torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Dropout(0.5))),
+            run.leaf(16, 32),
+        )
         for _ in range(3):
             with run.offload():
                 with torch.no_grad():

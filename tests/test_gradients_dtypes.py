@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from devices import Device
 from functions import Save
 from gradients import Run, assert_same_gradients

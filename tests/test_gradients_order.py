@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 import torch
+
 from devices import Device
 from gradients import Run, assert_same_gradients
 from models import TinyGpt, mlp, tokens_and_labels, update
@@ -82,7 +83,9 @@ def run_pipeline(run: Run, schedule: list[tuple[str, int, int]], *, one_entry: b
 
 def gpipe(stage_count: int, batch_count: int) -> list[tuple[str, int, int]]:
     forwards = [("F", stage, batch) for batch in range(batch_count) for stage in range(stage_count)]
-    backwards = [("B", stage, batch) for batch in reversed(range(batch_count)) for stage in reversed(range(stage_count))]
+    backwards = [
+        ("B", stage, batch) for batch in reversed(range(batch_count)) for stage in reversed(range(stage_count))
+    ]
     return forwards + backwards
 
 
@@ -204,18 +207,17 @@ def test_third_derivatives(device_under_test: Device):
 
 
 def test_what_a_graph_task_packs_stays(device_under_test: Device):
-    """With the context open, create_graph packs inside backward: those are kept. What the forward packed is
-    still pending when backward asks for it, so the source is used."""
+    """With the context open, create_graph packs inside backward: those are kept."""
 
     def program(run: Run):
         x = run.leaf(32, 32)
         with run.offload():
-            y = x.sin().sum()
+            y = x.sin().exp().sum()
             (first,) = torch.autograd.grad(y, x, create_graph=True)
             (second,) = torch.autograd.grad(first.sum(), x)
         return first, second
 
-    assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="in_backward")
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1, kept_reason="in_backward")
 
 
 def test_a_branch_that_backward_does_not_take(device_under_test: Device):

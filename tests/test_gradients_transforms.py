@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from devices import Device
 from gradients import Run, assert_same_gradients
 from models import TinyGpt, mlp, tokens_and_labels, update
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @pytest.mark.parametrize("backward", ["inside", "after"])
@@ -82,12 +83,12 @@ def test_a_compiled_module(device_under_test: Device, inside: bool):
                 loss.backward()
             else:
                 with run.offload():
-                    compiled(*tokens_and_labels(run)).backward()
+                    compiled(*tokens_and_labels(run)).exp().backward()
             run.check(loss=loss if inside else None, step=model)
             update(model)
         return model
 
-    # Without hooks in between, what the last operator packs is still pending when backward begins.
+    # A compiled region packs as one operator: its copies leave at exp's pack. Backward's own packs stay.
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.9 if inside else 0.5)
 
 
@@ -175,7 +176,8 @@ def test_python_subclasses_come_back_as_they_were(device_under_test: Device):
         y.sum().backward()
         return x.grad.as_subclass(torch.Tensor)
 
-    assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="layout")
+    # The result that exp saves is a plain tensor: its subclass is put on when it is returned.
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4096, kept_reason="layout")
 
 
 def test_jagged_nested_tensors(device_under_test: Device):

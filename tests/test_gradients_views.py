@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from devices import Device
 from functions import Save
 from gradients import Run, assert_same_gradients
@@ -142,7 +143,7 @@ def test_a_small_span_does_not_drag_its_storage(device_under_test: Device):
             storage_bytes.append(row.untyped_storage().nbytes())
             run.check(row=row, offset=row.storage_offset() if run.stock else 5 * 1024)
 
-        with run.offload():
+        with run.offload(offload_window_bytes=0):
             y = Save.apply(x, look, big[5])
         y.sum().backward()
         assert run.stock or storage_bytes[0] < 2 * 4096
@@ -168,7 +169,13 @@ def test_one_tensor_saved_often_moves_once(device_under_test: Device):
 def test_reinterpreted_views_of_one_storage_move_once(device_under_test: Device):
     def program(run: Run):
         x, base = run.leaf(4), run.tensor(32, 32)
-        views = [base, base.view(torch.int32), base.view(torch.uint8), base.view(torch.int16)[:, 1:], torch.view_as_complex(base.view(32, 16, 2))]
+        views = [
+            base,
+            base.view(torch.int32),
+            base.view(torch.uint8),
+            base.view(torch.int16)[:, 1:],
+            torch.view_as_complex(base.view(32, 16, 2)),
+        ]
         with run.offload():
             y = Save.apply(x, lambda *unpacked: run.check(views=unpacked), *views)
         del base, views

@@ -1,19 +1,22 @@
-"""Train a small model for a few steps with and without offloading to disk: does an installed torchoffload work?
+"""Check that an installed torchoffload works: train a small model with and without offloading to disk.
 
-``python -P tools/training_step.py`` from any directory. Exits with 1 unless every gradient is bit-equal and bytes moved.
+``python -P tools/training_step.py`` from any directory. Exits with 1 unless gradients are bit-equal and bytes moved.
 """
 
 import sys
 import tempfile
 
 import torch
+
 import torchoffload
 
 
 def gradients(tier: str | None, disk_dir: str) -> list[torch.Tensor]:
     """Gradients after three steps of one seed; `tier` None trains without offloading."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()

@@ -63,7 +63,7 @@ void Engine::flush_pending(Flush which) {
 // same ones, so one point serves all copies of a flush.
 void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   const RecordId id = copy.record;
-  if (!is_pending(id)) return;
+  if (is_inherited() || !is_pending(id)) return;
   reap();
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
@@ -220,7 +220,11 @@ at::Tensor Engine::unpack(RecordId id, const TensorLayout& layout, uint32_t& see
       case RecordState::Offloading:
         // The source is still here: use it. In backward its copy, if still pending, has become pointless.
         if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, held.bytes, consumer);
-        if (record.state == RecordState::Offloading) leave_offload_window(id);
+        if (record.state == RecordState::Offloading) {
+          leave_offload_window(id);
+        } else {
+          count_kept(row(record.tape), KeptReason::Pending, record.nbytes());
+        }
         ledger_.use_source(id);
         break;
       case RecordState::Offloaded: {

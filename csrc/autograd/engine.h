@@ -24,6 +24,7 @@
 #include "core/mutant.h"
 #include "core/schedule.h"
 #include "device/backend.h"
+#include "storage/process.h"
 #include "storage/slot_store.h"
 
 namespace torchoffload {
@@ -44,6 +45,9 @@ class Engine {
   Backend& backend() { return backend_; }
   SlotStore& store() { return store_; }
   const Ledger& ledger() const { return ledger_; }
+
+  // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
+  bool is_inherited() const { return fork_guard_.inherited(); }
 
   // Tapes.
   TapeId open_tape(std::shared_ptr<ContextState> context);
@@ -134,6 +138,7 @@ class Engine {
   void uncharge(Holdings& held, TapeId tape);
   void tape_is_gone(TapeId tape);
 
+  const ForkGuard fork_guard_;
   Backend& backend_;
   SlotStore& store_;
   Ledger ledger_;

@@ -11,6 +11,9 @@
 #include "autograd/pending.h"
 #include "core/mutant.h"
 #include "storage/host_memory.h"
+#ifdef TORCHOFFLOAD_TESTING
+#include "device/logging_backend.h"
+#endif
 
 namespace torchoffload {
 
@@ -95,7 +98,7 @@ std::optional<RecordId> Engine::pack(const at::Tensor& tensor, const TensorLayou
 
 RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
-  const bool fits = fits_budget(*context, moved.nbytes());
+  const bool fits = fits_budget(*context, store_.slot_bytes(moved.nbytes()));
   if (!fits) store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
   const RecordId id = ledger_.add_record(tape, identity, moved);
   if (holdings_.size() <= id.index) holdings_.resize(id.index + 1);
@@ -112,7 +115,7 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
     count_kept(row(tape), KeptReason::HostFull, moved.nbytes());
     return id;
   }
-  held.charged_bytes = round_up(moved.nbytes(), kAlignmentBytes);
+  held.charged_bytes = store_.slot_bytes(moved.nbytes());
   context->charged_bytes += held.charged_bytes;
   charged_bytes_ += held.charged_bytes;
   Statistics::global().charged_bytes += held.charged_bytes;
@@ -168,6 +171,9 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
       store_is_full(*context, full.what());
       return std::nullopt;
     }
+#ifdef TORCHOFFLOAD_TESTING
+    log_event("grow");
+#endif
     if (!is_pending(id)) return std::nullopt;
     slot = store_.try_acquire(nbytes, guards);
   }

@@ -144,7 +144,6 @@ PyMethodDef hook_functions[] = {
 PyObject* context_enter(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   reinterpret_cast<ContextObject*>(self)->context->enter();
-  if (!give_warnings(*reinterpret_cast<ContextObject*>(self))) return nullptr;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

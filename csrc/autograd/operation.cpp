@@ -2,9 +2,7 @@
 
 #include <Python.h>
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
-#include <atomic>
 #include <utility>
 
 #include "core/mutant.h"
@@ -25,16 +23,20 @@ State& state() {
   return *leaked;
 }
 
-std::atomic<bool> shut_down_flag{false};
+bool shut_down_flag = false;
 
-const int fork_handler_installed = pthread_atfork(nullptr, nullptr, [] { shut_down_flag = true; });
+// A destructor cannot throw: what goes wrong in one is told, and the process goes on.
+void apply(const std::function<void()>& release) {
+  try {
+    release();
+  } catch (const std::exception& error) {
+    TORCH_WARN("torchoffload: a saved tensor could not be released: ", error.what());
+  }
+}
 
 }  // namespace
 
-Operation::Operation() {
-  (void)fork_handler_installed;
-  ++state().depth;
-}
+Operation::Operation() { ++state().depth; }
 
 Operation::~Operation() {
   if (state().depth == 1) finish_outermost();
@@ -53,7 +55,7 @@ void Operation::run_or_queue(std::function<void()> release) {
     return;
   }
   const Operation operation;
-  release();
+  apply(release);
 }
 
 // Dropping may run Python and let further handles die, so it goes on until nothing is left.
@@ -66,13 +68,7 @@ void Operation::finish_outermost() {
       for (c10::Storage& storage : dropped) (void)storage.unsafeReleaseStorageImpl();
     }
     dropped.clear();
-    for (const auto& release : releases) {
-      try {
-        release();
-      } catch (const std::exception& error) {
-        TORCH_WARN("torchoffload: a saved tensor could not be released: ", error.what());
-      }
-    }
+    for (const auto& release : releases) apply(release);
   }
 }
 

@@ -1,7 +1,7 @@
 // Operation: one hook call, or the death of one handle, from its first look at the ledger to its last transition.
 // Ownership:     holds what the operation gave up; it is dropped when the outermost operation ends, after its transitions.
 // Thread safety: needs the GIL. Operations of several threads never overlap, but for one that is in a BlockingSection.
-// Shutdown:      nothing is dropped in a forked child or after main; see Note [No CUDA after main].
+// Shutdown:      nothing is dropped once the interpreter goes down; see Note [No CUDA after main].
 //
 // Note [Dealloc inside an operation]
 // The collector can run at any Python allocation, also inside pack, and the tensors that an operation drops may own
@@ -31,7 +31,7 @@ class Operation {
   // Runs `release` at once where no operation is open, else when the outermost ends.
   static void run_or_queue(std::function<void()> release);
 
-  // True in a forked child and once the interpreter is going down: device memory is leaked, not freed.
+  // True once the interpreter is going down: device memory is leaked, not freed.
   static bool is_shut_down();
   static void shut_down();
 

@@ -8,6 +8,7 @@
 
 #include "device/disk_backend.h"
 #include "storage/pinned_arena.h"
+#include "storage/process.h"
 #ifdef TORCHOFFLOAD_WITH_CUDA
 #include "device/cuda_backend.h"
 #endif
@@ -43,8 +44,9 @@ Engine* make_engine(Backend& backend, SlotStore& store) {
 }
 
 Engine* disk_engine(const std::string& directory) {
-  static auto* const by_directory = new std::map<std::string, Engine*>;
-  Engine*& engine = (*by_directory)[directory];
+  // A forked child makes its own: the file that it inherits is the parent's; see Note [Forked children].
+  static auto* const by_directory = new std::map<std::pair<std::string, uint64_t>, Engine*>;
+  Engine*& engine = (*by_directory)[{directory, fork_generation()}];
   if (engine == nullptr) {
     auto* const backend = new DiskBackend(directory);
     stores().push_back(&backend->store());

@@ -1,8 +1,8 @@
 // Registry: which engine serves a tensor. One for each pair of device and store, made at first use.
 // Ownership:     engines, backends and stores live for the process and are leaked on purpose.
 // Thread safety: needs the GIL.
-// Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down, or in a forked child, handles that die
-//                leak what they hold (Operation::is_shut_down).
+// Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down handles that die leak what they hold
+//                (Operation::is_shut_down), and so do those that a forked child inherited (Engine::is_inherited).
 #pragma once
 
 #include <ATen/core/Tensor.h>

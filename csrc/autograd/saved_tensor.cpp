@@ -1,17 +1,47 @@
 #include "autograd/saved_tensor.h"
 
-#include <torch/csrc/autograd/anomaly_mode.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <sstream>
 #include <utility>
 
 #include "autograd/operation.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
+
+namespace {
+
+// Saved-tensor hooks are off in its scope.
+class WithoutHooks {
+ public:
+  WithoutHooks() : hooks_(at::SavedTensorDefaultHooks::get_tls_state()) {
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  ~WithoutHooks() { at::SavedTensorDefaultHooks::set_tls_state(hooks_); }
+  WithoutHooks(const WithoutHooks&) = delete;
+  WithoutHooks& operator=(const WithoutHooks&) = delete;
+
+ private:
+  const at::impl::SavedTensorDefaultHooksTLS hooks_;
+};
+
+// Of a view whose base was written to: autograd makes its grad_fn anew, whatever it was. Made here in the same way, since
+// the view itself may be gone.
+auto regenerated_grad_fn() {
+  const at::AutoGradMode with_grad(true);
+  const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
+  const at::Tensor view = base.view({1, 1});
+  base.add_(1);
+  return view.grad_fn();
+}
+
+}  // namespace
 
 at::Tensor detached_alias(const at::Tensor& tensor) {
   if (!TensorLayout::is_plain(tensor)) return tensor.detach();
@@ -24,48 +54,37 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
       saved_version_(version_.current_version()),
       output_nr_(static_cast<uint32_t>(tensor.output_nr())),
       grad_fn_(tensor.grad_fn().get()),
+      is_view_(tensor.is_view()),
       tensor_(tensor.getIntrusivePtr()) {}
 
-// An output of the node that unpacks is named by that node; an input by the node that its tensor comes from now, which
-// an in-place operation may have changed since. That is what autograd without hooks does, as saved_variable.cpp tells.
-std::string VersionCheck::grad_fn_text() const {
-  if (grad_fn_ == nullptr) return {};
-  std::ostringstream text;
+// Autograd itself raises, so that its text is the running version's own: it is given a stand-in that was saved at the
+// version of then, and has the version of now. An output of the node that unpacks is named by that node, an input by the
+// node that its tensor comes from now, which an in-place operation may have changed since.
+void VersionCheck::raise(const at::Tensor& described) const {
+  const WithoutHooks without_hooks;
   const auto node = torch::autograd::get_current_node();
-  if (node && node.get() == grad_fn_) {
-    text << ", which is output " << output_nr_ << " of " << node->name() << ",";
-  } else if (const auto alive = tensor_.lock()) {
-    const auto grad_fn = at::Tensor(alive).grad_fn();
-    if (grad_fn) text << ", which is output 0 of " << grad_fn->name() << ",";
-  } else if (node) {
+  const bool is_output = grad_fn_ != nullptr && node && node.get() == grad_fn_;
+  auto grad_fn = decltype(node)();
+  if (is_output) {
+    grad_fn = node;
+  } else if (const auto alive = tensor_.lock(); alive && grad_fn_ != nullptr) {
+    grad_fn = at::Tensor(alive).grad_fn();
+  } else if (is_view_) {
+    grad_fn = regenerated_grad_fn();
+  } else if (node && grad_fn_ != nullptr) {
     for (const auto& edge : node->next_edges()) {
-      if (edge.function.get() != grad_fn_) continue;
-      text << ", which is output 0 of " << edge.function->name() << ",";
-      break;
+      if (edge.function.get() == grad_fn_) grad_fn = edge.function;
     }
   }
-  return text.str();
-}
-
-void VersionCheck::raise(const at::Tensor& tensor) const {
-  std::ostringstream text;
-  text << "one of the variables needed for gradient computation has been modified by an inplace operation: ["
-       << tensor.toString() << " ";
-  if (tensor.is_nested()) {
-    text << tensor._nested_tensor_size();
-  } else {
-    text << tensor.sizes();
-  }
-  text << "]" << grad_fn_text() << " is at version " << version_.current_version() << "; expected version "
-       << saved_version_ << " instead.";
-  if (torch::autograd::AnomalyMode::is_enabled()) {
-    text << " Hint: the backtrace further above shows the operation that failed to compute its gradient. The variable "
-            "in question was changed in there or anywhere later. Good luck!";
-  } else {
-    text << " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True).";
-  }
-  TORCH_CHECK(false, text.str());
+  c10::VariableVersion version(saved_version_);
+  torch::autograd::impl::set_version_counter(described, version);
+  const at::Tensor stand_in =
+      grad_fn ? torch::autograd::make_variable(described, torch::autograd::Edge(grad_fn, output_nr_)) : described;
+  torch::autograd::impl::set_version_counter(stand_in, version);
+  const torch::autograd::SavedVariable saved(stand_in, is_output);
+  while (version.current_version() != version_.current_version()) version.bump();
+  saved.unpack(is_output ? node : decltype(node)());
+  TORCH_INTERNAL_ASSERT(false, "autograd took a saved tensor of another version");
 }
 
 SavedTensor::SavedTensor(const at::Tensor& tensor, at::Tensor detached)
@@ -84,7 +103,7 @@ SavedTensor::~SavedTensor() {
     return;
   }
   --Statistics::global().live_handles;
-  if (engine_ == nullptr) return;
+  if (engine_ == nullptr || engine_->is_inherited()) return;
   Operation::run_or_queue([engine = engine_, record = record_, seen_epoch = seen_epoch_] {
     engine->release(record, seen_epoch);
   });
@@ -94,7 +113,7 @@ at::Tensor SavedTensor::unpack() {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (!mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
-      return engine_ == nullptr ? kept_ : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0,
+      return engine_ == nullptr ? kept_.detach() : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0,
                                                   version_check_.version());
     });
   }

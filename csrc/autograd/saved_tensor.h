@@ -2,7 +2,7 @@
 // Ownership:     kept: shares the tensor's storage. Moved: one handle of the record, released by the destructor alone.
 // Thread safety: needs the GIL.
 //
-// Versions. PyTorch skips its check when hooks are set, so unpack() makes it, with the same text. What unpack returns
+// Versions. PyTorch skips its check when hooks are set, so unpack() makes it, with the same error. What unpack returns
 // carries the packed tensor's own version counter: a write to either is seen by every later unpack, as without us.
 #pragma once
 
@@ -23,7 +23,8 @@ class VersionCheck {
  public:
   explicit VersionCheck(const at::Tensor& tensor);
 
-  // Throws c10::Error with autograd's text. `tensor` gives type and sizes to it.
+  // Throws autograd's own error when the tensor was written to. `make_tensor` makes one, for that error, of the same
+  // type and sizes.
   template <typename MakeTensor>
   void check(MakeTensor make_tensor) const {
     if (version_.current_version() != saved_version_) raise(make_tensor());
@@ -31,13 +32,13 @@ class VersionCheck {
   const c10::VariableVersion& version() const { return version_; }
 
  private:
-  [[noreturn]] void raise(const at::Tensor& tensor) const;
-  std::string grad_fn_text() const;
+  [[noreturn]] void raise(const at::Tensor& described) const;
 
   c10::VariableVersion version_;
   uint32_t saved_version_;
   uint32_t output_nr_ = 0;
-  const void* grad_fn_ = nullptr;  // at the pack; compared, never followed
+  const void* grad_fn_;  // at the pack; compared, never followed
+  bool is_view_;
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
 };
 

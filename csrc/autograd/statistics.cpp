@@ -30,7 +30,8 @@ void Statistics::reset() {
   handles = 0;
   finished.clear();
   peak_slot_bytes = slot_bytes;
-  peak_pinned_bytes = peak_offload_window_bytes = peak_reload_window_bytes = 0;
+  peak_offload_window_bytes = peak_reload_window_bytes = 0;
+  peak_pinned_bytes = 0;  // stats() raises it to what is held
 }
 
 void count_kept(TapeRow& row, KeptReason reason, uint64_t nbytes) {

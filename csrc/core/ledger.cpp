@@ -40,6 +40,7 @@ const char* to_string(KeptReason reason) {
     case KeptReason::HostFull: return "host_full";
     case KeptReason::Resized: return "resized";
     case KeptReason::WriteFailed: return "write_failed";
+    case KeptReason::Pending: return "pending";
   }
   return "?";
 }

@@ -38,8 +38,9 @@ enum class KeptReason : uint8_t {
   HostFull,
   Resized,
   WriteFailed,
+  Pending,  // asked for before its copy was enqueued
 };
-inline constexpr size_t kKeptReasonCount = 10;
+inline constexpr size_t kKeptReasonCount = 11;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as

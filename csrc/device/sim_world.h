@@ -13,7 +13,6 @@
 // Not handled:   bytes that pass between operators; the user's own streams need the user's own waits.
 #pragma once
 
-#include <array>
 #include <deque>
 #include <map>
 #include <mutex>

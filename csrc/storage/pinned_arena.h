@@ -50,6 +50,7 @@ class PinnedArena final : public SlotStore {
   PinnedArena(const PinnedArena&) = delete;
   PinnedArena& operator=(const PinnedArena&) = delete;
 
+  uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kAlignmentBytes); }
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
   void grow(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;

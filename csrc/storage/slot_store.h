@@ -31,6 +31,9 @@ class SlotStore {
  public:
   virtual ~SlotStore() = default;
 
+  // What a slot for `nbytes` takes.
+  virtual uint64_t slot_bytes(uint64_t nbytes) const = 0;
+
   // Never blocks, never grows. Appends the points that guard the slot's first write.
   virtual std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) = 0;
 

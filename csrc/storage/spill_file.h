@@ -60,6 +60,7 @@ class SpillFile final : public SlotStore {
   // `synchronize` blocks the host until a point is reached. Throws std::runtime_error (directory, errno's text).
   SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy = {});
 
+  uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
   void grow(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;

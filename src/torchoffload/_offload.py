@@ -266,9 +266,9 @@ def get_act_offloading_ctx_manager(
     manager = OffloadActivations(model=model, **options)
     if _heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
-            f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is moved "
-            "too, which costs time and frees little: name the head `output`, `lm_head` or `head`, or give the model a "
-            "`get_output_embeddings()`. If it has none, pass warn_if_no_head=False."
+            f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "
+            "moved too, which costs time and frees little: name the head `output`, `lm_head` or `head`, or give the "
+            "model a `get_output_embeddings()`. If it has none, pass warn_if_no_head=False."
         )
     return manager
 
