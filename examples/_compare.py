@@ -201,6 +201,8 @@ def _run_in_process(label: str, folder: Path) -> Run:
     result = folder / f"{label}.pt"
     environment = os.environ | RETURN_FREED_MEMORY
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+    # A thread that spins while it waits keeps its core from the spill file's threads, and from whoever else is there.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     child = subprocess.run(
         [sys.executable, *sys.argv, "--run", label, "--result", str(result)], env=environment, check=False
     )

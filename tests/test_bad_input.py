@@ -215,6 +215,36 @@ def test_a_full_disk(tmp_path: Path, on_host_full: str):
     step_is_right(Device("disk", tmp_path))
 
 
+def spill_files(directory: Path) -> list[int]:
+    """The open, unlinked files of this process that were made in `directory`."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(directory)):
+                found.append(int(name))
+    return found
+
+
+def test_a_spill_file_that_was_cut_off_raises_at_unpack(tmp_path: Path):
+    """Never silent bytes: the error says where, and the next step is right."""
+    device = Device("disk", tmp_path)
+    live, x = Live.now(), torch.linspace(-1, 1, 1 << 16).requires_grad_()
+    with device.context(reload_window_bytes=0):
+        y = x.exp().sin()
+    files = spill_files(tmp_path)
+    assert files, "the spill file is open, without a name"
+    for file in files:
+        with open(f"/proc/self/fd/{file}", "r+b") as spill:
+            spill.truncate(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"could not be read back.*offset"):
+            y.sum().backward(retain_graph=True)
+    assert x.grad is None
+    del y
+    assert settled(live) == live
+    step_is_right(device)
+
+
 # ---- whole programs ----
 
 

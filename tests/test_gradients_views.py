@@ -215,22 +215,6 @@ def test_a_storage_saved_again_after_its_source_was_dropped_moves_once(device_un
     assert_same_gradients(program, device=device_under_test, moved_bytes=7 * 4096)
 
 
-def test_a_new_version_of_a_storage_is_another_record(device_under_test: Device):
-    def program(run: Run):
-        x, state = run.leaf(32, 32), run.tensor(32, 32)
-        seen = []
-        with run.offload():
-            y = x.exp()  # 4096
-            for step in range(3):
-                state = state.add_(step)
-                y = y * state.clone()  # the clone: 4096 each; state itself is not saved
-                y = y.sigmoid()  # 4096 each
-        y.sum().backward()
-        return x.grad, seen
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=4096 + 3 * 8192)
-
-
 def test_channels_last_convolutions(device_under_test: Device):
     def program(run: Run):
         model = run.module(

@@ -25,8 +25,8 @@ StorageSet& marked_storages() {
 }
 
 // The contexts entered on this thread, innermost last.
-std::vector<const ContextState*>& entered() {
-  thread_local std::vector<const ContextState*> stack;
+std::vector<std::shared_ptr<ContextState>>& entered() {
+  thread_local std::vector<std::shared_ptr<ContextState>> stack;
   return stack;
 }
 
@@ -84,21 +84,21 @@ void Context::enter() {
               entered().empty() ? "" : to_string(entered().back()->options.tier),
               "\". Nested contexts must share a tier.");
   const Operation operation;
-  Engine::flush_pending(Engine::Flush::EndedOperators);
+  Engine::flush_pending();
   OnThread& entry = on_this_thread();
   ++entry.depth;
-  entered().push_back(state_.get());
+  entered().push_back(state_);
 }
 
 void Context::exit() {
   OnThread& entry = on_this_thread();
   TORCH_CHECK(entry.depth > 0, "torchoffload: a context was left more often than it was entered on this thread.");
-  const auto innermost = std::find(entered().rbegin(), entered().rend(), state_.get());
+  const auto innermost = std::find(entered().rbegin(), entered().rend(), state_);
   entered().erase(std::next(innermost).base());
   --entry.depth;
   const Operation operation;
   close_tapes(entry);
-  Engine::flush_pending(Engine::Flush::All);
+  Engine::flush_pending(state_.get());
   if (on_this_thread().depth == 0) {
     std::erase_if(threads_, [](const OnThread& known) {
       return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());
@@ -141,7 +141,7 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
 }
 
 std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) {
-  Engine::flush_pending(Engine::Flush::EndedOperators);
+  Engine::flush_pending();
   ++Statistics::global().handles;
   KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
   if (reason == KeptReason::None) {
@@ -149,7 +149,7 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
       const TensorLayout layout(tensor);
       const TapeId tape = open_tape(*engine);
       const auto record = engine->pack(tensor, layout, layout.span(), tape);
-      if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending(Engine::Flush::EndedOperators);
+      if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
       if (record) return std::make_unique<SavedTensor>(tensor, layout, *engine, *record);
       reason = KeptReason::Small;
     } else {

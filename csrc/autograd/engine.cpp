@@ -40,16 +40,17 @@ void Engine::order(StreamId waiter, Point point) {
 
 // ---- offload ----
 
-void Engine::flush_pending(Flush which) {
+void Engine::flush_pending(const ContextState* leaving) {
   std::vector<PendingCopy>& pending = pending_copies();
-  if (which == Flush::All && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
+  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
   const uint64_t now = at::sequence_number::peek();
   StreamId ordered_after = kNoStream;
   Engine* ordered_engine = nullptr;
   for (size_t next = 0; next < pending.size();) {
     const PendingCopy copy = pending[next];
     // R1: the operator that saved this may not have filled it yet.
-    if (which == Flush::EndedOperators && copy.sequence_number == now && !mutated(Mutant::CopyNotInsideItsOperator)) {
+    const bool has_ended = copy.sequence_number != now || copy.context == leaving;
+    if (!has_ended && !mutated(Mutant::CopyNotInsideItsOperator)) {
       ++next;
       continue;
     }

@@ -67,9 +67,9 @@ class Engine {
   // A handle died.
   void release(RecordId record, uint32_t seen_epoch);
 
-  // Enqueues this thread's pending copies of operators that have ended; all of them at a context's exit. May block.
-  enum class Flush : uint8_t { EndedOperators, All };
-  static void flush_pending(Flush which);
+  // Enqueues this thread's pending copies of operators that have ended. Those that packed under `leaving`, a context at
+  // its exit, have. May block.
+  static void flush_pending(const ContextState* leaving = nullptr);
 
   // Rows of the tapes that are alive.
   void append_live_rows(std::vector<TapeRow>& rows) const;

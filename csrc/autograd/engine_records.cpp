@@ -123,7 +123,7 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   const uint64_t sequence_number = at::sequence_number::peek();
   const auto* first = static_cast<const std::byte*>(identity.data) + moved.begin;
   backend_.saw_pack(first, moved.nbytes(), held.bytes.stream, sequence_number);
-  pending_copies().push_back({this, id, sequence_number});
+  pending_copies().push_back({this, id, sequence_number, context.get()});
   return id;
 }
 

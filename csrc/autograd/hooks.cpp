@@ -113,7 +113,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
   at::Tensor tensor;
   {
     const Operation operation;
-    Engine::flush_pending(Engine::Flush::EndedOperators);
+    Engine::flush_pending();
     tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack();
   }
   return THPVariable_Wrap(std::move(tensor));

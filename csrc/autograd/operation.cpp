@@ -1,7 +1,6 @@
 #include "autograd/operation.h"
 
 #include <Python.h>
-#include <c10/util/Exception.h>
 
 #include <utility>
 
@@ -25,15 +24,6 @@ State& state() {
 
 bool shut_down_flag = false;
 
-// A destructor cannot throw: what goes wrong in one is told, and the process goes on.
-void apply(const std::function<void()>& release) {
-  try {
-    release();
-  } catch (const std::exception& error) {
-    TORCH_WARN("torchoffload: a saved tensor could not be released: ", error.what());
-  }
-}
-
 }  // namespace
 
 Operation::Operation() { ++state().depth; }
@@ -43,20 +33,13 @@ Operation::~Operation() {
   --state().depth;
 }
 
-bool Operation::is_open() { return state().depth > 0; }
-
 void Operation::drop_later(c10::Storage storage) {
   if (storage) state().dropped.push_back(std::move(storage));
 }
 
-void Operation::run_or_queue(std::function<void()> release) {
-  if (is_open() && !mutated(Mutant::DeallocQueuedInsideOperation)) {
-    state().releases.push_back(std::move(release));
-    return;
-  }
-  const Operation operation;
-  apply(release);
-}
+bool Operation::must_queue() { return state().depth > 0 && !mutated(Mutant::DeallocQueuedInsideOperation); }
+
+void Operation::queue(std::function<void()> release) { state().releases.push_back(std::move(release)); }
 
 // Dropping may run Python and let further handles die, so it goes on until nothing is left.
 void Operation::finish_outermost() {
@@ -68,7 +51,7 @@ void Operation::finish_outermost() {
       for (c10::Storage& storage : dropped) (void)storage.unsafeReleaseStorageImpl();
     }
     dropped.clear();
-    for (const auto& release : releases) apply(release);
+    for (const auto& release : releases) run(release);
   }
 }
 

@@ -10,8 +10,10 @@
 #pragma once
 
 #include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
 
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace torchoffload {
@@ -23,13 +25,20 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  static bool is_open();
-
   // Drops `storage` once the outermost operation has made its transitions.
   static void drop_later(c10::Storage storage);
 
-  // Runs `release` at once where no operation is open, else when the outermost ends.
-  static void run_or_queue(std::function<void()> release);
+  // Runs `release` at once where no operation is open, else when the outermost ends. What it throws becomes a warning:
+  // it stands in a destructor.
+  template <typename Release>
+  static void run_or_queue(Release release) {
+    if (must_queue()) {
+      queue(std::move(release));
+    } else {
+      const Operation operation;
+      run(release);
+    }
+  }
 
   // True once the interpreter is going down: device memory is leaked, not freed.
   static bool is_shut_down();
@@ -37,6 +46,16 @@ class Operation {
 
  private:
   friend class BlockingSection;
+  template <typename Release>
+  static void run(const Release& release) {
+    try {
+      release();
+    } catch (const std::exception& error) {
+      TORCH_WARN("torchoffload: a saved tensor could not be released: ", error.what());
+    }
+  }
+  static bool must_queue();
+  static void queue(std::function<void()> release);
   static void finish_outermost();
 };
 

@@ -11,7 +11,8 @@ namespace torchoffload {
 struct Engine::PendingCopy {
   Engine* engine;
   RecordId record;
-  uint64_t sequence_number;  // autograd's, at the pack
+  uint64_t sequence_number;     // autograd's, at the pack
+  const ContextState* context;  // compared, never followed
 };
 
 }  // namespace torchoffload

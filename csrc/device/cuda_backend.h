@@ -11,6 +11,8 @@
 // event is counted or looked for, and one is never waited for in a meaning that it lost.
 #pragma once
 
+#include <c10/cuda/CUDAMacros.h>
+
 #include "device/backend.h"
 #include "storage/pinned_arena.h"
 

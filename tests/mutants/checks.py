@@ -1,0 +1,164 @@
+"""The scenarios of the other checks: order of one operator, versions, resized storages, budgets, failing disks."""
+
+import errno
+
+import torch
+import torchoffload
+
+from scenario import AMPLE_BYTES, NBYTES, NUMEL, Stage, race, scenario, testing
+
+RIGHT_GRADIENT = "the right gradient"
+
+
+def _gradient_name(gradient: torch.Tensor, values: torch.Tensor) -> str:
+    if torch.equal(gradient, values.cos()):
+        return RIGHT_GRADIENT
+    return "a gradient at zeros" if torch.equal(gradient, torch.ones(NUMEL)) else "another gradient"
+
+
+def _error_of_backward(y: torch.Tensor, needle: str) -> str:
+    """`needle` if backward raises an error that says so."""
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        if needle in str(error):
+            return f"raised: {needle}"
+        raise
+    return "raised nothing"
+
+
+# ---- R1 ----
+
+
+@scenario(
+    "CopyNotInsideItsOperator",
+    wrong=race(
+        "operator writes source @ compute_stream[0]", "copy out reads source @ offload_stream[0]", "has not ended before"
+    ),
+)
+def an_operator_saves_its_noise_before_it_fills_it(stage: Stage) -> None:
+    x = stage.leaf(first=-0.5)
+    with stage.context():
+        y = torch.nn.functional.rrelu(x, training=True)
+    y.sum().backward()
+    negative = x.detach() <= 0
+    assert torch.equal(x.grad[negative], (y / x).detach()[negative]) or torch.allclose(
+        x.grad[negative], (y / x).detach()[negative]
+    )
+
+
+# ---- versions ----
+
+_CHANGED = "modified by an inplace operation"
+
+
+@scenario("VersionCheckedAtUnpack", right=f"raised: {_CHANGED}", wrong="raised nothing")
+def a_saved_tensor_is_changed_before_backward(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        h = x + 0
+        y = h.sin()
+        h += 1
+    return _error_of_backward(y, _CHANGED)
+
+
+# ---- R10 ----
+
+
+def _resize_and_refill(tensor: torch.Tensor, fill: float | None) -> list[torch.Tensor]:
+    """Other memory for the storage, unseen by its version. Returns what took the memory it had."""
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    taken = torch.empty(NUMEL)
+    storage.resize_(NBYTES)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        tensor.fill_(float("nan") if fill is None else fill)
+    return [taken]
+
+
+_RESIZED = "was resized while its bytes were being offloaded"
+
+
+@scenario("ResizeCheckedAtEnqueue", right=RIGHT_GRADIENT, wrong=f"raised: {_RESIZED}")
+def a_storage_is_given_back_before_its_copy_is_enqueued(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        h = x + 0
+        values = h.detach().clone()
+        y = h.sin()
+        taken = _resize_and_refill(h, None)
+        stage.next_operator()
+    del taken
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
+        h.copy_(values)  # in time for backward, as FSDP2 does
+    error = _error_of_backward(y, _RESIZED)
+    return error if x.grad is None else _gradient_name(x.grad, values)
+
+
+@scenario("ResizeCheckedInFlight", right=f"raised: {_RESIZED}", wrong="raised nothing")
+def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        h = x + 0
+        y = h.sin()
+        stage.next_operator()
+        taken = _resize_and_refill(h, 0.0)
+        # The program gives memory back that it cannot know to be in use, so this race is its own.
+        assert stage.simulation.races == [
+            race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]")
+        ]
+        stage.simulation.clear_races()
+    del taken
+    return _error_of_backward(y, _RESIZED)
+
+
+# ---- R11 ----
+
+
+@scenario("PassedByReturnsToOffloaded", right="2 passed by, 0 bytes held", wrong=f"0 passed by, {2 * NBYTES} bytes held")
+def backward_takes_another_branch_than_was_loaded_ahead(stage: Stage) -> str:
+    branches = [stage.leaf() for _ in range(8)]
+    with stage.context(reload_window_bytes=2 * NBYTES):
+        outputs = [x.sin() for x in branches]
+    gradients = torch.autograd.grad(outputs[7].sum(), branches[7])  # loads 6 and 5 ahead
+    gradients += torch.autograd.grad(outputs[2].sum(), branches[2])  # 1 and 0 have no place while 6 and 5 have theirs
+    held_before = stage.simulation.allocated_bytes()
+    del outputs[5:7]
+    held = held_before - stage.simulation.allocated_bytes() - 2 * NBYTES  # the outputs themselves
+    assert all(torch.equal(gradient, x.detach().cos()) for gradient, x in zip(gradients, branches[7:1:-5], strict=True))
+    return f"{torchoffload.stats().passed_by} passed by, {held} bytes held"
+
+
+# ---- budget and disk ----
+
+
+@scenario("BudgetHonoured", right="1 moved, 2 kept", wrong="3 moved, 0 kept")
+def three_tensors_meet_a_budget_for_one(stage: Stage) -> str:
+    leaves = [stage.leaf() for _ in range(3)]
+    with stage.context(host_budget_bytes=NBYTES):
+        outputs = [x.sin() for x in leaves]
+    stats = torchoffload.stats()
+    sum(y.sum() for y in outputs).backward()
+    return f"{stats.records_offloaded} moved, {stats.records_kept.get('host_full', 0)} kept"
+
+
+@scenario("FailedWriteKeepsRecord", right=RIGHT_GRADIENT, wrong="a gradient at zeros", on_disk=True)
+def the_disk_refuses_a_write(stage: Stage) -> str:
+    x = stage.leaf()
+    testing.inject_io_fault("pwrite", errno=errno.EIO)
+    with stage.context():
+        y = x.sin()
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    return _gradient_name(gradient, x.detach())
+
+
+_UNREADABLE = "a saved tensor could not be read back"
+
+
+@scenario("FailedReadRaises", right=f"raised: {_UNREADABLE}", wrong="raised nothing", on_disk=True)
+def the_disk_refuses_a_read(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    testing.inject_io_fault("pread", errno=errno.EIO)
+    return _error_of_backward(y, _UNREADABLE)

@@ -1,0 +1,184 @@
+"""The scenarios of waits, guards and notes: R2 to R9. Each plays on the simulated device, and what is missing is a race."""
+
+import torch
+
+from scenario import AMPLE_BYTES, Stage, race, scenario
+
+# ---- offload ----
+
+
+@scenario(
+    "OffloadWaitsForCompute",
+    wrong=race("operator writes source @ compute_stream[0]", "copy out reads source @ offload_stream[0]"),
+)
+def a_tensor_is_copied_while_its_operator_may_run(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+@scenario(
+    "ComputeWaitsForOffload",
+    wrong=race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]"),
+)
+def a_full_window_gives_up_sources_that_nobody_else_holds(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context():
+        h = x
+        for _ in range(4):
+            h = h.sin()
+    h.sum().backward()
+
+
+@scenario(
+    "OffloadWaitsForGuards",
+    wrong=race("copy in reads slot @ reload_stream[0]", "copy out writes slot @ offload_stream[0]"),
+)
+def a_stream_that_knows_nothing_of_a_reload_packs_into_its_slot(stage: Stage) -> None:
+    first, last = stage.leaf(), stage.leaf()
+    with stage.context(reload_window_bytes=AMPLE_BYTES):
+        from_first, from_last = first.sin(), last.sin()
+    from_last.sum().backward()  # loads the first record ahead
+    del from_first, from_last  # which nobody asks for
+    side = stage.simulation.new_stream()
+    with stage.simulation.stream(side):
+        x = stage.leaf()
+        with stage.context():
+            y = x.sin()
+    del y
+
+
+@scenario(
+    "SlotGuardedByOffload",
+    wrong=race("copy out writes slot @ offload_stream[0]", "copy out writes slot @ offload_stream[1]"),
+)
+def a_slot_dropped_in_flight_goes_to_another_device(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        y = x.sin()
+    del y
+    _pack_on_device_1(stage)
+
+
+@scenario(
+    "SlotGuardedByReload",
+    wrong=race("copy in reads slot @ reload_stream[0]", "copy out writes slot @ offload_stream[1]"),
+)
+def a_slot_that_was_read_goes_to_another_device(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    y.sum().backward()
+    _pack_on_device_1(stage)
+
+
+def _pack_on_device_1(stage: Stage) -> None:
+    with stage.simulation.device(1):
+        elsewhere = stage.leaf()
+        with stage.context():
+            y = elsewhere.sin()
+    del y
+
+
+# ---- reload ----
+
+
+@scenario(
+    "ReloadWaitsForCompute",
+    wrong=race("buffer memory is allocated @ compute_stream[0]", "copy in writes buffer @ reload_stream[0]"),
+)
+def a_buffer_takes_memory_that_compute_may_still_use(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    y.sum().backward()
+
+
+@scenario(
+    "ReloadWaitsForOffload",
+    wrong=race("copy out writes slot @ offload_stream[0]", "copy in reads slot @ reload_stream[0]"),
+)
+def backward_runs_on_a_stream_that_knows_nothing_of_the_copy_out(stage: Stage) -> None:
+    x = stage.leaf()
+    side = stage.simulation.new_stream()
+    with stage.context():
+        y = x.sin()
+        side.wait_stream(stage.main)  # y is there; the copy of x is enqueued at the exit only
+    with stage.simulation.stream(side):
+        y.sum().backward()
+
+
+@scenario(
+    "ConsumerWaitsForReload",
+    wrong=race("copy in writes buffer @ reload_stream[0]", "unpack reads buffer @ compute_stream[0]"),
+)
+def backward_reads_what_is_being_reloaded(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+# ---- memory that a copy in flight touches ----
+
+
+@scenario(
+    "DroppedSourceWaitsForOffload",
+    wrong=race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]"),
+)
+def a_graph_is_dropped_with_its_copy_out_in_flight(stage: Stage) -> None:
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        h = stage.leaf() * 2
+        y = h.sin()
+        del h
+        stage.next_operator()
+        del y
+
+
+@scenario(
+    "DroppedBufferWaitsForReload",
+    wrong=race("copy in writes buffer @ reload_stream[0]", "buffer memory is freed @ compute_stream[0]"),
+)
+def a_graph_is_dropped_with_a_copy_in_in_flight(stage: Stage) -> None:
+    first, last = stage.leaf(), stage.leaf()
+    with stage.context(reload_window_bytes=AMPLE_BYTES):
+        from_first, from_last = first.sin(), last.sin()
+    from_last.sum().backward()
+    del from_first
+
+
+@scenario(
+    "NoteUseAtPack",
+    wrong=race("operator writes source @ compute_stream[0]#2", "source memory is freed @ compute_stream[0]"),
+)
+def a_tensor_of_one_stream_is_saved_and_given_up_on_another(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+    x = stage.leaf()
+    h = x * 2
+    side.wait_stream(stage.main)
+    with stage.simulation.stream(side), stage.context():
+        y = h.sin()
+        del h  # without us the graph would hold it until the streams have met again
+        stage.next_operator()
+        y = y.sum()
+    stage.main.wait_stream(side)
+    y.backward()
+
+
+@scenario(
+    "NoteUseAtUnpack",
+    wrong=race("unpack reads buffer @ compute_stream[0]#2", "buffer memory is freed @ compute_stream[0]"),
+)
+def what_one_stream_loaded_ahead_is_used_on_another(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+    x = stage.leaf()
+    with stage.context(reload_window_bytes=AMPLE_BYTES):
+        h = x.sin()
+        y = h.sin()
+    (of_h,) = torch.autograd.grad(y.sum(), h)  # loads x ahead
+    side.wait_stream(stage.main)
+    with stage.simulation.stream(side):
+        torch.autograd.grad(h, x, of_h)
