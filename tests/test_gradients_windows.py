@@ -133,3 +133,23 @@ def test_records_that_the_consumer_passed_by_give_their_memory_up(device_under_t
 
     stats = assert_same_gradients(program, device=device_under_test, moved_bytes=24 * 4096)
     assert stats.passed_by >= 2
+
+@pytest.mark.parametrize("reload_window_bytes", [0, 4096, 20_000, None])
+def test_a_record_that_every_layer_shares_is_reloaded_once_and_sends_none_back(
+    device_under_test: Device, reload_window_bytes: int | None
+):
+    """Rotary tables are saved first and asked for all the way: the consumer's place is told by the save, not the record."""
+    layer_count = 12
+
+    def program(run: Run):
+        x, shared = run.leaf(32, 32), run.tensor(32, 32)
+        with run.offload(offload_window_bytes=0, reload_window_bytes=reload_window_bytes):
+            y = x
+            for _ in range(layer_count):
+                y = (y * shared).sin()
+        y.sum().backward()
+        return x.grad
+
+    stats = assert_same_gradients(program, device=device_under_test)
+    assert stats.passed_by == 0
+    assert stats.records_reloaded == stats.records_offloaded == layer_count + 1

@@ -140,16 +140,16 @@ void Engine::finish_offload(RecordId id) {
 
 // ---- reload ----
 
-size_t Engine::start_reloads(std::span<const RecordId> ids, bool prefetched) {
+size_t Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
   const StreamId consumer = backend_.current_stream();
   std::vector<c10::DataPtr> targets;
-  targets.reserve(ids.size());
-  for (const RecordId id : ids) {
+  targets.reserve(wanted.size());
+  for (const auto& [id, save] : wanted) {
     const uint64_t modulo = mutated(Mutant::AlignmentRestored) ? 8 : holdings(id).address_modulo;
     try {
       targets.push_back(backend_.allocate(ledger_.record(id).nbytes(), modulo));
     } catch (const c10::Error&) {
-      if (!prefetched) throw;
+      if (why == Reload::AskedFor) throw;
       break;  // no memory: what is asked for later is loaded then
     }
   }
@@ -157,13 +157,14 @@ size_t Engine::start_reloads(std::span<const RecordId> ids, bool prefetched) {
   const Point allocated = backend_.record(consumer);
   StreamId ordered = kNoStream;
   for (size_t next = 0; next < targets.size(); ++next) {
-    const StreamId stream = reload_stream(ids[next], consumer);
+    const RecordId id = wanted[next].record;
+    const StreamId stream = reload_stream(id, consumer);
     // reload_stream waits for the stream that allocated the buffer: its memory may be in use there until then (R6).
     if (std::exchange(ordered, stream) != stream && !mutated(Mutant::ReloadWaitsForCompute)) order(stream, allocated);
-    enqueue_reload(ids[next], std::move(targets[next]), consumer);
-    if (prefetched) {
-      ahead_.push_back(ids[next]);
-      reload_window_bytes_ += ledger_.record(ids[next]).nbytes();
+    enqueue_reload(id, std::move(targets[next]), consumer);
+    if (why == Reload::Ahead) {
+      ahead_.push_back(id);
+      reload_window_bytes_ += ledger_.record(id).nbytes();
     }
   }
   Statistics& statistics = Statistics::global();
@@ -189,28 +190,29 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
 void Engine::prefetch(RecordId asked_for) {
   const TapeId tape = ledger_.record(asked_for).tape;
   const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
-  std::vector<RecordId> ids = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
-  std::erase_if(ids, [&](RecordId id) { return lock_given_up(id).has_value(); });
-  begin_reloads(ids, true);
+  auto wanted = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
+  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
+  begin_reloads(wanted, Reload::Ahead);
 }
 
 // R11: what was reloaded ahead and then passed by goes back to its slot.
-void Engine::let_pass(RecordId asked_for) {
+void Engine::let_pass(const RecordHandle& asked_for) {
   if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
-  const Record& record = ledger_.record(asked_for);
-  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for).options.windows);
-  for (const RecordId id : Schedule::passed_by(ledger_, record.tape, record.position, ahead_, window_bytes)) {
+  const TapeId tape = ledger_.record(asked_for.record).tape;
+  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for.record).options.windows);
+  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) {
     leave_reload_window(id);
     ledger_.pass_by(id);
-    count(row(record.tape), &TapeRow::passed_by, 1);
+    count(row(tape), &TapeRow::passed_by, 1);
     retire(std::exchange(holdings(id).bytes, {}), Mutant::DroppedBufferWaitsForReload);
   }
 }
 
-at::Tensor Engine::unpack(RecordId id, const TensorLayout& layout, uint32_t& seen_epoch, bool in_backward) {
+at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward) {
   reap();
+  const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
-  if (in_backward) let_pass(id);
+  if (in_backward) let_pass(handle);
   bool is_prefetched_for = !in_backward;
   while (true) {  // read again after whatever may have blocked
     Holdings& held = holdings(id);
@@ -234,9 +236,9 @@ at::Tensor Engine::unpack(RecordId id, const TensorLayout& layout, uint32_t& see
           if (!mutated(Mutant::ConsumerWaitsForReload)) order(consumer, alive->busy_until);
           return hand_out(id, layout, *alive, consumer);
         }
-        const RecordId only[] = {id};
-        begin_reloads(only, false);
-        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), record.position);
+        const Schedule::Ahead only[] = {{id, handle.save}};
+        begin_reloads(only, Reload::AskedFor);
+        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save);
         break;
       }
       case RecordState::Reloading: {
@@ -259,7 +261,7 @@ at::Tensor Engine::unpack(RecordId id, const TensorLayout& layout, uint32_t& see
         // never written by us.
         if (bytes.busy_until == holdings(id).reload_end && !mutated(Mutant::ConsumerWaitsForReload))
           order(consumer, bytes.busy_until);
-        seen_epoch = ledger_.mark_seen(id, seen_epoch);
+        handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
         at::Tensor tensor = hand_out(id, layout, bytes, consumer);
         give_up_if_seen(id);
         return tensor;
@@ -312,11 +314,12 @@ void Engine::reap() {
   std::erase_if(retired_, [](const DeviceBytes& bytes) { return !bytes.storage; });
 }
 
-void Engine::release(RecordId id, uint32_t seen_epoch) {
+void Engine::release(const RecordHandle& handle) {
   reap();
+  const RecordId id = handle.record;
   const Record before = ledger_.record(id);
   if (before.live_handles == 1) leave_windows(id);
-  const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, seen_epoch);
+  const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
   if (!dropped.released) {
     if (before.state == RecordState::Reloaded) give_up_if_seen(id);
     return;

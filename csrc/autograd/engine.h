@@ -38,6 +38,13 @@ struct DeviceBytes {
   Point busy_until;
 };
 
+// One handle's share in a record.
+struct RecordHandle {
+  RecordId record;
+  uint64_t save = 0;        // its number in the tape
+  uint32_t seen_epoch = 0;  // the reload that it was given; see Ledger::mark_seen
+};
+
 class Engine {
  public:
   Engine(Backend& backend, SlotStore& store) : backend_(backend), store_(store) {}
@@ -59,13 +66,14 @@ class Engine {
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
   // Returns nullopt when there is none to join and what would move is below the minimum.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
-  std::optional<RecordId> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape);
+  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
+                                   TapeId tape);
 
-  // The saved tensor's bytes, ordered for the stream that is current. `seen_epoch` is the handle's mark. May block.
-  at::Tensor unpack(RecordId record, const TensorLayout& layout, uint32_t& seen_epoch, bool in_backward);
+  // The saved tensor's bytes, ordered for the stream that is current. May block.
+  at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward);
 
   // A handle died.
-  void release(RecordId record, uint32_t seen_epoch);
+  void release(const RecordHandle& handle);
 
   // Enqueues this thread's pending copies of operators that have ended. Those that packed under `leaving`, a context at
   // its exit, have. May block.
@@ -117,12 +125,13 @@ class Engine {
   void keep(RecordId id, KeptReason reason);
 
   // Reload.
-  void begin_reloads(std::span<const RecordId> ids, bool prefetched);
-  size_t start_reloads(std::span<const RecordId> ids, bool prefetched);  // how many were started
+  enum class Reload : uint8_t { AskedFor, Ahead };
+  void begin_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
+  size_t start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);  // how many were started
   void finish_reload(RecordId id);
   void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
   void prefetch(RecordId asked_for);
-  void let_pass(RecordId asked_for);
+  void let_pass(const RecordHandle& asked_for);
   void leave_reload_window(RecordId id);
   at::Tensor hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer);
   std::optional<DeviceBytes> lock_given_up(RecordId id);

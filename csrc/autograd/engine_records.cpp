@@ -47,8 +47,8 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
 
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
-  for (const RecordId record : ledger_.tape(id).records) {
-    if (ledger_.is_live(record)) holdings(record).identity.reset();
+  for (const Save& save : ledger_.tape(id).saves) {
+    if (ledger_.is_live(save.record)) holdings(save.record).identity.reset();
   }
   if (ledger_.close_tape(id).gone) tape_is_gone(id);
 }
@@ -67,8 +67,8 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 
 // ---- saves ----
 
-std::optional<RecordId> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                     TapeId tape) {
+std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
+                                         TapeId tape) {
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   const Identity identity{&storage, address_of(version), version.current_version(), storage.data(), storage.nbytes()};
@@ -92,8 +92,7 @@ std::optional<RecordId> Engine::pack(const at::Tensor& tensor, const TensorLayou
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
     id = add_record(tensor, identity, moved, tape);
   }
-  ledger_.add_handle(*id);
-  return id;
+  return RecordHandle{*id, ledger_.add_handle(*id)};
 }
 
 RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
@@ -288,10 +287,14 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
   return bytes;
 }
 
-void Engine::begin_reloads(std::span<const RecordId> ids, bool prefetched) {
-  const size_t begun = start_reloads(ids, prefetched);
-  for (const RecordId id : ids.first(begun)) {
-    ledger_.begin_reload(id, prefetched);
+void Engine::begin_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
+  const size_t begun = start_reloads(wanted, why);
+  for (const auto& [id, save] : wanted.first(begun)) {
+    if (why == Reload::Ahead) {
+      ledger_.begin_reload_ahead(id, save);
+    } else {
+      ledger_.begin_reload(id);
+    }
     TapeRow& row = this->row(ledger_.record(id).tape);
     count(row, &TapeRow::records_reloaded, 1);
     count(row, &TapeRow::bytes_reloaded, ledger_.record(id).nbytes());

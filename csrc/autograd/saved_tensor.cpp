@@ -92,8 +92,8 @@ SavedTensor::SavedTensor(const at::Tensor& tensor, at::Tensor detached)
   ++Statistics::global().live_handles;
 }
 
-SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordId record)
-    : version_check_(tensor), engine_(&engine), record_(record), layout_(layout) {
+SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle)
+    : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {
   ++Statistics::global().live_handles;
 }
 
@@ -104,9 +104,7 @@ SavedTensor::~SavedTensor() {
   }
   --Statistics::global().live_handles;
   if (engine_ == nullptr || engine_->is_inherited()) return;
-  Operation::run_or_queue([engine = engine_, record = record_, seen_epoch = seen_epoch_] {
-    engine->release(record, seen_epoch);
-  });
+  Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
 }
 
 at::Tensor SavedTensor::unpack() {
@@ -118,8 +116,8 @@ at::Tensor SavedTensor::unpack() {
     });
   }
   if (engine_ == nullptr) return detached_alias(kept_);
-  if (in_backward) engine_->close_tape_of(record_);
-  return engine_->unpack(record_, layout_, seen_epoch_, in_backward);
+  if (in_backward) engine_->close_tape_of(handle_.record);
+  return engine_->unpack(handle_, layout_, in_backward);
 }
 
 }  // namespace torchoffload

@@ -47,7 +47,7 @@ class SavedTensor {
   // Kept.
   SavedTensor(const at::Tensor& tensor, at::Tensor detached);
   // Moved.
-  SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordId record);
+  SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle);
   ~SavedTensor();
   SavedTensor(const SavedTensor&) = delete;
   SavedTensor& operator=(const SavedTensor&) = delete;
@@ -59,8 +59,7 @@ class SavedTensor {
   VersionCheck version_check_;
   at::Tensor kept_;
   Engine* engine_ = nullptr;
-  RecordId record_;
-  uint32_t seen_epoch_ = 0;
+  RecordHandle handle_;
   TensorLayout layout_;
 };
 

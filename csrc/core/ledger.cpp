@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/mutant.h"
 
@@ -10,7 +11,7 @@ namespace torchoffload {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-constexpr uint32_t kCompactBelow = 64;  // do not bother to compact fewer dead records than this
+constexpr uint64_t kForgetAtLeast = 64;  // fewer dead saves are not worth the move of those behind them
 
 [[noreturn]] void broken(const std::string& what) { throw std::logic_error("torchoffload ledger: " + what); }
 
@@ -67,7 +68,7 @@ Ledger::ClosedTape Ledger::close_tape(TapeId id) {
   Tape& closing = tape(id);
   closing.open = false;
   closing.by_storage.clear();
-  closing.reload_cursor = static_cast<uint32_t>(closing.records.size());
+  closing.reload_cursor = closing.end_save();
   const bool gone = closing.live_records == 0;
   if (gone) free_tape(id);
   return {gone};
@@ -92,23 +93,12 @@ void Ledger::free_tape(TapeId id) {
   --live_tapes_;
 }
 
-// Renumbers the live records of an open tape that outlives its records (a loop without backward inside one entry).
-void Ledger::compact(Tape& tape) {
-  std::vector<RecordId> alive;
-  alive.reserve(tape.live_records);
-  tape.bytes_before.clear();
-  tape.total_bytes = 0;
-  for (const RecordId id : tape.records) {
-    if (!is_live(id)) continue;
-    Record& record = records_[id.index];
-    record.position = static_cast<uint32_t>(alive.size());
-    alive.push_back(id);
-    tape.bytes_before.push_back(tape.total_bytes);
-    tape.total_bytes += record.nbytes();
-  }
-  tape.records = std::move(alive);
-  tape.dead_records = 0;
-  tape.reload_cursor = static_cast<uint32_t>(tape.records.size());
+// Of an open tape that outlives its records (a loop without backward inside one entry).
+void Ledger::forget_dead_saves(Tape& tape) {
+  while (tape.dead_prefix < tape.saves.size() && !is_live(tape.saves[tape.dead_prefix].record)) ++tape.dead_prefix;
+  if (tape.dead_prefix < kForgetAtLeast || 2 * tape.dead_prefix < tape.saves.size()) return;
+  tape.saves.erase(tape.saves.begin(), tape.saves.begin() + static_cast<ptrdiff_t>(tape.dead_prefix));
+  tape.first_save += std::exchange(tape.dead_prefix, 0);
 }
 
 // ---- records ----
@@ -150,19 +140,15 @@ RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span
   record.tape = tape_id;
   record.identity = identity;
   record.span = span;
-  record.position = static_cast<uint32_t>(tape.records.size());
   const auto [head, is_first] = tape.by_storage.try_emplace(identity.storage, index);
   if (!is_first) {
     record.next_same_storage = head->second;
     head->second = index;
   }
-  const RecordId id{index, generation};
-  tape.records.push_back(id);
-  tape.bytes_before.push_back(tape.total_bytes);
   tape.total_bytes += span.nbytes();
   ++tape.live_records;
   ++live_records_;
-  return id;
+  return {index, generation};
 }
 
 bool Ledger::is_live(RecordId id) const {
@@ -184,11 +170,15 @@ void Ledger::unlink(Tape& tape, uint32_t index) {
   if (head->second == kNone) tape.by_storage.erase(head);
 }
 
-void Ledger::add_handle(RecordId id) {
+uint64_t Ledger::add_handle(RecordId id) {
   Record& joined = record(id);
+  Tape& tape = this->tape(joined.tape);
+  const bool is_first = joined.live_handles == 0;
   ++joined.live_handles;
   ++joined.unseen;
   ++live_handles_;
+  tape.saves.push_back({id, tape.total_bytes - (is_first ? joined.nbytes() : 0)});
+  return tape.end_save() - 1;
 }
 
 Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
@@ -208,12 +198,11 @@ Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
   free_records_.push_back(id.index);
   --live_records_;
   --tape.live_records;
-  ++tape.dead_records;
-  if (!tape.open && tape.live_records == 0) {
+  if (tape.open) {
+    forget_dead_saves(tape);
+  } else if (tape.live_records == 0) {
     free_tape(result.tape);
     result.tape_gone = true;
-  } else if (tape.open && tape.dead_records >= kCompactBelow && tape.dead_records > tape.live_records) {
-    compact(tape);
   }
   return result;
 }
@@ -257,12 +246,17 @@ void Ledger::use_source(RecordId id) {
   ++used.epoch;
 }
 
-void Ledger::begin_reload(RecordId id, bool prefetched) {
+void Ledger::begin_reload(RecordId id) {
   Record& reloaded = expect(id, RecordState::Offloaded, "begin_reload");
   reloaded.state = RecordState::Reloading;
-  reloaded.prefetched = prefetched;
   reloaded.unseen = reloaded.live_handles;
   ++reloaded.epoch;
+}
+
+void Ledger::begin_reload_ahead(RecordId id, uint64_t expected_at) {
+  begin_reload(id);
+  record(id).prefetched = true;
+  record(id).expected_at = expected_at;
 }
 
 void Ledger::finish_reload(RecordId id) {
@@ -308,8 +302,6 @@ void Ledger::check_invariants() const {
     if (needs_slot && !record.has_slot) broken(std::string(to_string(record.state)) + " without a slot");
     const Tape& tape = tapes_.at(record.tape.index);
     if (tape.generation != record.tape.generation || !tape.in_use) broken("a record outlived its tape");
-    const RecordId listed = tape.records.at(record.position);
-    if (listed.index != index || listed.generation != record.generation) broken("a record is not at its position");
     ++live_by_tape[record.tape.index];
   }
   if (records != live_records_ || handles != live_handles_) broken("the counts of live records or handles are off");
@@ -318,8 +310,11 @@ void Ledger::check_invariants() const {
     if (tape.live_records != live_by_tape[index]) broken("a tape's count of live records is off");
     if (!tape.open && !tape.by_storage.empty()) broken("a closed tape can be joined");
     if (tape.in_use && !tape.open && tape.live_records == 0) broken("an empty closed tape is still here");
-    if (tape.records.size() != tape.live_records + tape.dead_records && tape.in_use)
-      broken("a tape's dead records are not counted");
+    if (tape.in_use && (tape.reload_cursor > tape.end_save() || tape.dead_prefix > tape.saves.size()))
+      broken("a tape's cursor is outside its saves");
+    for (size_t next = 1; next < tape.saves.size(); ++next) {
+      if (tape.saves[next - 1].bytes_before > tape.saves[next].bytes_before) broken("a tape's bytes shrink");
+    }
   }
 }
 

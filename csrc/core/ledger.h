@@ -58,9 +58,9 @@ struct Record {
   KeptReason kept = KeptReason::None;
   bool has_slot = false;
   bool prefetched = false;  // reloaded ahead, not yet asked for
+  uint64_t expected_at = 0;  // then: the save that it was reloaded for
   TapeId tape;
   uint32_t generation = 0;
-  uint32_t position = 0;  // in the tape
   uint32_t live_handles = 0;
   uint32_t unseen = 0;     // live handles not given the bytes since the last reload
   uint32_t epoch = 0;      // counts reloads; a handle that was given the bytes remembers it
@@ -71,25 +71,34 @@ struct Record {
   uint64_t nbytes() const { return span.nbytes(); }
 };
 
+// One save, in the order of the saves: backward asks for them from the last to the first. A record saved by several
+// operators stands in several saves, so the consumer's place is told by the save it asks for, not by the record.
+struct Save {
+  RecordId record;
+  uint64_t bytes_before = 0;  // of the tape's records made before it
+};
+
 struct Tape {
   uint32_t generation = 0;
   bool in_use = false;
   bool open = false;
   uint32_t live_records = 0;
-  uint32_t dead_records = 0;           // still in `records`
-  uint32_t reload_cursor = 0;          // records at and above it were looked at for reload
-  std::vector<RecordId> records;       // in pack order; released ones stay until compacted
-  std::vector<uint64_t> bytes_before;  // bytes of the records before each
+  uint64_t reload_cursor = 0;  // saves at and above it were looked at for reload
+  uint64_t first_save = 0;     // the number of saves[0]: those before it are forgotten
+  uint64_t dead_prefix = 0;    // of `saves`, whose records are gone
+  std::vector<Save> saves;
   uint64_t total_bytes = 0;
   std::unordered_map<const void*, uint32_t> by_storage;  // head of the chain through next_same_storage
+
+  uint64_t end_save() const { return first_save + saves.size(); }
+  const Save& save(uint64_t number) const { return saves.at(number - first_save); }
 };
 
 class Ledger {
  public:
   // Tapes.
   TapeId open_tape();
-  // No save joins it any more. Returns the live records, whose identity the engine need not hold any longer. The tape
-  // goes when its last record does; `gone` says whether that is now.
+  // No save joins it any more. The tape goes when its last record does; `gone` says whether that is now.
   struct ClosedTape {
     bool gone = false;
   };
@@ -105,7 +114,8 @@ class Ledger {
   bool is_live(RecordId id) const;
   Record& record(RecordId id);
 
-  void add_handle(RecordId id);
+  // Returns the number of the save in its tape.
+  uint64_t add_handle(RecordId id);
   struct DroppedHandle {
     bool released = false;     // the last one: drop all that the record holds
     bool all_seen = false;     // the device bytes may be given up
@@ -120,7 +130,8 @@ class Ledger {
   void begin_offload(RecordId id);
   void finish_offload(RecordId id);
   void use_source(RecordId id);  // the source is the reloaded copy; every handle may have it once
-  void begin_reload(RecordId id, bool prefetched);
+  void begin_reload(RecordId id);
+  void begin_reload_ahead(RecordId id, uint64_t expected_at);
   void finish_reload(RecordId id);
   void give_up(RecordId id);
   void pass_by(RecordId id);
@@ -137,7 +148,7 @@ class Ledger {
 
  private:
   void unlink(Tape& tape, uint32_t index);
-  void compact(Tape& tape);
+  void forget_dead_saves(Tape& tape);
   void free_tape(TapeId id);
   Record& expect(RecordId id, RecordState from, const char* what);
 

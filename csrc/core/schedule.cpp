@@ -34,32 +34,37 @@ Span Schedule::span_to_move(const Span& span, uint64_t storage_bytes) {
   return 2 * span.nbytes() >= storage_bytes ? Span{0, storage_bytes} : span;
 }
 
-std::vector<RecordId> Schedule::take_reloads(Ledger& ledger, TapeId tape_id, uint64_t ahead_bytes,
-                                             uint64_t window_bytes) {
-  std::vector<RecordId> taken;
+std::vector<Schedule::Ahead> Schedule::take_reloads(Ledger& ledger, TapeId tape_id, uint64_t ahead_bytes,
+                                                    uint64_t window_bytes) {
+  std::vector<Ahead> taken;
   Tape& tape = ledger.tape(tape_id);
-  while (tape.reload_cursor > 0) {
-    const RecordId id = tape.records[tape.reload_cursor - 1];
-    if (ledger.is_live(id) && ledger.record(id).state == RecordState::Offloaded) {
+  const auto is_taken = [&](RecordId id) {
+    return std::any_of(taken.begin(), taken.end(), [&](const Ahead& ahead) { return ahead.record == id; });
+  };
+  while (tape.reload_cursor > tape.first_save) {
+    const uint64_t save = tape.reload_cursor - 1;
+    const RecordId id = tape.save(save).record;
+    if (ledger.is_live(id) && ledger.record(id).state == RecordState::Offloaded && !is_taken(id)) {
       const uint64_t nbytes = ledger.record(id).nbytes();
       if (ahead_bytes + nbytes > window_bytes) break;
       ahead_bytes += nbytes;
-      taken.push_back(id);
+      taken.push_back({id, save});
     }
     --tape.reload_cursor;
   }
   return taken;
 }
 
-std::vector<RecordId> Schedule::passed_by(Ledger& ledger, TapeId tape_id, uint32_t position,
+std::vector<RecordId> Schedule::passed_by(Ledger& ledger, TapeId tape_id, uint64_t save,
                                           const std::vector<RecordId>& ahead, uint64_t window_bytes) {
   std::vector<RecordId> passed;
   const Tape& tape = ledger.tape(tape_id);
+  const uint64_t consumer = tape.save(save).bytes_before;
   for (const RecordId id : ahead) {
     if (!ledger.is_live(id)) continue;
     const Record& record = ledger.record(id);
-    const bool is_behind = record.tape == tape_id && record.position > position;
-    if (is_behind && tape.bytes_before[record.position] - tape.bytes_before[position] > window_bytes) passed.push_back(id);
+    const bool is_behind = record.tape == tape_id && record.expected_at > save;
+    if (is_behind && tape.save(record.expected_at).bytes_before - consumer > window_bytes) passed.push_back(id);
   }
   return passed;
 }

@@ -31,16 +31,19 @@ class Schedule {
   // half of it, else the span alone.
   static Span span_to_move(const Span& span, uint64_t storage_bytes);
 
-  // The consumer asked for the record at `position` and it was not on its way: reloads go on from there.
-  static void consumer_missed(Tape& tape, uint32_t position) { tape.reload_cursor = position; }
+  // The consumer asked for a save whose record was not on its way: reloads go on from there.
+  static void consumer_missed(Tape& tape, uint64_t save) { tape.reload_cursor = save; }
 
   // The next records to reload ahead of the consumer, from the tape's end towards its start, while what is reloaded
   // and not yet asked for (`ahead_bytes`) stays within the window. Moves the tape's cursor past them.
-  static std::vector<RecordId> take_reloads(Ledger& ledger, TapeId tape, uint64_t ahead_bytes, uint64_t window_bytes);
+  struct Ahead {
+    RecordId record;
+    uint64_t expected_at = 0;  // the save that asks for it first
+  };
+  static std::vector<Ahead> take_reloads(Ledger& ledger, TapeId tape, uint64_t ahead_bytes, uint64_t window_bytes);
 
-  // Those of `ahead` (records reloaded ahead) that a consumer at `position` of their tape has passed by more than the
-  // window.
-  static std::vector<RecordId> passed_by(Ledger& ledger, TapeId tape, uint32_t position,
+  // Those of `ahead` (records reloaded ahead) that a consumer at `save` of their tape has passed by more than the window.
+  static std::vector<RecordId> passed_by(Ledger& ledger, TapeId tape, uint64_t save,
                                          const std::vector<RecordId>& ahead, uint64_t window_bytes);
 
  private:

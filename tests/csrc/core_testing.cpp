@@ -50,7 +50,7 @@ void bind_core_testing(py::module_& module) {
                  self.find(tape_id(tape), identity(storage, counter, version, storage_bytes), {begin, end}, itemsize);
              return found ? std::optional(key(*found)) : std::nullopt;
            })
-      .def("add_handle", [](Ledger& self, Key id) { self.add_handle(record_id(id)); })
+      .def("add_handle", [](Ledger& self, Key id) { return self.add_handle(record_id(id)); })
       .def("drop_handle",
            [](Ledger& self, Key id, uint32_t seen) {
              const auto dropped = self.drop_handle(record_id(id), seen);
@@ -63,7 +63,9 @@ void bind_core_testing(py::module_& module) {
       .def("begin_offload", [](Ledger& self, Key id) { self.begin_offload(record_id(id)); })
       .def("finish_offload", [](Ledger& self, Key id) { self.finish_offload(record_id(id)); })
       .def("use_source", [](Ledger& self, Key id) { self.use_source(record_id(id)); })
-      .def("begin_reload", [](Ledger& self, Key id, bool ahead) { self.begin_reload(record_id(id), ahead); })
+      .def("begin_reload", [](Ledger& self, Key id) { self.begin_reload(record_id(id)); })
+      .def("begin_reload_ahead",
+           [](Ledger& self, Key id, uint64_t expected_at) { self.begin_reload_ahead(record_id(id), expected_at); })
       .def("finish_reload", [](Ledger& self, Key id) { self.finish_reload(record_id(id)); })
       .def("give_up", [](Ledger& self, Key id) { self.give_up(record_id(id)); })
       .def("pass_by", [](Ledger& self, Key id) { self.pass_by(record_id(id)); })
@@ -75,17 +77,17 @@ void bind_core_testing(py::module_& module) {
       .def("check_invariants", &Ledger::check_invariants)
       .def("take_reloads",
            [](Ledger& self, Key tape, uint64_t ahead_bytes, uint64_t window_bytes) {
-             std::vector<Key> keys;
-             for (const RecordId id : Schedule::take_reloads(self, tape_id(tape), ahead_bytes, window_bytes))
-               keys.push_back(key(id));
-             return keys;
+             std::vector<std::pair<Key, uint64_t>> taken;
+             for (const auto& [id, save] : Schedule::take_reloads(self, tape_id(tape), ahead_bytes, window_bytes))
+               taken.emplace_back(key(id), save);
+             return taken;
            })
       .def("passed_by",
-           [](Ledger& self, Key tape, uint32_t position, const std::vector<Key>& ahead, uint64_t window_bytes) {
+           [](Ledger& self, Key tape, uint64_t save, const std::vector<Key>& ahead, uint64_t window_bytes) {
              std::vector<RecordId> ids;
              for (const Key& one : ahead) ids.push_back(record_id(one));
              std::vector<Key> keys;
-             for (const RecordId id : Schedule::passed_by(self, tape_id(tape), position, ids, window_bytes))
+             for (const RecordId id : Schedule::passed_by(self, tape_id(tape), save, ids, window_bytes))
                keys.push_back(key(id));
              return keys;
            });
