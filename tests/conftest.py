@@ -30,8 +30,16 @@ from devices import DEVICE_NAMES, REQUIRE_CUDA, Device, make_device, require_cud
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped without one")
+    config.addinivalue_line("markers", "two_gpus: needs two of them; left out, and not skipped, with one")
     config.addinivalue_line("markers", "devices(*names): run on these devices only")
     config.addinivalue_line("markers", "slow: takes more than about two seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.device_count() == 1:
+        left_out = [item for item in items if item.get_closest_marker("two_gpus")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -334,7 +334,7 @@ def test_out_of_device_memory_in_backward_is_an_error_and_later_steps_are_right(
     assert settled(live) == live
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.two_gpus
 def test_a_model_on_two_devices(device_under_test: Device):
     def program(run: Run):
         x, weights = run.leaf(ROWS, ROWS), [run.tensor(ROWS, ROWS).to(f"cuda:{i}").requires_grad_() for i in (0, 1)]

@@ -21,7 +21,10 @@ def test_the_context_is_left_after_backward(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test)
 
 
+@pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded")
 def test_the_context_is_left_inside_backward(device_under_test: Device):
+    """On CUDA such a hook runs on autograd's own thread, and a context is left on the thread that entered it."""
+
     def program(run: Run):
         model, x, context = mlp(run), run.leaf(16, 32), run.offload()
         context.__enter__()

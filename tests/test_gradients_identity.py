@@ -40,7 +40,7 @@ def test_an_alias_with_a_version_counter_of_its_own_is_another_record(device_und
     """`.data` begins a new counter: equal versions of two counters say nothing of each other."""
 
     def program(run: Run):
-        x, state = run.leaf(4), run.tensor(32, 32)
+        x, state = run.leaf(4), run.tensor(32, 32).clone()  # of version 0
         with run.offload(offload_window_bytes=0):
             y = pass_time(Save.apply(x, ignore, state))
             state.data.mul_(2)  # no version that autograd could see

@@ -134,11 +134,12 @@ def test_records_that_the_consumer_passed_by_give_their_memory_up(device_under_t
     stats = assert_same_gradients(program, device=device_under_test, moved_bytes=24 * 4096)
     assert stats.passed_by >= 2
 
+
 @pytest.mark.parametrize("reload_window_bytes", [0, 4096, 20_000, None])
 def test_a_record_that_every_layer_shares_is_reloaded_once_and_sends_none_back(
     device_under_test: Device, reload_window_bytes: int | None
 ):
-    """Rotary tables are saved first and asked for all the way: the consumer's place is told by the save, not the record."""
+    """Rotary tables are saved first and asked for by all: the consumer is where its save is, not where its record is."""
     layer_count = 12
 
     def program(run: Run):

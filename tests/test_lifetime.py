@@ -86,7 +86,8 @@ def test_an_exception_in_forward(device_under_test: Device):
         y.sum().backward()
         return x.grad
 
-    assert_same_gradients(program, device=device_under_test)
+    # On CUDA backward runs on a thread of its own, so what the last operator before it packed is still pending.
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.8)
 
 
 def test_an_exception_in_backward(device_under_test: Device):
@@ -115,7 +116,7 @@ def test_an_exception_in_backward_inside_the_context_and_backward_again(device_u
             y.sum().backward()
         return x.grad
 
-    assert_same_gradients(program, device=device_under_test)
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.6)
 
 
 def test_an_exception_in_a_hook_of_a_tensor(device_under_test: Device):

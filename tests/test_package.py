@@ -84,13 +84,24 @@ def test_a_torch_of_the_same_minor_release_and_variant_is_accepted(built, torch_
 def test_another_torch_is_refused_with_both_and_the_command(built, torch_version, cuda_version, words):
     with pytest.raises(ImportError) as error:
         _core.check_torch(BuildInfo("0.1.0", *built), torch_version, cuda_version)
-    for word in [*words, "Rebuild", "make build" if _core._rebuild_command() == "make build" else "pip install"]:
+    for word in [*words, "Rebuild", _core._rebuild_command()]:
         assert word in str(error.value)
 
 
-def test_an_installed_package_names_pip_as_the_way_to_rebuild(monkeypatch, tmp_path):
-    monkeypatch.setattr(_core, "_PACKAGE_DIR", tmp_path / "site-packages" / "torchoffload")
-    assert "pip install --force-reinstall --no-deps" in _core._rebuild_command()
+@pytest.mark.parametrize(
+    ("package", "prefix", "command"),
+    [
+        ("checkout/src/torchoffload", "checkout/.venv", "make build"),
+        ("checkout/src/torchoffload", "elsewhere", f"make site PYTHON={sys.executable} "),
+        ("elsewhere/site-packages/torchoffload", "elsewhere", "pip install --force-reinstall --no-deps"),
+    ],
+)
+def test_the_command_fits_the_way_of_installation(monkeypatch, tmp_path, package, prefix, command):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "CMakeLists.txt").touch()
+    monkeypatch.setattr(_core, "_PACKAGE_DIR", tmp_path / package)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / prefix))
+    assert command in _core._rebuild_command()
 
 
 def test_without_a_compiled_core_the_command_is_named(tmp_path):

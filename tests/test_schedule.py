@@ -116,6 +116,22 @@ def test_a_record_is_passed_by_when_the_consumer_is_more_than_a_window_before_it
     ledger.check_invariants()
 
 
+def test_what_an_open_tape_has_let_go_does_not_count_as_passed():
+    ledger = testing.Ledger()
+    tape = ledger.open_tape()
+    for storage in range(200):  # a loop without backward, with a record that stays at either end
+        key = ledger.add_record(tape, storage, 1000 + storage, 0, 100, 0, 100)
+        ledger.add_handle(key)
+        if storage == 0:
+            first = key
+        elif storage < 199:
+            ledger.drop_handle(key, 0)
+    ledger.check_invariants()
+    assert ledger.passed_by(tape, 0, [first, key], 100 * 198) == []
+    assert ledger.passed_by(tape, 0, [first, key], 100 * 64) == []
+    assert ledger.passed_by(tape, 0, [first, key], 99) == [key]
+
+
 @given(begin=st.integers(0, 1000), nbytes=st.integers(0, 1000), rest=st.integers(0, 1000))
 def test_a_save_of_half_a_storage_or_more_moves_all_of_it(begin, nbytes, rest):
     storage_bytes = begin + nbytes + rest
@@ -123,7 +139,9 @@ def test_a_save_of_half_a_storage_or_more_moves_all_of_it(begin, nbytes, rest):
     assert moved == ((0, storage_bytes) if 2 * nbytes >= storage_bytes else (begin, begin + nbytes))
 
 
-@given(seen=st.lists(st.integers(1, 1 << 34), max_size=8), bytes_=st.none() | WINDOWS, count=st.none() | st.integers(1, 9))
+@given(
+    seen=st.lists(st.integers(1, 1 << 34), max_size=8), bytes_=st.none() | WINDOWS, count=st.none() | st.integers(1, 9)
+)
 def test_windows_are_what_was_set_or_a_few_of_the_largest_record(seen, bytes_, count):
     schedule = testing.Schedule()
     for nbytes in seen:

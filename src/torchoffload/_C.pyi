@@ -40,13 +40,17 @@ class Context:
 def unpack(handle: object, /) -> torch.Tensor: ...
 def noop_pack(tensor: torch.Tensor, /) -> object:
     """A handle that keeps the tensor, detached; ``unpack`` gives it back."""
+
 def never_offload(tensor: torch.Tensor, /) -> None: ...
 def stats() -> dict[str, Any]:
     """Totals since reset_stats() and a list of rows under "tapes"; keys are the fields of ``OffloadStats``."""
+
 def reset_stats() -> None: ...
 def trim() -> int:
     """Give idle pinned memory and spill-file ranges back. Returns bytes."""
+
 def host_memory() -> dict[str, int | None]:
     """Bytes: total, available, limit, limit_used, limit_inactive_file, default_budget."""
+
 def accelerator_available() -> bool:
     """A device with an engine for tier="host" (CUDA, or a simulated device in the test build)."""

@@ -17,8 +17,7 @@ import torch
 __all__ = ["BuildInfo", "build_info", "core"]
 
 _PACKAGE_DIR = Path(__file__).parent
-_REBUILD_IN_CHECKOUT = "make build"
-_REBUILD_INSTALLED = "python -m pip install --force-reinstall --no-deps --no-cache-dir <the source of torchoffload>"
+_PIP_COMMAND = "python -m pip install --force-reinstall --no-deps --no-cache-dir <the source of torchoffload>"
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,12 @@ class BuildInfo:
 
 
 def _rebuild_command() -> str:
-    in_checkout = (_PACKAGE_DIR.parent.parent / "CMakeLists.txt").is_file()
-    return _REBUILD_IN_CHECKOUT if in_checkout else _REBUILD_INSTALLED
+    checkout = _PACKAGE_DIR.parent.parent
+    if not (checkout / "CMakeLists.txt").is_file():
+        return _PIP_COMMAND
+    if Path(sys.prefix) == checkout / ".venv":
+        return "make build"
+    return f"make site PYTHON={sys.executable} OUT=build/site (then run with PYTHONPATH=build/site)"
 
 
 def _variant(cuda_version: str | None) -> str:

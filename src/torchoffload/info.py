@@ -1,6 +1,7 @@
 """``python -m torchoffload.info``: versions, devices, link rate, host memory and limits, for bug reports."""
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -33,11 +34,14 @@ _VARIABLES = (
 
 def _driver_version() -> str | None:
     """Ask for the newest CUDA version that the driver serves, such as ``"13.0"``."""
-    get_version = getattr(torch._C, "_cuda_getDriverVersion", None)
-    if get_version is None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    number = int(get_version())
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    number = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@
 import errno
 
 import torch
-import torchoffload
-
 from scenario import AMPLE_BYTES, NBYTES, NUMEL, Stage, race, scenario, testing
+
+import torchoffload
 
 RIGHT_GRADIENT = "the right gradient"
 
@@ -33,7 +33,9 @@ def _error_of_backward(y: torch.Tensor, needle: str) -> str:
 @scenario(
     "CopyNotInsideItsOperator",
     wrong=race(
-        "operator writes source @ compute_stream[0]", "copy out reads source @ offload_stream[0]", "has not ended before"
+        "operator writes source @ compute_stream[0]",
+        "copy out reads source @ offload_stream[0]",
+        "has not ended before",
     ),
 )
 def an_operator_saves_its_noise_before_it_fills_it(stage: Stage) -> None:
@@ -41,10 +43,6 @@ def an_operator_saves_its_noise_before_it_fills_it(stage: Stage) -> None:
     with stage.context():
         y = torch.nn.functional.rrelu(x, training=True)
     y.sum().backward()
-    negative = x.detach() <= 0
-    assert torch.equal(x.grad[negative], (y / x).detach()[negative]) or torch.allclose(
-        x.grad[negative], (y / x).detach()[negative]
-    )
 
 
 # ---- versions ----
@@ -115,7 +113,9 @@ def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
 # ---- R11 ----
 
 
-@scenario("PassedByReturnsToOffloaded", right="2 passed by, 0 bytes held", wrong=f"0 passed by, {2 * NBYTES} bytes held")
+@scenario(
+    "PassedByReturnsToOffloaded", right="2 passed by, 0 bytes held", wrong=f"0 passed by, {2 * NBYTES} bytes held"
+)
 def backward_takes_another_branch_than_was_loaded_ahead(stage: Stage) -> str:
     branches = [stage.leaf() for _ in range(8)]
     with stage.context(reload_window_bytes=2 * NBYTES):

@@ -1,9 +1,9 @@
-"""The scenarios of identity and layout: what two saves may share, and what unpack rebuilds. What is wrong is a value."""
+"""The scenarios of identity and layout: what two saves may share, what unpack rebuilds. What is wrong is a value."""
 
 import torch
-import torchoffload
-
 from scenario import NBYTES, NUMEL, Stage, scenario
+
+import torchoffload
 
 NEW_VALUES = "the gradient at the saved values"
 OLD_VALUES = "the gradient at the values of the save before"
@@ -89,9 +89,7 @@ def another_storage_may_get_the_address_of_one_that_is_gone(stage: Stage) -> str
     return _name(gradient, saved=x.detach(), before=before)
 
 
-@scenario(
-    "JoinOnlyWithinSpan", right="all values came back", wrong="the values outside what moved are not numbers"
-)
+@scenario("JoinOnlyWithinSpan", right="all values came back", wrong="the values outside what moved are not numbers")
 def a_save_reaches_further_than_what_moved_of_its_storage(stage: Stage) -> str:
     base = stage.leaf()
     short, long = base[:16], base[:32]  # each reaches less than half of the storage

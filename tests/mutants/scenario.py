@@ -1,9 +1,9 @@
 """scenario.py: what a scenario of a mutant is, the stage it plays on, and how its outcome is taken.
 
-The outcome of a program is a text: the first race that the simulated device found, or else what the program returned, or
-else the exception it ended with. A scenario says the text that it gives with every wait and check in place, and the one
-that it gives with its own left out. Both are compared whole, so that a mutant is caught by the failure that was named
-and by no other.
+The outcome of a program is a text: the first race that the simulated device found, or else what the program returned,
+or else the exception it ended with. A scenario says the text that it gives with every wait and check in place, and the
+one that it gives with its own left out. Both are compared whole, so that a mutant is caught by the failure that was
+named and by no other.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torchoffload
 
-from simulated import Simulation, SimulatedStream, mutant, simulated_device
+import torchoffload
+from simulated import SimulatedStream, Simulation, mutant, simulated_device
 from torchoffload import _C_testing
 
 testing = _C_testing.testing
@@ -55,7 +55,7 @@ class Stage:
         return self.simulation.current_stream()
 
     def context(self, **options: Any) -> torchoffload.OffloadActivations:
-        """What `leaf` makes moves, each source goes at once, and nothing is loaded ahead, unless `options` say otherwise."""
+        """Moves what `leaf` makes, drops sources at once and loads nothing ahead, unless `options` say otherwise."""
         chosen: dict[str, Any] = {"min_offload_size": NBYTES, "offload_window_bytes": 0, "reload_window_bytes": 0}
         if self._simulation is None:
             chosen |= {"tier": "disk", "disk_dir": str(self.directory)}

@@ -1,7 +1,6 @@
-"""The scenarios of waits, guards and notes: R2 to R9. Each plays on the simulated device, and what is missing is a race."""
+"""The scenarios of waits, guards and notes, R2 to R9: on the simulated device, where one that is missing is a race."""
 
 import torch
-
 from scenario import AMPLE_BYTES, Stage, race, scenario
 
 # ---- offload ----
