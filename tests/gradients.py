@@ -148,6 +148,9 @@ class Live:
 
 def settled(expected: Live, timeout_s: float = 5.0) -> Live:
     """What is alive once the collector ran and I/O under way has ended; waits only while it is not `expected`."""
+    # A backward that failed leaves its tasks, and with them its graph, in the engine's queue until the next one.
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        torch.ones((), device=device, requires_grad=True).clone().backward()
     deadline = time.monotonic() + timeout_s
     while True:
         gc.collect()

@@ -18,7 +18,7 @@ from gradients import Live, Run, differing, execute, settled
 
 SIDE = 16  # every tensor is SIDE x SIDE, so that any two fit
 ACTION_COUNT = 45
-PROGRAM_COUNT = int(os.environ.get("TORCHOFFLOAD_RANDOM_PROGRAMS", "60"))  # by device
+PROGRAM_COUNT = int(os.environ.get("TORCHOFFLOAD_RANDOM_PROGRAMS", "200"))  # by device
 
 UNARY = [
     torch.sin,
@@ -65,6 +65,18 @@ IN_PLACE = [
 ]
 
 
+class Kept(list[torch.Tensor]):
+    """What backwards kept for ever, checked as it comes: stock keeps the program's own tensor, which may change."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def append(self, tensor: torch.Tensor) -> None:
+        self.run.check(kept=tensor)
+        super().append(tensor)
+
+
 class RandomProgram:
     """One program; called with a run, it does the same in each."""
 
@@ -76,7 +88,7 @@ class RandomProgram:
         self.random = random.Random(self.seed)
         self.leaves = [run.leaf(SIDE, SIDE), run.leaf(SIDE, SIDE), run.parameter(SIDE, SIDE)]
         self.tensors = list(self.leaves)
-        self.kept: list[torch.Tensor] = []
+        self.kept = Kept(run)
         self.context = run.offload()
         self.entered: list[contextlib.AbstractContextManager] = []
         for _ in range(ACTION_COUNT):
@@ -86,7 +98,7 @@ class RandomProgram:
             self.leave()
         with run.raising("last", origin=False):
             sum(tensor.sum() for tensor in self.tensors[3:]).backward()
-        run.check(leaves=[(leaf, leaf.grad) for leaf in self.leaves], kept=self.kept)
+        run.check(leaves=[(leaf, leaf.grad) for leaf in self.leaves])
         self.tensors, self.leaves = [], []
         self.kept.clear()  # its tensors lead to nodes that hold the list: a cycle that no collector sees
 

@@ -139,7 +139,7 @@ def test_records_that_the_consumer_passed_by_give_their_memory_up(device_under_t
 def test_a_record_that_every_layer_shares_is_reloaded_once_and_sends_none_back(
     device_under_test: Device, reload_window_bytes: int | None
 ):
-    """Rotary tables are saved first and asked for by all: the consumer is where its save is, not where its record is."""
+    """Rotary tables are saved first and asked for by all: the place of a consumer is its save, not the record."""
     layer_count = 12
 
     def program(run: Run):

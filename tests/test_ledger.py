@@ -19,7 +19,7 @@ Key = tuple[int, int]  # index, generation
 
 STORAGE_BYTES = 64
 GRANULE = 4
-BULK = 70  # more than the ledger leaves dead in an open tape
+BULK = 70  # more dead saves than an open tape remembers
 REASONS = ("host_full", "resized", "write_failed")
 SPANS = st.tuples(st.integers(0, 15), st.integers(1, 16)).map(
     lambda pair: (GRANULE * pair[0], GRANULE * min(16, pair[0] + pair[1]))
@@ -49,6 +49,7 @@ class Tape:
     key: Key
     is_open: bool = True
     records: list[Record] = dataclasses.field(default_factory=list)  # alive
+    save_count: int = 0
 
 
 # What a transition needs of a record, and what it makes of it.
@@ -89,6 +90,11 @@ def begin_reload(record: Record) -> None:
     record.epoch += 1
 
 
+@transition(in_state("Offloaded"))
+def begin_reload_ahead(record: Record) -> None:
+    begin_reload(record)
+
+
 @transition(in_state("Reloading"))
 def finish_reload(record: Record) -> None:
     record.state = "Reloaded"
@@ -109,7 +115,10 @@ def keep(record: Record) -> None:
     record.state, record.has_slot, record.is_kept = "Resident", False, True
 
 
-ARGUMENTS = {"begin_reload": lambda pick: (pick % 2 == 0,), "keep": lambda pick: (REASONS[pick % len(REASONS)],)}
+ARGUMENTS = {
+    "begin_reload_ahead": lambda pick: (pick,),  # the save that will ask for it
+    "keep": lambda pick: (REASONS[pick % len(REASONS)],),
+}
 
 
 class Model(RuleBasedStateMachine):
@@ -171,7 +180,8 @@ class Model(RuleBasedStateMachine):
         return record
 
     def add_handle(self, record: Record) -> int:
-        self.ledger.add_handle(record.key)
+        assert self.ledger.add_handle(record.key) == record.tape.save_count
+        record.tape.save_count += 1
         handle = next(self.handle_numbers)
         record.handles[handle] = 0
         return handle
@@ -304,6 +314,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "finish_offload": {"Offloading": "Offloaded"},
     "use_source": {"Resident": "Reloaded", "Offloading": "Reloaded"},
     "begin_reload": {"Offloaded": "Reloading"},
+    "begin_reload_ahead": {"Offloaded": "Reloading"},
     "finish_reload": {"Reloading": "Reloaded"},
     "give_up": {"Reloaded": "Offloaded"},
     "pass_by": {"Reloading": "Offloaded"},

@@ -1,5 +1,5 @@
-// The order of things: every wait between streams, and everything that enqueues or drops. Bookkeeping without order is in
-// engine_records.cpp.
+// The order of things: every wait between streams, and everything that enqueues or drops. Bookkeeping without order is
+// in engine_records.cpp.
 #include "autograd/engine.h"
 
 #include <ATen/SequenceNumber.h>
@@ -26,9 +26,8 @@ void Engine::order(StreamId waiter, Point point) {
     return;
   }
   if (waiter == point.stream) return;
-  const auto known = std::find_if(waited_.begin(), waited_.end(), [&](const Waited& w) {
-    return w.waiter == waiter && w.producer == point.stream;
-  });
+  const auto known = std::find_if(waited_.begin(), waited_.end(),
+                                  [&](const Waited& w) { return w.waiter == waiter && w.producer == point.stream; });
   if (known != waited_.end() && known->serial >= point.serial) return;
   backend_.wait(waiter, point);
   if (known != waited_.end()) {
@@ -69,6 +68,13 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
   if (!slot) return;
+  const StreamId stream = offload_stream(id);
+  // offload_stream waits for the slot's former user: its bytes are still being read, or written, until then (R5). With
+  // copies on the host's own stream that blocks, so what is below is read after it.
+  for (const Point& guard : guards) {
+    if (!mutated(Mutant::OffloadWaitsForGuards)) order(stream, guard);
+  }
+  if (!is_pending(id)) return store_.release(*slot, guards);
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) {  // R10
     store_.release(*slot, guards);
     keep(id, KeptReason::Resized);
@@ -78,11 +84,6 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   const Record& record = ledger_.record(id);
   held.slot = *slot;
   Statistics::global().slot_acquired(slot->nbytes());
-  const StreamId stream = offload_stream(id);
-  // offload_stream waits for the slot's former user: its bytes are still being read, or written, until then (R5).
-  for (const Point& guard : guards) {
-    if (!mutated(Mutant::OffloadWaitsForGuards)) order(stream, guard);
-  }
   // offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it (R2).
   if (std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream && !mutated(Mutant::OffloadWaitsForCompute))
     order(stream, backend_.record(held.bytes.stream));
@@ -178,6 +179,8 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
   const StreamId stream = reload_stream(id, consumer);
   // reload_stream waits for the offload's end: the slot's bytes are complete only then (R6).
   if (!mutated(Mutant::ReloadWaitsForOffload)) order(stream, held.offload_end);
+  // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
+  if (stream != held.reload_end.stream) order(stream, held.reload_end);
   backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
   held.reload_end = backend_.record(stream);
   const c10::Device device = target.device();
@@ -233,7 +236,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
       case RecordState::Offloaded: {
         if (const auto alive = lock_given_up(id)) {
           // The consumer waits for the reload's end, like the first one did (R7).
-          if (!mutated(Mutant::ConsumerWaitsForReload)) order(consumer, alive->busy_until);
+          if (!mutated(Mutant::ConsumerWaitsForGivenUp)) order(consumer, alive->busy_until);
           return hand_out(id, layout, *alive, consumer);
         }
         const Schedule::Ahead only[] = {{id, handle.save}};
@@ -259,7 +262,8 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
         const DeviceBytes bytes = holdings(id).bytes;
         // A consumer on another stream than the first waits as the first did (R7). The source, where it served, was
         // never written by us.
-        if (bytes.busy_until == holdings(id).reload_end && !mutated(Mutant::ConsumerWaitsForReload))
+        if (bytes.busy_until == holdings(id).reload_end && !mutated(Mutant::ConsumerWaitsForReload) &&
+            !mutated(Mutant::LaterConsumerWaitsForReload))
           order(consumer, bytes.busy_until);
         handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
         at::Tensor tensor = hand_out(id, layout, bytes, consumer);
@@ -286,8 +290,8 @@ at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const Devic
 // R9: memory that a copy touches is dropped after its stream was told to wait for that copy's end. Never blocks.
 void Engine::retire(DeviceBytes bytes, Mutant mutant) {
   if (!bytes.storage) return;
-  if (backend_.completes_in_background() && !bytes.busy_until.is_beginning() &&
-      backend_.status(bytes.busy_until) == PointStatus::Pending) {
+  if (backend_.completes_in_background() && !mutated(Mutant::IoMemoryHeldUntilDone) &&
+      !bytes.busy_until.is_beginning() && backend_.status(bytes.busy_until) == PointStatus::Pending) {
     retired_.push_back(std::move(bytes));
     return;
   }
@@ -327,7 +331,8 @@ void Engine::release(const RecordHandle& handle) {
   Holdings held = std::exchange(holdings(id), {});
   const bool is_reload = before.state == RecordState::Reloading || held.bytes.busy_until == held.reload_end;
   retire(std::move(held.bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
-  if (before.has_slot) release_slot(held);
+  // What it holds, not what its state says: an exception may have come between.
+  if (held.slot.nbytes() > 0) release_slot(held);
   uncharge(held, dropped.tape);
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
 }

@@ -2,9 +2,9 @@
 // Ownership:     what each record holds, by the record's index: its source or reload buffer, its slot, its points.
 //                Backends and stores are borrowed and live for the process; so does the engine.
 // Thread safety: needs the GIL. What blocks runs in a BlockingSection, after which the ledger is read again.
-// Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what, why).
-// Shutdown:      leaked on purpose; see Note [No CUDA after main].
-// Not handled:   CUDA graph capture; learning from one step for the next.
+// Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what,
+// why). Shutdown:      leaked on purpose; see Note [No CUDA after main]. Not handled:   CUDA graph capture; learning
+// from one step for the next.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +66,7 @@ class Engine {
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
   // Returns nullopt when there is none to join and what would move is below the minimum.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
-  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                   TapeId tape);
+  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape);
 
   // The saved tensor's bytes, ordered for the stream that is current. May block.
   at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward);
@@ -87,14 +86,15 @@ class Engine {
     DeviceBytes bytes;  // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> identity;  // while the tape is open
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up;  // the last bytes handed out, if still alive
-    DeviceBytes given_up_bytes;  // of `given_up`, without the storage
+    DeviceBytes given_up_bytes;                                         // of `given_up`, without the storage
     c10::VariableVersion version;
+    StreamId packed_on = kNoStream;  // at its first save
     uint64_t address_modulo = 0;
     Slot slot;
     Point offload_end;
     Point reload_end;
     uint64_t charged_bytes = 0;
-    bool is_resized = false;  // while its copy was in flight: the slot's bytes are nobody's
+    bool is_resized = false;    // while its copy was in flight: the slot's bytes are nobody's
     bool is_confirmed = false;  // I/O: the write is known to have succeeded
   };
   struct TapeInfo {
@@ -152,8 +152,8 @@ class Engine {
   SlotStore& store_;
   Ledger ledger_;
   Schedule schedule_;
-  std::vector<Holdings> holdings_;  // by record index
-  std::vector<TapeInfo> tapes_;     // by tape index
+  std::vector<Holdings> holdings_;           // by record index
+  std::vector<TapeInfo> tapes_;              // by tape index
   std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily
   size_t prune_offloads_at_ = 64;
   uint64_t offload_window_bytes_ = 0;

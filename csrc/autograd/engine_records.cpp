@@ -82,11 +82,13 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     } else {
       count_kept(row(tape), record.kept, span.nbytes());
     }
-    DeviceBytes& held = holdings(*id).bytes;
-    // Another stream uses the source now; its memory, once dropped, waits for that one too (R3).
+    // Another stream uses the storage now; its memory waits for that one too, whoever drops it last: without us the
+    // graph would hold it (R3).
     const StreamId stream = backend_.current_stream();
-    if (held.storage && stream != held.stream && !mutated(Mutant::NoteUseAtPack))
-      backend_.note_use(*held.storage.unsafeGetStorageImpl(), stream);
+    if (stream != holdings(*id).packed_on && !mutated(Mutant::NoteUseAtJoin))
+      backend_.note_use(*tensor.storage().unsafeGetStorageImpl(), stream);
+    const auto* first = static_cast<const std::byte*>(identity.data) + span.begin;
+    backend_.saw_pack(first, span.nbytes(), stream, at::sequence_number::peek());
   } else {
     const Span moved = Schedule::span_to_move(span, identity.nbytes);
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
@@ -107,7 +109,8 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   if (!mutated(Mutant::IdentityHoldsStorage)) held.identity.emplace(storage.getWeakStorageImpl());
   held.version = tensor.unsafeGetTensorImpl()->version_counter();
   held.address_modulo = (reinterpret_cast<uintptr_t>(identity.data) + moved.begin) % kAlignmentBytes;
-  held.bytes = {storage, 0, backend_.current_stream(), {}};
+  held.packed_on = backend_.current_stream();
+  held.bytes = {storage, 0, held.packed_on, {}};
   if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
   if (!fits) {
     ledger_.keep(id, KeptReason::HostFull);
@@ -256,7 +259,7 @@ void Engine::check_not_resized(RecordId id) {
 bool Engine::slot_is_complete(RecordId id) {
   Holdings& held = holdings(id);
   if (!ledger_.record(id).has_slot) return false;
-  if (!backend_.completes_in_background() || held.is_confirmed) return true;
+  if (!backend_.completes_in_background() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
   held.is_confirmed =
       backend_.status(held.offload_end) == PointStatus::Reached && backend_.failure(held.offload_end).empty();
   return held.is_confirmed;
@@ -264,7 +267,8 @@ bool Engine::slot_is_complete(RecordId id) {
 
 // R8: from here on the bytes are held weakly, until the next reload.
 void Engine::give_up_if_seen(RecordId id) {
-  if (ledger_.record(id).state != RecordState::Reloaded || !ledger_.all_seen(id) || !slot_is_complete(id)) return;
+  if (ledger_.record(id).state != RecordState::Reloaded || !slot_is_complete(id)) return;
+  if (!ledger_.all_seen(id) && !mutated(Mutant::BufferHeldUntilSeen)) return;
   Holdings& held = holdings(id);
   DeviceBytes bytes = std::exchange(held.bytes, {});
   held.given_up.emplace(bytes.storage.getWeakStorageImpl());
@@ -276,7 +280,7 @@ void Engine::give_up_if_seen(RecordId id) {
 
 std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
   Holdings& held = holdings(id);
-  if (!held.given_up) return std::nullopt;
+  if (!held.given_up || mutated(Mutant::GivenUpIsFoundAgain)) return std::nullopt;
   c10::intrusive_ptr<c10::StorageImpl> alive = held.given_up->lock();
   if (!alive) {
     held.given_up.reset();

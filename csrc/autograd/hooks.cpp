@@ -2,8 +2,8 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <new>
 #include <utility>
@@ -17,14 +17,12 @@ namespace {
 PyTypeObject* parameter_type = nullptr;  // torch.nn.Parameter; borrowed for the life of the process
 
 struct ContextObject {
-  PyObject_HEAD
-  Context* context;
+  PyObject_HEAD Context* context;
   PyObject* warn;
 };
 
 struct HandleObject {
-  PyObject_HEAD
-  SavedTensor* saved;
+  PyObject_HEAD SavedTensor* saved;
 };
 
 // ---- handle ----

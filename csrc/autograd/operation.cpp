@@ -10,7 +10,8 @@ namespace torchoffload {
 
 namespace {
 
-// Process-wide, guarded by the GIL. Leaked on purpose: handles may die while static destructors run.
+// Of one thread, since what an operation drops may run Python, and let another thread in. Leaked on purpose: handles
+// may die while static destructors run.
 struct State {
   int depth = 0;
   std::vector<c10::Storage> dropped;
@@ -18,7 +19,7 @@ struct State {
 };
 
 State& state() {
-  static State* const leaked = new State;
+  thread_local State* const leaked = new State;
   return *leaked;
 }
 

@@ -78,9 +78,8 @@ Engine* cuda_engine(int device_index, bool is_pinned) {
 
 #ifdef TORCHOFFLOAD_TESTING
 PinnedArena& simulated_arena() {
-  static PinnedArena* const arena =
-      &make_arena({simulated_register, simulated_unregister},
-                  [](Point point) { simulated_backend(0)->synchronize(point); });
+  static PinnedArena* const arena = &make_arena({simulated_register, simulated_unregister},
+                                                [](Point point) { simulated_backend(0)->synchronize(point); });
   return *arena;
 }
 

@@ -31,8 +31,8 @@ class WithoutHooks {
   const at::impl::SavedTensorDefaultHooksTLS hooks_;
 };
 
-// Of a view whose base was written to: autograd makes its grad_fn anew, whatever it was. Made here in the same way, since
-// the view itself may be gone.
+// Of a view whose base was written to: autograd makes its grad_fn anew, whatever it was. Made here in the same way,
+// since the view itself may be gone.
 auto regenerated_grad_fn() {
   const at::AutoGradMode with_grad(true);
   const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
@@ -58,8 +58,8 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
       tensor_(tensor.getIntrusivePtr()) {}
 
 // Autograd itself raises, so that its text is the running version's own: it is given a stand-in that was saved at the
-// version of then, and has the version of now. An output of the node that unpacks is named by that node, an input by the
-// node that its tensor comes from now, which an in-place operation may have changed since.
+// version of then, and has the version of now. An output of the node that unpacks is named by that node, an input by
+// the node that its tensor comes from now, which an in-place operation may have changed since.
 void VersionCheck::raise(const at::Tensor& described) const {
   const WithoutHooks without_hooks;
   const auto node = torch::autograd::get_current_node();
@@ -111,8 +111,9 @@ at::Tensor SavedTensor::unpack() {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (!mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
-      return engine_ == nullptr ? kept_.detach() : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0,
-                                                  version_check_.version());
+      return engine_ == nullptr
+                 ? kept_.detach()
+                 : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0, version_check_.version());
     });
   }
   if (engine_ == nullptr) return detached_alias(kept_);

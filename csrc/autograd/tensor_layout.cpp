@@ -31,8 +31,8 @@ TensorLayout::TensorLayout(const at::Tensor& tensor)
 bool TensorLayout::is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return has_plain_keys(impl.key_set()) && impl.has_storage() && !impl.has_symbolic_sizes_strides() &&
-         !tensor.is_inference() && !impl.is_wrapped_number() &&
-         impl.layout() == c10::kStrided && impl.storage().unsafeGetStorageImpl() != nullptr;
+         !tensor.is_inference() && !impl.is_wrapped_number() && impl.layout() == c10::kStrided &&
+         impl.storage().unsafeGetStorageImpl() != nullptr;
 }
 
 Span TensorLayout::span() const {

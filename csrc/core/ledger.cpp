@@ -19,29 +19,46 @@ constexpr uint64_t kForgetAtLeast = 64;  // fewer dead saves are not worth the m
 
 const char* to_string(RecordState state) {
   switch (state) {
-    case RecordState::Resident: return "Resident";
-    case RecordState::Offloading: return "Offloading";
-    case RecordState::Offloaded: return "Offloaded";
-    case RecordState::Reloading: return "Reloading";
-    case RecordState::Reloaded: return "Reloaded";
-    case RecordState::Released: return "Released";
+    case RecordState::Resident:
+      return "Resident";
+    case RecordState::Offloading:
+      return "Offloading";
+    case RecordState::Offloaded:
+      return "Offloaded";
+    case RecordState::Reloading:
+      return "Reloading";
+    case RecordState::Reloaded:
+      return "Reloaded";
+    case RecordState::Released:
+      return "Released";
   }
   return "?";
 }
 
 const char* to_string(KeptReason reason) {
   switch (reason) {
-    case KeptReason::None: return "none";
-    case KeptReason::Parameter: return "parameter";
-    case KeptReason::Small: return "small";
-    case KeptReason::Device: return "device";
-    case KeptReason::Layout: return "layout";
-    case KeptReason::Marked: return "marked";
-    case KeptReason::InBackward: return "in_backward";
-    case KeptReason::HostFull: return "host_full";
-    case KeptReason::Resized: return "resized";
-    case KeptReason::WriteFailed: return "write_failed";
-    case KeptReason::Pending: return "pending";
+    case KeptReason::None:
+      return "none";
+    case KeptReason::Parameter:
+      return "parameter";
+    case KeptReason::Small:
+      return "small";
+    case KeptReason::Device:
+      return "device";
+    case KeptReason::Layout:
+      return "layout";
+    case KeptReason::Marked:
+      return "marked";
+    case KeptReason::InBackward:
+      return "in_backward";
+    case KeptReason::HostFull:
+      return "host_full";
+    case KeptReason::Resized:
+      return "resized";
+    case KeptReason::WriteFailed:
+      return "write_failed";
+    case KeptReason::Pending:
+      return "pending";
   }
   return "?";
 }
@@ -111,12 +128,14 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
   for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
     const Record& record = records_[index];
     const Identity& known = record.identity;
-    const bool same = (mutated(Mutant::IdentityChecksVersionCounter) || known.version_counter == identity.version_counter) &&
-                      (mutated(Mutant::IdentityChecksVersion) || known.version == identity.version) &&
-                      (mutated(Mutant::IdentityChecksData) || (known.data == identity.data && known.nbytes == identity.nbytes));
+    const bool same =
+        (mutated(Mutant::IdentityChecksVersionCounter) || known.version_counter == identity.version_counter) &&
+        (mutated(Mutant::IdentityChecksVersion) || known.version == identity.version) &&
+        (mutated(Mutant::IdentityChecksData) || (known.data == identity.data && known.nbytes == identity.nbytes));
     if (!same) continue;
     const bool within = mutated(Mutant::JoinOnlyWithinSpan) || record.span.contains(span);
-    if (within && (span.begin - record.span.begin) % itemsize == 0) return RecordId{index, record.generation};
+    const bool aligned = mutated(Mutant::JoinOnlyAligned) || (span.begin - record.span.begin) % itemsize == 0;
+    if (within && aligned) return RecordId{index, record.generation};
   }
   return std::nullopt;
 }
@@ -220,8 +239,10 @@ Record& Ledger::expect(RecordId id, RecordState from, const char* what) {
 
 void Ledger::keep(RecordId id, KeptReason reason) {
   Record& kept = record(id);
-  if (kept.state == RecordState::Offloading) kept.has_slot = false;
-  else if (kept.state != RecordState::Resident) broken("only a record whose source is here can be kept");
+  if (kept.state == RecordState::Offloading)
+    kept.has_slot = false;
+  else if (kept.state != RecordState::Resident)
+    broken("only a record whose source is here can be kept");
   kept.state = RecordState::Resident;
   kept.kept = reason;
 }

@@ -49,21 +49,21 @@ struct Identity {
   const void* storage = nullptr;
   const void* version_counter = nullptr;
   uint32_t version = 0;
-  const void* data = nullptr;   // a veto, not a key
-  uint64_t nbytes = 0;          // likewise: of the storage
+  const void* data = nullptr;  // a veto, not a key
+  uint64_t nbytes = 0;         // likewise: of the storage
 };
 
 struct Record {
   RecordState state = RecordState::Released;
   KeptReason kept = KeptReason::None;
   bool has_slot = false;
-  bool prefetched = false;  // reloaded ahead, not yet asked for
+  bool prefetched = false;   // reloaded ahead, not yet asked for
   uint64_t expected_at = 0;  // then: the save that it was reloaded for
   TapeId tape;
   uint32_t generation = 0;
   uint32_t live_handles = 0;
-  uint32_t unseen = 0;     // live handles not given the bytes since the last reload
-  uint32_t epoch = 0;      // counts reloads; a handle that was given the bytes remembers it
+  uint32_t unseen = 0;  // live handles not given the bytes since the last reload
+  uint32_t epoch = 0;   // counts reloads; a handle that was given the bytes remembers it
   uint32_t next_same_storage = UINT32_MAX;
   Identity identity;
   Span span;  // the bytes of the storage that the record stands for
@@ -117,8 +117,8 @@ class Ledger {
   // Returns the number of the save in its tape.
   uint64_t add_handle(RecordId id);
   struct DroppedHandle {
-    bool released = false;     // the last one: drop all that the record holds
-    bool all_seen = false;     // the device bytes may be given up
+    bool released = false;  // the last one: drop all that the record holds
+    bool all_seen = false;  // the device bytes may be given up
     bool tape_gone = false;
     RecordState was = RecordState::Released;
     TapeId tape;

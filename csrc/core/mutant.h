@@ -15,33 +15,41 @@ enum class Mutant : uint8_t {
   ReloadWaitsForCompute,         // R6, the buffer's memory
   ReloadWaitsForOffload,         // R6, the slot's bytes
   ConsumerWaitsForReload,        // R7
+  LaterConsumerWaitsForReload,   // R7, on another stream than the first
+  ConsumerWaitsForGivenUp,       // R7, what an earlier consumer still holds
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
+  IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
+  TrimWaitsForGuards,            // R13 (storage/pinned_arena.cpp)
   // Guards and notes.
   SlotGuardedByOffload,  // R5, R9
   SlotGuardedByReload,   // R5
   NoteUseAtPack,         // R3
+  NoteUseAtJoin,         // R3, a later save on another stream
   NoteUseAtUnpack,       // R3
   // Checks.
-  CopyNotInsideItsOperator,     // R1
-  VersionCheckedAtUnpack,       // section 4, Versions
-  IdentityChecksVersion,        // section 4, Identity
+  CopyNotInsideItsOperator,  // R1
+  VersionCheckedAtUnpack,    // section 4, Versions
+  IdentityChecksVersion,     // section 4, Identity
   IdentityChecksVersionCounter,
   IdentityChecksData,
-  IdentityHoldsStorage,         // the weak reference: an address cannot be reused
-  JoinOnlyOpenTape,
+  IdentityHoldsStorage,  // the weak reference: an address cannot be reused
   JoinOnlyWithinSpan,
+  JoinOnlyAligned,
   StridesRestored,
   AlignmentRestored,
-  ResizeCheckedAtEnqueue,       // R10
-  ResizeCheckedInFlight,        // R10
-  PassedByReturnsToOffloaded,   // R11
-  FailedWriteKeepsRecord,       // section 7, disk
+  ResizeCheckedAtEnqueue,      // R10
+  ResizeCheckedInFlight,       // R10
+  BufferHeldUntilSeen,         // R8
+  GivenUpIsFoundAgain,         // R8
+  PassedByReturnsToOffloaded,  // R11
+  FailedWriteKeepsRecord,      // section 7, disk
+  UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
-  ParameterStaysByStorage,      // section 6, aliases
-  DeallocQueuedInsideOperation, // section 5, locks
-  PackedInGraphTaskStays,       // section 6
-  BudgetHonoured,               // section 7
+  ParameterStaysByStorage,       // section 6, aliases
+  DeallocQueuedInsideOperation,  // section 5, locks
+  PackedInGraphTaskStays,        // section 6
+  BudgetHonoured,                // section 7
   kCount,
 };
 

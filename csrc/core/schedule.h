@@ -42,9 +42,10 @@ class Schedule {
   };
   static std::vector<Ahead> take_reloads(Ledger& ledger, TapeId tape, uint64_t ahead_bytes, uint64_t window_bytes);
 
-  // Those of `ahead` (records reloaded ahead) that a consumer at `save` of their tape has passed by more than the window.
-  static std::vector<RecordId> passed_by(Ledger& ledger, TapeId tape, uint64_t save,
-                                         const std::vector<RecordId>& ahead, uint64_t window_bytes);
+  // Those of `ahead` (records reloaded ahead) that a consumer at `save` of their tape has passed by more than the
+  // window.
+  static std::vector<RecordId> passed_by(Ledger& ledger, TapeId tape, uint64_t save, const std::vector<RecordId>& ahead,
+                                         uint64_t window_bytes);
 
  private:
   uint64_t default_window_bytes() const;

@@ -58,7 +58,8 @@ class Backend {
   // Blocks the host until `point` is reached. Call it without the GIL.
   virtual void synchronize(Point point) = 0;
 
-  // Has `point` been reached? Only meaningful, and only called, where completes_in_background(); a step on a GPU never asks.
+  // Has `point` been reached? Only meaningful, and only called, where completes_in_background(); a step on a GPU never
+  // asks.
   virtual PointStatus status(Point point) = 0;
 
   // The reason why the copy that ended at `point` failed, or empty. Valid once the point was reached.
@@ -73,7 +74,8 @@ class Backend {
 
   // For the simulated device: the operator that was packing `nbytes` at `address` on `stream` may write it until
   // the calling thread's autograd sequence number is no longer `sequence_number`. A no-op elsewhere.
-  virtual void saw_pack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/, uint64_t /*sequence_number*/) {}
+  virtual void saw_pack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/,
+                        uint64_t /*sequence_number*/) {}
 
   // For the simulated device: the calling thread is inside no operator any more (a context's exit).
   virtual void saw_operators_end() {}

@@ -6,6 +6,7 @@
 
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "device/logging_backend.h"
 
@@ -49,6 +50,12 @@ SimAllocator& allocator() {
   return *instance;
 }
 
+// Guarded by the GIL. Never destroyed: what it calls may be a Python object.
+std::function<void()>& allocation_hook() {
+  static auto* const hook = new std::function<void()>;
+  return *hook;
+}
+
 struct LoggedBackend {
   explicit LoggedBackend(int device_index) : inner(device_index), logged(inner, device_index) {}
   SimBackend inner;
@@ -69,7 +76,10 @@ PointStatus SimBackend::status(Point) {
   throw std::logic_error("status() was asked of a device whose copies do not complete in the background");
 }
 
+void set_allocation_hook(std::function<void()> hook) { allocation_hook() = std::move(hook); }
+
 c10::DataPtr SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  if (const auto hook = allocation_hook()) hook();
   void* const block = world().allocate(nbytes + address_modulo, device_index_, MemoryOwner::Buffer);
   return {static_cast<std::byte*>(block) + address_modulo, block, &free_simulated, device()};
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "device/backend.h"
@@ -42,6 +43,9 @@ class SimBackend final : public Backend {
  private:
   const int device_index_;
 };
+
+// Runs before each allocation at the seam, as an allocator that is written in Python would; null for none.
+void set_allocation_hook(std::function<void()> hook);
 
 // Starts the world and puts SimAllocator in. `options.sequence_number` null: autograd's own.
 void start_simulation(SimOptions options);

@@ -41,7 +41,8 @@ void bind_core_testing(py::module_& module) {
       .def("add_record",
            [](Ledger& self, Key tape, uint64_t storage, uint64_t counter, uint32_t version, uint64_t storage_bytes,
               uint64_t begin, uint64_t end) {
-             return key(self.add_record(tape_id(tape), identity(storage, counter, version, storage_bytes), {begin, end}));
+             return key(
+                 self.add_record(tape_id(tape), identity(storage, counter, version, storage_bytes), {begin, end}));
            })
       .def("find",
            [](Ledger& self, Key tape, uint64_t storage, uint64_t counter, uint32_t version, uint64_t storage_bytes,

@@ -1,6 +1,7 @@
 // The simulated device, the log of seam calls and the mutants, as Python tests control them.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Storage.h>
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -163,6 +164,8 @@ void bind_simulated_testing(py::module_& m) {
   m.def("current_device", [] { return world().current_device(); });
   m.def("set_current_device", [](int device) { world().set_current_device(device); });
   m.def("make_stream_wait_stream", &make_stream_wait_stream);
+
+  m.def("set_allocation_hook", &set_allocation_hook, py::arg("hook").none(true));
 
   m.def("start_seam_log", [] { SeamLog::instance().start(); });
   m.def("stop_seam_log", [] { SeamLog::instance().stop(); });

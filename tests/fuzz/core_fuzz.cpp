@@ -38,6 +38,7 @@ void expect(bool holds, const char* what) {
 
 struct Handle {
   RecordId record;
+  uint64_t save = 0;
   uint32_t seen_epoch = 0;
 };
 
@@ -113,7 +114,9 @@ class World {
     open_tapes_.pop_back();
     const bool gone = ledger_.close_tape(tape).gone;
     expect(!ledger_.is_open(tape), "a tape is open after it was closed");
-    if (!gone) closed_tapes_.push_back(tape);
+    if (gone) return;
+    closed_tapes_.push_back(tape);
+    expect(ledger_.tape(tape).reload_cursor == ledger_.tape(tape).end_save(), "reloads do not begin at the tape's end");
   }
 
   Identity some_identity() {
@@ -150,8 +153,7 @@ class World {
       if (holdings_.size() <= id->index) holdings_.resize(id->index + 1);
       holdings_[id->index] = {*id, std::nullopt, {}};
     }
-    ledger_.add_handle(*id);
-    handles_.push_back({*id});
+    handles_.push_back({*id, ledger_.add_handle(*id)});
   }
 
   void loop_without_backward() {
@@ -222,7 +224,7 @@ class World {
       case 2:
         return attempt(id, has_source, [&] { ledger_.use_source(id); });
       case 3:
-        return reload(id, state == RecordState::Offloaded, below(2) == 0);
+        return reload(id, state == RecordState::Offloaded, std::nullopt);
       case 4:
         return attempt(id, state == RecordState::Reloading, [&] { ledger_.finish_reload(id); });
       case 5:
@@ -264,9 +266,11 @@ class World {
     attempt(id, is_allowed, [&] { ledger_.begin_offload(id); });
   }
 
-  void reload(RecordId id, bool is_allowed, bool prefetched) {
+  // `expected_at`: the save that it is reloaded for, ahead of the consumer; none if it was asked for.
+  void reload(RecordId id, bool is_allowed, std::optional<uint64_t> expected_at) {
     if (is_allowed) holdings_[id.index].guards.push_back({1 + static_cast<StreamId>(below(2)), ++serial_});
-    attempt(id, is_allowed, [&] { ledger_.begin_reload(id, prefetched); });
+    attempt(id, is_allowed,
+            [&] { expected_at ? ledger_.begin_reload_ahead(id, *expected_at) : ledger_.begin_reload(id); });
   }
 
   void keep(RecordId id, bool is_allowed) {
@@ -276,6 +280,8 @@ class World {
 
   // ---- schedule ----
 
+  uint64_t some_save(const Tape& tape) { return tape.first_save + below(tape.saves.size()); }
+
   void reload_ahead() {
     if (closed_tapes_.empty()) return;
     const TapeId tape = pick(closed_tapes_);
@@ -283,16 +289,17 @@ class World {
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
       Tape& consumed = ledger_.tape(tape);
-      Schedule::consumer_missed(consumed, static_cast<uint32_t>(below(consumed.records.size())));
+      Schedule::consumer_missed(consumed, some_save(consumed));
     }
     uint64_t taken_bytes = 0;
-    uint32_t last_position = UINT32_MAX;
-    for (const RecordId id : Schedule::take_reloads(ledger_, tape, ahead_bytes, window_bytes)) {
+    uint64_t last_save = UINT64_MAX;
+    for (const auto& [id, save] : Schedule::take_reloads(ledger_, tape, ahead_bytes, window_bytes)) {
       const Record& taken = ledger_.record(id);
-      expect(taken.tape == tape && taken.position < last_position, "reloads do not go from the end to the start");
-      last_position = taken.position;
+      expect(taken.tape == tape && save < last_save, "reloads do not go from the last save to the first");
+      expect(ledger_.tape(tape).save(save).record == id, "a reload for a save of another record");
+      last_save = save;
       taken_bytes += taken.nbytes();
-      reload(id, taken.state == RecordState::Offloaded, true);
+      reload(id, true, save);
     }
     expect(taken_bytes == 0 || ahead_bytes + taken_bytes <= window_bytes, "more is loaded ahead than the window holds");
   }
@@ -304,9 +311,9 @@ class World {
     for (const Holding& holding : holdings_) {
       if (ledger_.is_live(holding.id) && ledger_.record(holding.id).prefetched) ahead.push_back(holding.id);
     }
-    const auto position = static_cast<uint32_t>(below(ledger_.tape(tape).records.size()));
-    for (const RecordId id : Schedule::passed_by(ledger_, tape, position, ahead, below(kBlockBytes))) {
-      expect(ledger_.record(id).tape == tape && ledger_.record(id).position > position, "passed by, and yet to come");
+    const uint64_t save = some_save(ledger_.tape(tape));
+    for (const RecordId id : Schedule::passed_by(ledger_, tape, save, ahead, below(kBlockBytes))) {
+      expect(ledger_.record(id).tape == tape && ledger_.record(id).expected_at > save, "passed by, and yet to come");
       ledger_.pass_by(id);
     }
   }
@@ -337,6 +344,10 @@ class World {
     ledger_.check_invariants();
     ranges_.check_invariants();
     expect(ledger_.live_handles() == handles_.size(), "handles were lost or made up");
+    for (const Handle& handle : handles_) {
+      const Tape& tape = ledger_.tape(ledger_.record(handle.record).tape);
+      expect(tape.save(handle.save).record == handle.record, "a save is not where its number says");
+    }
     uint64_t used_bytes = 0;
     uint64_t live_records = 0;
     for (const Holding& holding : holdings_) {

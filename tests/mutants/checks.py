@@ -1,11 +1,15 @@
 """The scenarios of the other checks: order of one operator, versions, resized storages, budgets, failing disks."""
 
 import errno
+import gc
+import itertools
+import time
 
 import torch
 from scenario import AMPLE_BYTES, NBYTES, NUMEL, Stage, race, scenario, testing
 
 import torchoffload
+from simulated import simulated_device
 
 RIGHT_GRADIENT = "the right gradient"
 
@@ -162,3 +166,59 @@ def the_disk_refuses_a_read(stage: Stage) -> str:
         y = x.sin()
     testing.inject_io_fault("pread", errno=errno.EIO)
     return _error_of_backward(y, _UNREADABLE)
+
+
+@scenario("UnwrittenSourceStays", right=RIGHT_GRADIENT, wrong="a gradient at zeros", on_disk=True)
+def backward_uses_a_source_whose_write_fails_later(stage: Stage) -> str:
+    x = stage.leaf()
+    testing.inject_io_fault("pwrite", errno=errno.EIO, delay_us=100_000)
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        h = x + 0
+        y = h.sin()
+        del h
+    torch.autograd.grad(y.sum(), x, retain_graph=True)  # with the write in flight
+    time.sleep(0.3)
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return _gradient_name(gradient, x.detach())
+
+
+@scenario("IoMemoryHeldUntilDone", right="untouched", wrong="written to", on_disk=True)
+def a_graph_is_dropped_while_the_disk_reads_for_it(stage: Stage) -> str:
+    with simulated_device():  # for its allocator alone, which hands freed memory to the next one of its size
+        leaves = [stage.leaf() for _ in range(5)]
+        with stage.context(reload_window_bytes=AMPLE_BYTES):
+            outputs = [x.sin() for x in leaves]
+        testing.inject_io_fault("pread", delay_us=50_000)
+        torch.autograd.grad(outputs.pop().sum(), leaves[-1])  # two threads read, and go on with the others
+        del outputs[1:]
+        takers = [torch.full((NBYTES + 512,), 7, dtype=torch.uint8) for _ in leaves]
+        torch.autograd.grad(outputs[0].sum(), leaves[0])  # the last of the reads, so that none is under way
+        return "untouched" if all((taker == 7).all() for taker in takers) else "written to"
+
+
+# ---- locks ----
+
+
+@scenario(
+    "DeallocQueuedInsideOperation",
+    wrong="RuntimeError: torchoffload ledger: a record was used after its release",
+)
+def the_collector_runs_inside_an_allocation(stage: Stage) -> None:
+    """As it may in an allocator that is written in Python."""
+    leaves = [stage.leaf() for _ in range(3)]
+    with stage.context(reload_window_bytes=AMPLE_BYTES):
+        outputs = [x.sin() for x in leaves]
+    last = outputs.pop()
+    outputs.append(outputs)  # garbage for the collector alone
+    gc.collect()
+    del outputs
+    gc.disable()
+    allocations = itertools.count()
+    # At the second one: two records were chosen to be loaded ahead.
+    testing.set_allocation_hook(lambda: gc.collect() if next(allocations) == 1 else None)
+    try:
+        torch.autograd.grad(last.sum(), leaves[-1])  # loads the other two ahead
+    finally:
+        testing.set_allocation_hook(None)
+        gc.enable()

@@ -106,6 +106,43 @@ def a_save_reaches_further_than_what_moved_of_its_storage(stage: Stage) -> str:
     return "another gradient"
 
 
+@scenario("JoinOnlyAligned", right="as it was packed", wrong="4 bytes further on")
+def a_complex_view_does_not_lie_on_the_grid_of_what_moved(stage: Stage) -> str:
+    base = stage.leaf()
+    pairs = torch.view_as_complex(base.view(-1, 2))
+    with stage.context(min_offload_size=0):
+        earlier = base[1:17].sin()
+        y = pairs[1:5].sin()
+    saved = torch.view_as_real(y.grad_fn._saved_self).flatten()
+    del earlier
+    names = {2: "as it was packed", 3: "4 bytes further on"}
+    return next(
+        (name for first, name in names.items() if torch.equal(saved, base.detach()[first : first + 8])), "other values"
+    )
+
+
+# ---- reloads ----
+
+
+@scenario("BufferHeldUntilSeen", right="reloaded 1 times", wrong="reloaded 3 times")
+def three_operators_save_one_tensor(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        outputs = [x.sin(), x.cos(), x.sinh()]
+    for y in outputs:
+        torch.autograd.grad(y.sum(), x)
+    return f"reloaded {torchoffload.stats().records_reloaded} times"
+
+
+@scenario("GivenUpIsFoundAgain", right="one storage", wrong="two storages")
+def a_saved_tensor_is_looked_at_twice(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    first, second = y.grad_fn._saved_self, y.grad_fn._saved_self
+    return "one storage" if first.data_ptr() == second.data_ptr() else "two storages"
+
+
 # ---- layout ----
 
 

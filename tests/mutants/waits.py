@@ -3,6 +3,8 @@
 import torch
 from scenario import AMPLE_BYTES, Stage, race, scenario
 
+import torchoffload
+
 # ---- offload ----
 
 
@@ -121,6 +123,34 @@ def backward_reads_what_is_being_reloaded(stage: Stage) -> None:
     assert torch.equal(x.grad, x.detach().cos())
 
 
+_RACES_WITH_RELOAD = race("copy in writes buffer @ reload_stream[0]", "unpack reads buffer @ compute_stream[0]#2")
+
+
+@scenario("LaterConsumerWaitsForReload", wrong=_RACES_WITH_RELOAD)
+def one_reload_serves_two_streams(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+    x = stage.leaf()
+    with stage.context():
+        y, z = x.sin(), x.cos()
+    side.wait_stream(stage.main)
+    torch.autograd.grad(y.sum(), x)
+    with stage.simulation.stream(side):
+        torch.autograd.grad(z.sum(), x)
+
+
+@scenario("ConsumerWaitsForGivenUp", wrong=_RACES_WITH_RELOAD)
+def what_one_stream_still_holds_is_handed_to_another(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    side.wait_stream(stage.main)
+    saved = y.grad_fn._saved_self
+    with stage.simulation.stream(side):
+        again = y.grad_fn._saved_self
+    assert saved.data_ptr() == again.data_ptr()
+
+
 # ---- memory that a copy in flight touches ----
 
 
@@ -150,6 +180,18 @@ def a_graph_is_dropped_with_a_copy_in_in_flight(stage: Stage) -> None:
 
 
 @scenario(
+    "TrimWaitsForGuards",
+    wrong=race("copy out writes slot @ offload_stream[0]", "slot memory is released @ the host"),
+)
+def memory_is_given_back_with_a_dropped_copy_in_flight(stage: Stage) -> None:
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        y = x.sin()
+    del y
+    assert torchoffload.trim() > 0
+
+
+@scenario(
     "NoteUseAtPack",
     wrong=race("operator writes source @ compute_stream[0]#2", "source memory is freed @ compute_stream[0]"),
 )
@@ -165,6 +207,26 @@ def a_tensor_of_one_stream_is_saved_and_given_up_on_another(stage: Stage) -> Non
         y = y.sum()
     stage.main.wait_stream(side)
     y.backward()
+
+
+@scenario(
+    "NoteUseAtJoin",
+    wrong=race("operator writes source @ compute_stream[0]#2", "source memory is freed @ compute_stream[0]"),
+)
+def a_tensor_is_saved_again_on_another_stream(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+    x = stage.leaf()
+    h = x * 2
+    with stage.context():
+        y = h.sin()
+        side.wait_stream(stage.main)
+        with stage.simulation.stream(side):
+            z = h.cos()
+            stage.next_operator()
+            z = z.sum()
+        del h
+    stage.main.wait_stream(side)
+    (y.sum() + z).backward()
 
 
 @scenario(
