@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_collection_finish() -> None:
-    """What the imports made lives until the end: with it frozen, a full collection takes 1 ms and not 100."""
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections():
+    """What imports made lives until the end: with it frozen, a full collection takes 1 ms and not 100."""
     gc.collect()
     gc.freeze()
 

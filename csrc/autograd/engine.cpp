@@ -180,7 +180,7 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
   // reload_stream waits for the offload's end: the slot's bytes are complete only then (R6).
   if (!mutated(Mutant::ReloadWaitsForOffload)) order(stream, held.offload_end);
   // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
-  if (stream != held.reload_end.stream) order(stream, held.reload_end);
+  if (stream != held.reload_end.stream && !mutated(Mutant::ReloadWaitsForReload)) order(stream, held.reload_end);
   backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
   held.reload_end = backend_.record(stream);
   const c10::Device device = target.device();

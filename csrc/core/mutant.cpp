@@ -20,6 +20,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(OffloadWaitsForGuards)
     NAME(ReloadWaitsForCompute)
     NAME(ReloadWaitsForOffload)
+    NAME(ReloadWaitsForReload)
     NAME(ConsumerWaitsForReload)
     NAME(LaterConsumerWaitsForReload)
     NAME(ConsumerWaitsForGivenUp)

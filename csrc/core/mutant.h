@@ -14,6 +14,7 @@ enum class Mutant : uint8_t {
   OffloadWaitsForGuards,         // R5
   ReloadWaitsForCompute,         // R6, the buffer's memory
   ReloadWaitsForOffload,         // R6, the slot's bytes
+  ReloadWaitsForReload,          // R5, one guard for all that read the slot
   ConsumerWaitsForReload,        // R7
   LaterConsumerWaitsForReload,   // R7, on another stream than the first
   ConsumerWaitsForGivenUp,       // R7, what an earlier consumer still holds

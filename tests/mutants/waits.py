@@ -52,6 +52,27 @@ def a_stream_that_knows_nothing_of_a_reload_packs_into_its_slot(stage: Stage) ->
 
 
 @scenario(
+    "ReloadWaitsForReload",
+    wrong=race("copy in reads slot @ compute_stream[0]", "copy out writes slot @ compute_stream[0]#3"),
+)
+def a_slot_that_two_streams_read_is_guarded_by_the_later(stage: Stage) -> None:
+    second, third = stage.simulation.new_stream(), stage.simulation.new_stream()
+    x = stage.leaf()
+    with stage.context(use_streams=False):
+        y = x.sin()
+    second.wait_stream(stage.main)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)  # reads the slot on the first stream
+    with stage.simulation.stream(second):
+        torch.autograd.grad(y.sum(), x)  # reads it again, and knows nothing of that
+    with stage.simulation.stream(third):
+        third.wait_stream(second)
+        z = stage.leaf()
+        with stage.context(use_streams=False):
+            w = z.sin()
+    del w
+
+
+@scenario(
     "SlotGuardedByOffload",
     wrong=race("copy out writes slot @ offload_stream[0]", "copy out writes slot @ offload_stream[1]"),
 )
