@@ -150,20 +150,6 @@ def test_functional_transforms_raise_what_they_raise_under_any_hooks(device_unde
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096)
 
 
-def test_wrapper_subclasses_come_back_as_they_were(device_under_test: Device):
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    def program(run: Run):
-        x = TwoTensor(run.tensor(32, 32), run.tensor(32, 32)).requires_grad_()
-        with run.offload():
-            y = (x.sin() * x).exp()
-        run.check(kind=type(y.grad_fn._saved_result).__name__)
-        y.sum().backward()
-        return x.grad.a, x.grad.b
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="layout")
-
-
 def test_python_subclasses_come_back_as_they_were(device_under_test: Device):
     class Named(torch.Tensor):
         pass
@@ -178,18 +164,6 @@ def test_python_subclasses_come_back_as_they_were(device_under_test: Device):
 
     # The result that exp saves is a plain tensor: its subclass is put on when it is returned.
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096, kept_reason="layout")
-
-
-def test_jagged_nested_tensors(device_under_test: Device):
-    def program(run: Run):
-        parts = [run.leaf(length, 16) for length in (3, 7, 5)]
-        with run.offload():
-            x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-            y = (x.sin() * x).exp()
-        torch.cat(y.unbind()).sum().backward()
-        return [part.grad for part in parts]
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="layout")
 
 
 def test_inference_tensors_saved_as_constants(device_under_test: Device):

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "autograd/operation.h"
+#include "autograd/saved_wrapper.h"
 
 namespace torchoffload {
 
@@ -22,7 +23,7 @@ struct ContextObject {
 };
 
 struct HandleObject {
-  PyObject_HEAD SavedTensor* saved;
+  PyObject_HEAD Saved* saved;
 };
 
 // ---- handle ----
@@ -60,7 +61,11 @@ bool give_warnings(const ContextObject& object) {
 Context::TypeKind kind_of(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass)) return Context::TypeKind::Tensor;
-  return PyType_IsSubtype(type, parameter_type) != 0 ? Context::TypeKind::Parameter : Context::TypeKind::Subclass;
+  if (PyType_IsSubtype(type, parameter_type) != 0) return Context::TypeKind::Parameter;
+  // A Parameter made of a subclass keeps the subclass's type, and is marked.
+  THPObjectPtr mark(PyObject_GetAttrString(object, "_is_param"));
+  if (!mark) PyErr_Clear();
+  return mark && mark.get() == Py_True ? Context::TypeKind::Parameter : Context::TypeKind::Subclass;
 }
 
 bool is_view_of_parameter(const at::Tensor& tensor) {
@@ -75,6 +80,16 @@ bool is_view_of_parameter(const at::Tensor& tensor) {
   return is_parameter;
 }
 
+std::unique_ptr<Saved> pack(Context& context, PyObject* object) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const Context::TypeKind kind = kind_of(object);
+  const bool is_view = is_view_of_parameter(tensor);
+  if (kind == Context::TypeKind::Subclass && !is_view && SavedWrapper::is_wrapper(object)) {
+    return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(context, inner); });
+  }
+  return context.pack(tensor, kind, is_view);
+}
+
 bool check_tensor(PyObject* object, const char* function) {
   if (THPVariable_Check(object)) return true;
   PyErr_Format(PyExc_TypeError, "torchoffload: %s expects a torch.Tensor, not %.100s", function,
@@ -86,7 +101,6 @@ PyObject* context_pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!check_tensor(object, "pack")) return nullptr;
   const ContextObject& context = *reinterpret_cast<ContextObject*>(self);
-  const at::Tensor& tensor = THPVariable_Unpack(object);
   // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
   auto* const handle = PyObject_New(HandleObject, handle_type);
   if (handle == nullptr) return nullptr;
@@ -94,7 +108,7 @@ PyObject* context_pack(PyObject* self, PyObject* object) {
   THPObjectPtr owned(reinterpret_cast<PyObject*>(handle));
   {
     const Operation operation;
-    handle->saved = context.context->pack(tensor, kind_of(object), is_view_of_parameter(tensor)).release();
+    handle->saved = pack(*context.context, object).release();
   }
   if (!give_warnings(context)) return nullptr;
   return owned.release();
@@ -111,8 +125,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
   at::Tensor tensor;
   {
     const Operation operation;
-    Engine::flush_pending();
-    tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack();
+    tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
+    Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
   }
   return THPVariable_Wrap(std::move(tensor));
   END_HANDLE_TH_ERRORS

@@ -88,28 +88,23 @@ void VersionCheck::raise(const at::Tensor& described) const {
 }
 
 SavedTensor::SavedTensor(const at::Tensor& tensor, at::Tensor detached)
-    : version_check_(tensor), kept_(std::move(detached)) {
-  ++Statistics::global().live_handles;
-}
+    : version_check_(tensor), kept_(std::move(detached)) {}
 
 SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle)
-    : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {
-  ++Statistics::global().live_handles;
-}
+    : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {}
 
 SavedTensor::~SavedTensor() {
   if (Operation::is_shut_down()) {
     (void)kept_.unsafeReleaseIntrusivePtr().release();
     return;
   }
-  --Statistics::global().live_handles;
   if (engine_ == nullptr || engine_->is_inherited()) return;
   Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
 }
 
-at::Tensor SavedTensor::unpack() {
+at::Tensor SavedTensor::unpack(Versions versions) {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (!mutated(Mutant::VersionCheckedAtUnpack)) {
+  if (versions == Versions::Check && !mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
       return engine_ == nullptr
                  ? kept_.detach()

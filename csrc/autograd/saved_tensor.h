@@ -42,18 +42,29 @@ class VersionCheck {
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
 };
 
-class SavedTensor {
+enum class Versions : uint8_t { Check, Ignore };
+
+// What one handle owns.
+class Saved {
+ public:
+  Saved() { ++Statistics::global().live_handles; }
+  virtual ~Saved() { --Statistics::global().live_handles; }
+  Saved(const Saved&) = delete;
+  Saved& operator=(const Saved&) = delete;
+
+  // May block. Throws autograd's own error for a tensor that was written to.
+  virtual at::Tensor unpack(Versions versions) = 0;
+};
+
+class SavedTensor final : public Saved {
  public:
   // Kept.
   SavedTensor(const at::Tensor& tensor, at::Tensor detached);
   // Moved.
   SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle);
-  ~SavedTensor();
-  SavedTensor(const SavedTensor&) = delete;
-  SavedTensor& operator=(const SavedTensor&) = delete;
+  ~SavedTensor() override;
 
-  // May block. Throws c10::Error.
-  at::Tensor unpack();
+  at::Tensor unpack(Versions versions) override;
 
  private:
   VersionCheck version_check_;
