@@ -145,7 +145,11 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
   ++Statistics::global().handles;
   KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
   if (reason == KeptReason::None) {
-    if (Engine* const engine = find_engine(tensor, state_->options)) {
+    Engine* const engine = find_engine(tensor, state_->options);
+    if (engine != nullptr && engine->backend().is_capturing()) {
+      // The graph would write to this slot at each replay, long after the slot was another's.
+      reason = KeptReason::Capturing;
+    } else if (engine != nullptr) {
       const TensorLayout layout(tensor);
       const TapeId tape = open_tape(*engine);
       const auto record = engine->pack(tensor, layout, layout.span(), tape);

@@ -25,16 +25,24 @@ void Engine::order(StreamId waiter, Point point) {
     backend_.wait(waiter, point);
     return;
   }
-  if (waiter == point.stream) return;
-  const auto known = std::find_if(waited_.begin(), waited_.end(),
-                                  [&](const Waited& w) { return w.waiter == waiter && w.producer == point.stream; });
-  if (known != waited_.end() && known->serial >= point.serial) return;
+  if (is_ordered(waiter, point)) return;
   backend_.wait(waiter, point);
+  const auto known = std::find_if(waited_.begin(), waited_.end(), [&](const Waited& waited) {
+    return waited.waiter == waiter && waited.producer == point.stream;
+  });
   if (known != waited_.end()) {
     known->serial = point.serial;
   } else {
     waited_.push_back({waiter, point.stream, point.serial});
   }
+}
+
+// Is `waiter` known to be ordered after `point`?
+bool Engine::is_ordered(StreamId waiter, Point point) const {
+  if (point.is_beginning() || waiter == point.stream) return true;
+  return std::any_of(waited_.begin(), waited_.end(), [&](const Waited& waited) {
+    return waited.waiter == waiter && waited.producer == point.stream && waited.serial >= point.serial;
+  });
 }
 
 // ---- offload ----
@@ -49,7 +57,8 @@ void Engine::flush_pending(const ContextState* leaving) {
     const PendingCopy copy = pending[next];
     // R1: the operator that saved this may not have filled it yet.
     const bool has_ended = copy.sequence_number != now || copy.context == leaving;
-    if (!has_ended && !mutated(Mutant::CopyNotInsideItsOperator)) {
+    const bool is_possible = has_ended && !copy.engine->backend_.is_capturing();
+    if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
       ++next;
       continue;
     }
@@ -216,6 +225,9 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
   if (in_backward) let_pass(handle);
+  TORCH_CHECK(ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
+              "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
+              "forward and backward together, or run the forward under torchoffload.NoOpManager().");
   bool is_prefetched_for = !in_backward;
   while (true) {  // read again after whatever may have blocked
     Holdings& held = holdings(id);
@@ -295,14 +307,22 @@ void Engine::retire(DeviceBytes bytes, Mutant mutant) {
     retired_.push_back(std::move(bytes));
     return;
   }
+  if (!backend_.completes_in_background() && !is_ordered(bytes.stream, bytes.busy_until) && backend_.is_capturing()) {
+    retired_.push_back(std::move(bytes));
+    return;
+  }
   // The memory's stream waits for the copy's end: later work there may be given the memory (R9).
   if (!backend_.completes_in_background() && !mutated(mutant)) order(bytes.stream, bytes.busy_until);
   Operation::drop_later(std::move(bytes.storage));
 }
 
-// I/O only: takes note of what has ended since the last hook event. Never blocks.
+// Takes note of what has ended since the last hook event. Never blocks.
 void Engine::reap() {
-  if (!backend_.completes_in_background()) return;
+  if (!backend_.completes_in_background()) {
+    if (retired_.empty() || backend_.is_capturing()) return;
+    for (DeviceBytes& bytes : std::exchange(retired_, {})) retire(std::move(bytes), Mutant::kCount);
+    return;
+  }
   while (!offloads_in_flight_.empty()) {
     const RecordId oldest = offloads_in_flight_.front();
     if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) {

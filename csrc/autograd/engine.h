@@ -141,6 +141,7 @@ class Engine {
 
   // Order and release.
   void order(StreamId waiter, Point point);
+  bool is_ordered(StreamId waiter, Point point) const;
   void retire(DeviceBytes bytes, Mutant mutant);
   void reap();
   void release_slot(Holdings& held);
@@ -159,7 +160,7 @@ class Engine {
   uint64_t offload_window_bytes_ = 0;
   std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
   uint64_t reload_window_bytes_ = 0;
-  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them
+  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or a capture forbids the wait
   uint64_t charged_bytes_ = 0;
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;

@@ -57,6 +57,8 @@ const char* to_string(KeptReason reason) {
       return "resized";
     case KeptReason::WriteFailed:
       return "write_failed";
+    case KeptReason::Capturing:
+      return "capturing";
     case KeptReason::Pending:
       return "pending";
   }

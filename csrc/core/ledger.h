@@ -38,9 +38,10 @@ enum class KeptReason : uint8_t {
   HostFull,
   Resized,
   WriteFailed,
-  Pending,  // asked for before its copy was enqueued
+  Pending,    // asked for before its copy was enqueued
+  Capturing,  // a CUDA graph was being captured
 };
-inline constexpr size_t kKeptReasonCount = 11;
+inline constexpr size_t kKeptReasonCount = 12;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as

@@ -72,6 +72,9 @@ class Backend {
   // True if wait(stream, ...) blocks the host. The engine then releases the GIL around it.
   virtual bool may_block(StreamId stream) const = 0;
 
+  // Is a CUDA graph being captured on the current stream? Nothing is enqueued, grown or waited for then.
+  virtual bool is_capturing() { return false; }
+
   // For the simulated device: the operator that was packing `nbytes` at `address` on `stream` may write it until
   // the calling thread's autograd sequence number is no longer `sequence_number`. A no-op elsewhere.
   virtual void saw_pack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/,

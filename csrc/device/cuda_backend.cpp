@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -163,6 +164,10 @@ class CudaBackend final : public Backend {
 
   PointStatus status(Point) override {
     TORCH_INTERNAL_ASSERT(false, "a step on a GPU never asks for a point's status");
+  }
+  bool is_capturing() override {
+    const c10::cuda::CUDAGuard guard(device_);
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }

@@ -16,6 +16,7 @@ _REASONS = {
     "host_full": "host_budget_bytes or the disk was used up",
     "resized": "storage resized before its copy (FSDP2, compiled graphs)",
     "write_failed": "the write to disk_dir failed",
+    "capturing": "a CUDA graph was being captured",
     "pending": "asked for before the copy was enqueued: backward began right after",
 }
 
@@ -30,6 +31,7 @@ _ADVICE = {
     "host_full": 'Raise host_budget_bytes, see host_memory(); or under tier="disk" free space in disk_dir.',
     "resized": "Something resizes these storages before they can be copied: enter the context inside it.",
     "write_failed": "See the warning for the reason, and set disk_dir to a directory with free space.",
+    "capturing": "Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
     "pending": "Leave the context before backward, so that the last copies are enqueued.",
 }
 _NOTHING_SAVED = (
