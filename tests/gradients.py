@@ -91,8 +91,9 @@ class Run:
     def raising(self, name: str, *, origin: bool = True) -> Iterator[None]:
         """Whatever is raised inside must be raised in every run, with the same type and the same text.
 
-        ``origin=False`` leaves out where autograd says that a changed tensor came from: for a view that the program
-        does not hold, autograd asks the view it kept for its new grad_fn, and that view is gone with its memory.
+        ``origin=False`` leaves out where autograd says that a changed tensor came from. A tensor that was changed in
+        place and then dropped by the program took the name of its last operator with it; without offloading the graph
+        would hold the tensor itself, and know.
         """
         try:
             yield

@@ -15,7 +15,7 @@
 namespace torchoffload {
 
 // `waiter` waits for `point`, unless it is known to have waited for it or for a later one of that stream. On I/O, where
-// a wait holds for the next job only and one of the host blocks, nothing is remembered. May block.
+// asking costs little and a wait of the host blocks, nothing is remembered. May block.
 void Engine::order(StreamId waiter, Point point) {
   if (point.is_beginning()) return;
   if (backend_.completes_in_background()) {
@@ -27,6 +27,7 @@ void Engine::order(StreamId waiter, Point point) {
   }
   if (is_ordered(waiter, point)) return;
   backend_.wait(waiter, point);
+  if (!backend_.is_lasting(waiter)) return;
   const auto known = std::find_if(waited_.begin(), waited_.end(), [&](const Waited& waited) {
     return waited.waiter == waiter && waited.producer == point.stream;
   });

@@ -69,6 +69,10 @@ class Backend {
   // order protects it. False where waiting on a stream is enough (R9).
   virtual bool completes_in_background() const = 0;
 
+  // False for a stream that its owner may destroy, after which another may have its id: what it waited for is not
+  // remembered.
+  virtual bool is_lasting(StreamId /*stream*/) { return true; }
+
   // True if wait(stream, ...) blocks the host. The engine then releases the GIL around it.
   virtual bool may_block(StreamId stream) const = 0;
 

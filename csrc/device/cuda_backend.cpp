@@ -33,6 +33,11 @@ class TrackedStream {
   cudaStream_t raw() const { return stream_; }
   const std::optional<c10::cuda::CUDAStream>& torch_stream() const { return torch_stream_; }
 
+  // One that PyTorch was given from outside has its handle for an id; the default stream is 0 in both.
+  bool is_external() const {
+    return torch_stream_ && stream_ != nullptr && torch_stream_->id() == reinterpret_cast<intptr_t>(stream_);
+  }
+
   uint64_t record() {
     const c10::cuda::CUDAGuard guard(device_);
     const std::lock_guard lock(mutex_);
@@ -165,6 +170,7 @@ class CudaBackend final : public Backend {
   PointStatus status(Point) override {
     TORCH_INTERNAL_ASSERT(false, "a step on a GPU never asks for a point's status");
   }
+  bool is_lasting(StreamId stream) override { return !StreamTable::instance().at(stream).is_external(); }
   bool is_capturing() override {
     const c10::cuda::CUDAGuard guard(device_);
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
