@@ -8,6 +8,7 @@ TORCH ?= 2.9.0
 OUT ?= build/site-for
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PY := $(BIN)/python
@@ -68,6 +69,11 @@ fuzz:  ## the programs of tests/fuzz under ASan+UBSan, then under TSan
 			$$source csrc/core/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
 		$$program; \
 	done; done
+
+SOAK_ARGS ?= --device disk --steps 10000
+.PHONY: soak
+soak: build  ## a small model that varies, for 10,000 steps: nothing may pile up
+	$(PY) tests/soak.py $(SOAK_ARGS)
 
 .PHONY: site
 site:  ## the package for the torch of PYTHON into OUT, as PYTHONPATH takes it; installs nothing

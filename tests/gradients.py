@@ -52,6 +52,10 @@ class Run:
         self._context = context or device.context
         self._generator = torch.Generator().manual_seed(1234)
 
+    def reseed(self, seed: int) -> None:
+        """What `tensor` and its kin give from here on depends on `seed` alone."""
+        self._generator.manual_seed(seed)
+
     def offload(self, **options: Any) -> Any:
         return contextlib.nullcontext() if self.stock else self._context(**options)
 

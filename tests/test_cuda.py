@@ -374,30 +374,3 @@ print("reached", flush=True)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stdout.split()) == (0, ["reached"]), done.stderr
     assert "rror" not in done.stderr, done.stderr
-
-
-def test_what_a_destroyed_stream_waited_for_is_not_remembered(device_under_test: Device):
-    """An external stream's handle may name another stream later, which has waited for nothing."""
-    cudart = torch.cuda.cudart()
-
-    def program(run: Run):
-        results = []
-        for _ in range(6):
-            handle = torch.zeros(1, dtype=torch.int64)
-            cudart.cudaStreamCreate(handle.data_ptr())
-            stream = torch.cuda.ExternalStream(int(handle[0]))
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                x = run.leaf(ROWS, ROWS)
-                with run.offload(offload_window_bytes=0, reload_window_bytes=0):
-                    delay()
-                    y = x.sin().exp()
-                overwrite_free_memory(4)
-                y.sum().backward()
-                results.append(x.grad.clone())
-            stream.synchronize()
-            del x, y
-            cudart.cudaStreamDestroy(int(handle[0]))
-        return results
-
-    assert_same_gradients(program, device=device_under_test)

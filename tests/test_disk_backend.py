@@ -159,6 +159,18 @@ def test_a_failure_belongs_to_its_point_and_is_told_as_often_as_asked(backend):
     assert backend.failure(fine) == ""
 
 
+def test_a_failure_that_nobody_asks_for_any_more_is_forgotten(backend):
+    slot, _ = backend.acquire(4096)
+    testing.inject_io_fault("pwrite", errno=errno.EIO, times=1000, delay_us=20_000)
+    kept = [offload(backend, b"x" * 4096, slot) for _ in range(3)]
+    points = [point for _, _, point in kept]
+    backend.forget(points[1])  # before it is done
+    backend.synchronize(points[2])
+    backend.forget(points[2])  # after
+    backend.forget((backend.host, 0))
+    assert [bool(backend.failure(point)) for point in points] == [True, False, False]
+
+
 def test_a_failed_read_is_told(backend):
     slot, _source, point = offload(backend, b"x" * 4096)
     backend.synchronize(point)

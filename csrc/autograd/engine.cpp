@@ -1,5 +1,4 @@
-// The order of things: every wait between streams, and everything that enqueues or drops. Bookkeeping without order is
-// in engine_records.cpp.
+// Every wait between streams, and everything that enqueues or drops. What has no order is in engine_records.cpp.
 #include "autograd/engine.h"
 
 #include <ATen/SequenceNumber.h>
@@ -103,18 +102,16 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   held.bytes.busy_until = held.offload_end;
   ledger_.begin_offload(id);
   enter_offload_window(id);
-  Statistics& statistics = Statistics::global();
   TapeRow& row = this->row(record.tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, record.nbytes());
-  const std::shared_ptr<ContextState> context = tapes_[record.tape.index].context;
-  drain_window(*context);
-  statistics.peak_offload_window_bytes = std::max(statistics.peak_offload_window_bytes, offload_window_bytes_);
+  drain_window(schedule_.offload_window_bytes(context(id).options.windows));
+  uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
+  peak_bytes = std::max(peak_bytes, offload_window_bytes_);
 }
 
 // R4: the compute stream is told to wait only when the window is full, oldest copy first.
-void Engine::drain_window(ContextState& context) {
-  const uint64_t window_bytes = schedule_.offload_window_bytes(context.options.windows);
+void Engine::drain_window(uint64_t window_bytes) {
   while (offload_window_bytes_ > window_bytes) {
     const RecordId oldest = offloads_in_flight_.front();
     if (!ledger_.is_live(oldest) || ledger_.record(oldest).state != RecordState::Offloading) {
@@ -151,7 +148,16 @@ void Engine::finish_offload(RecordId id) {
 
 // ---- reload ----
 
-size_t Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
+namespace {
+
+// On CUDA an error of its own; CPU allocators raise the plain one.
+bool is_out_of_memory(const std::exception& error) {
+  return dynamic_cast<const c10::Error*>(&error) != nullptr || dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+}
+
+}  // namespace
+
+void Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
   const StreamId consumer = backend_.current_stream();
   std::vector<c10::DataPtr> targets;
   targets.reserve(wanted.size());
@@ -162,9 +168,12 @@ size_t Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why
     } catch (const c10::Error&) {
       if (why == Reload::AskedFor) throw;
       break;  // no memory: what is asked for later is loaded then
+    } catch (const std::bad_alloc&) {
+      if (why == Reload::AskedFor) throw;
+      break;
     }
   }
-  if (targets.empty()) return 0;
+  if (targets.empty()) return;
   const Point allocated = backend_.record(consumer);
   StreamId ordered = kNoStream;
   for (size_t next = 0; next < targets.size(); ++next) {
@@ -173,14 +182,8 @@ size_t Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why
     // reload_stream waits for the stream that allocated the buffer: its memory may be in use there until then (R6).
     if (std::exchange(ordered, stream) != stream && !mutated(Mutant::ReloadWaitsForCompute)) order(stream, allocated);
     enqueue_reload(id, std::move(targets[next]), consumer);
-    if (why == Reload::Ahead) {
-      ahead_.push_back(id);
-      reload_window_bytes_ += ledger_.record(id).nbytes();
-    }
+    begin_reload(wanted[next], why);
   }
-  Statistics& statistics = Statistics::global();
-  statistics.peak_reload_window_bytes = std::max(statistics.peak_reload_window_bytes, reload_window_bytes_);
-  return targets.size();
 }
 
 void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer) {
@@ -192,6 +195,7 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
   // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
   if (stream != held.reload_end.stream && !mutated(Mutant::ReloadWaitsForReload)) order(stream, held.reload_end);
   backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
+  backend_.forget(held.reload_end);
   held.reload_end = backend_.record(stream);
   const c10::Device device = target.device();
   held.bytes = {c10::Storage(c10::Storage::use_byte_size_t(), record.nbytes(), std::move(target),
@@ -205,7 +209,7 @@ void Engine::prefetch(RecordId asked_for) {
   const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
   auto wanted = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
   std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
-  begin_reloads(wanted, Reload::Ahead);
+  start_reloads(wanted, Reload::Ahead);
 }
 
 // R11: what was reloaded ahead and then passed by goes back to its slot.
@@ -213,12 +217,32 @@ void Engine::let_pass(const RecordHandle& asked_for) {
   if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
   const TapeId tape = ledger_.record(asked_for.record).tape;
   const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for.record).options.windows);
-  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) {
-    leave_reload_window(id);
-    ledger_.pass_by(id);
-    count(row(tape), &TapeRow::passed_by, 1);
-    retire(std::exchange(holdings(id).bytes, {}), Mutant::DroppedBufferWaitsForReload);
+  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
+}
+
+// What was reloaded ahead goes back to its slot.
+void Engine::pass_by(RecordId id) {
+  leave_reload_window(id);
+  ledger_.pass_by(id);
+  count(row(ledger_.record(id).tape), &TapeRow::passed_by, 1);
+  retire(std::exchange(holdings(id).bytes, {}), Mutant::DroppedBufferWaitsForReload);
+}
+
+// Device memory is short: drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies
+// are on their way. May block, and drops at once: read the ledger again after it.
+void Engine::make_room() {
+  while (!ahead_.empty()) pass_by(ahead_.back());
+  drain_window(0);
+  if (backend_.completes_in_background() && !retired_.empty()) {
+    std::vector<Point> busy;
+    for (const DeviceBytes& bytes : retired_) busy.push_back(bytes.busy_until);
+    {
+      const BlockingSection blocking;
+      for (const Point& point : busy) backend_.synchronize(point);
+    }
+    reap();
   }
+  Operation::drop_now();
 }
 
 at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward) {
@@ -226,10 +250,12 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
   if (in_backward) let_pass(handle);
-  TORCH_CHECK(ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
-              "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
-              "forward and backward together, or run the forward under torchoffload.NoOpManager().");
+  TORCH_CHECK(
+      ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
+      "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
+      "forward and backward together, or run the forward under torchoffload.NoOpManager().");
   bool is_prefetched_for = !in_backward;
+  bool has_made_room = false;
   while (true) {  // read again after whatever may have blocked
     Holdings& held = holdings(id);
     const Record& record = ledger_.record(id);
@@ -253,7 +279,15 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
           return hand_out(id, layout, *alive, consumer);
         }
         const Schedule::Ahead only[] = {{id, handle.save}};
-        begin_reloads(only, Reload::AskedFor);
+        try {
+          start_reloads(only, Reload::AskedFor);
+        } catch (const std::exception& error) {
+          if (has_made_room || !is_out_of_memory(error)) throw;  // PyTorch's own error; nothing has changed
+          make_room();
+          // Nor is anything loaded ahead this once: the operator that asks needs memory too.
+          has_made_room = is_prefetched_for = true;
+          break;
+        }
         if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save);
         break;
       }
@@ -340,20 +374,25 @@ void Engine::reap() {
 }
 
 void Engine::release(const RecordHandle& handle) {
-  reap();
+  if (!is_inherited()) reap();
   const RecordId id = handle.record;
   const Record before = ledger_.record(id);
   if (before.live_handles == 1) leave_windows(id);
   const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
   if (!dropped.released) {
-    if (before.state == RecordState::Reloaded) give_up_if_seen(id);
+    if (before.state == RecordState::Reloaded && !is_inherited()) give_up_if_seen(id);
     return;
   }
   Holdings held = std::exchange(holdings(id), {});
+  if (is_inherited()) {  // no copy of ours touches it here, and no device may be called: it is left to the child's end
+    (void)held.bytes.storage.unsafeReleaseStorageImpl();
+    held.bytes = {};
+  }
   const bool is_reload = before.state == RecordState::Reloading || held.bytes.busy_until == held.reload_end;
   retire(std::move(held.bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
   // What it holds, not what its state says: an exception may have come between.
   if (held.slot.nbytes() > 0) release_slot(held);
+  for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.forget(copy_end);
   uncharge(held, dropped.tape);
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
 }

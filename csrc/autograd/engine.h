@@ -116,7 +116,7 @@ class Engine {
   bool is_pending(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   void store_is_full(ContextState& context, const std::string& why);
-  void drain_window(ContextState& context);
+  void drain_window(uint64_t window_bytes);
   void finish_offload(RecordId id);
   void enter_offload_window(RecordId id);
   void leave_offload_window(RecordId id);
@@ -126,12 +126,14 @@ class Engine {
 
   // Reload.
   enum class Reload : uint8_t { AskedFor, Ahead };
-  void begin_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
-  size_t start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);  // how many were started
+  void start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
+  void begin_reload(const Schedule::Ahead& started, Reload why);
   void finish_reload(RecordId id);
   void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
   void prefetch(RecordId asked_for);
   void let_pass(const RecordHandle& asked_for);
+  void pass_by(RecordId id);
+  void make_room();
   void leave_reload_window(RecordId id);
   at::Tensor hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer);
   std::optional<DeviceBytes> lock_given_up(RecordId id);

@@ -2,6 +2,7 @@
 #include <ATen/SequenceNumber.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -291,31 +292,37 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
   return bytes;
 }
 
-void Engine::begin_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
-  const size_t begun = start_reloads(wanted, why);
-  for (const auto& [id, save] : wanted.first(begun)) {
-    if (why == Reload::Ahead) {
-      ledger_.begin_reload_ahead(id, save);
-    } else {
-      ledger_.begin_reload(id);
-    }
-    TapeRow& row = this->row(ledger_.record(id).tape);
-    count(row, &TapeRow::records_reloaded, 1);
-    count(row, &TapeRow::bytes_reloaded, ledger_.record(id).nbytes());
+// One at a time, right after its copy was enqueued: should the next one fail, this one is known to be on its way.
+void Engine::begin_reload(const Schedule::Ahead& started, Reload why) {
+  const RecordId id = started.record;
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  if (why == Reload::Ahead) {
+    ledger_.begin_reload_ahead(id, started.expected_at);
+    ahead_.push_back(id);
+    reload_window_bytes_ += nbytes;
+    uint64_t& peak_bytes = Statistics::global().peak_reload_window_bytes;
+    peak_bytes = std::max(peak_bytes, reload_window_bytes_);
+  } else {
+    ledger_.begin_reload(id);
   }
+  TapeRow& row = this->row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_reloaded, 1);
+  count(row, &TapeRow::bytes_reloaded, nbytes);
 }
 
 // The consumer's stream has waited for the reload.
 void Engine::finish_reload(RecordId id) {
   const std::string failure = backend_.failure(holdings(id).reload_end);
-  if (ledger_.record(id).prefetched) leave_reload_window(id);
+  const bool was_ahead = ledger_.record(id).prefetched;
+  if (was_ahead) leave_reload_window(id);
   if (failure.empty() || mutated(Mutant::FailedReadRaises)) {
     ledger_.finish_reload(id);
     return;
   }
   ledger_.pass_by(id);
   Operation::drop_later(std::move(std::exchange(holdings(id).bytes, {}).storage));
-  TORCH_CHECK(false, "torchoffload: a saved tensor could not be read back: ", failure);
+  // What failed ahead of its consumer, in a backward that may have ended long ago, is read again first.
+  TORCH_CHECK(was_ahead, "torchoffload: a saved tensor could not be read back: ", failure);
 }
 
 }  // namespace torchoffload

@@ -1,6 +1,7 @@
 #include "autograd/operation.h"
 
 #include <Python.h>
+#include <unistd.h>
 
 #include <utility>
 
@@ -38,6 +39,10 @@ void Operation::drop_later(c10::Storage storage) {
   if (storage) state().dropped.push_back(std::move(storage));
 }
 
+void Operation::drop_now() {
+  if (state().depth == 1) finish_outermost();
+}
+
 bool Operation::must_queue() { return state().depth > 0 && !mutated(Mutant::DeallocQueuedInsideOperation); }
 
 void Operation::queue(std::function<void()> release) { state().releases.push_back(std::move(release)); }
@@ -60,13 +65,17 @@ bool Operation::is_shut_down() { return shut_down_flag; }
 void Operation::shut_down() { shut_down_flag = true; }
 
 BlockingSection::BlockingSection() {
-  if (state().depth == 1) Operation::finish_outermost();
+  Operation::drop_now();
   depth_ = std::exchange(state().depth, 0);
   thread_state_ = PyEval_SaveThread();
 }
 
 BlockingSection::~BlockingSection() {
-  PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state_));
+  try {
+    PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state_));
+  } catch (...) {  // see Note [Threads at exit]
+    while (true) pause();
+  }
   state().depth = depth_;
 }
 

@@ -28,6 +28,9 @@ class Operation {
   // Drops `storage` once the outermost operation has made its transitions.
   static void drop_later(c10::Storage storage);
 
+  // Drops it now, where the calling operation is the outermost: as in a BlockingSection, the ledger must be read again.
+  static void drop_now();
+
   // Runs `release` at once where no operation is open, else when the outermost ends. What it throws becomes a warning:
   // it stands in a destructor.
   template <typename Release>
@@ -58,6 +61,11 @@ class Operation {
   static void queue(std::function<void()> release);
   static void finish_outermost();
 };
+
+// Note [Threads at exit]
+// Once the interpreter goes down, Python ends a thread that asks for the GIL, by unwinding its stack: here through a
+// destructor, which would call terminate. Such a thread stays where it is for the rest of the process, as Python's own
+// do from 3.14 on.
 
 // Releases the GIL, for what can block: growing pinned memory, waiting for a disk. Other threads' operations may run
 // meanwhile: what was read of the ledger before must be read again after.

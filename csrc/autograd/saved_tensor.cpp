@@ -98,7 +98,7 @@ SavedTensor::~SavedTensor() {
     (void)kept_.unsafeReleaseIntrusivePtr().release();
     return;
   }
-  if (engine_ == nullptr || engine_->is_inherited()) return;
+  if (engine_ == nullptr) return;
   Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
 }
 

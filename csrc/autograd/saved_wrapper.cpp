@@ -68,9 +68,8 @@ at::Tensor SavedWrapper::unpack(Versions versions) {
         inner.saved ? checked(THPVariable_Wrap(inner.saved->unpack(versions))) : borrow(inner.object.get());
     if (PyDict_SetItem(inner_tensors.get(), inner.name.get(), value.get()) != 0) throw python_error();
   }
-  THPObjectPtr rebuilt =
-      checked(PyObject_CallMethod(type_.get(), "__tensor_unflatten__", "OOOO", inner_tensors.get(), metadata_.get(),
-                                  outer_size_.get(), outer_stride_.get()));
+  THPObjectPtr rebuilt = checked(PyObject_CallMethod(type_.get(), "__tensor_unflatten__", "OOOO", inner_tensors.get(),
+                                                     metadata_.get(), outer_size_.get(), outer_stride_.get()));
   at::Tensor tensor = THPVariable_Unpack(rebuilt.get());
   if (tensor.requires_grad()) tensor = tensor.detach();
   torch::autograd::impl::set_version_counter(tensor, version_check_.version());

@@ -65,6 +65,9 @@ class Backend {
   // The reason why the copy that ended at `point` failed, or empty. Valid once the point was reached.
   virtual std::string failure(Point) { return {}; }
 
+  // Nobody asks for the failure of this copy any more.
+  virtual void forget(Point) {}
+
   // True for I/O: the memory of a copy must be held until status() says that its point was reached, since no stream
   // order protects it. False where waiting on a stream is enough (R9).
   virtual bool completes_in_background() const = 0;

@@ -3,7 +3,8 @@
 // Thread safety: every method, any thread; one leaf mutex guards the table of streams.
 // Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
-// Not handled:   copies under stream capture; memory that is not the caching allocator's (note_use does nothing for it).
+// Not handled:   copies under stream capture; memory that is not the caching allocator's (note_use does nothing for
+// it).
 //
 // Note [Event ring]
 // A stream's points are recorded into a ring of kEventsPerStream events, in turn. A point older than the ring is waited

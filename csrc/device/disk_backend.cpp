@@ -70,6 +70,13 @@ std::string DiskBackend::failure(Point point) {
   return found == host_failures_.end() ? std::string() : found->second;
 }
 
+void DiskBackend::forget(Point point) {
+  if (point.is_beginning() || fork_guard_.inherited()) return;
+  if (point.stream != host_) return queue_of(point.stream).forget(point.serial);
+  std::lock_guard lock(host_mutex_);
+  host_failures_.erase(point.serial);
+}
+
 IoQueue& DiskBackend::queue_of(StreamId stream) {
   if (stream == offload_) return offload_queue_;
   if (stream == reload_) return reload_queue_;

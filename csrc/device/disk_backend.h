@@ -53,6 +53,7 @@ class DiskBackend final : public Backend {
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   std::string failure(Point point) override;
+  void forget(Point point) override;
   bool completes_in_background() const override { return true; }
   bool may_block(StreamId stream) const override { return stream == host_; }
 

@@ -56,6 +56,12 @@ std::function<void()>& allocation_hook() {
   return *hook;
 }
 
+// Never destroyed either. Empty: registering works.
+std::string& registration_refusal() {
+  static auto* const refusal = new std::string;
+  return *refusal;
+}
+
 struct LoggedBackend {
   explicit LoggedBackend(int device_index) : inner(device_index), logged(inner, device_index) {}
   SimBackend inner;
@@ -133,7 +139,10 @@ Backend* simulated_backend_for(const void* data) {
   return device_index ? simulated_backend(*device_index) : nullptr;
 }
 
+void refuse_registration(std::string why) { registration_refusal() = std::move(why); }
+
 std::string simulated_register(void* address, size_t nbytes) {
+  if (!registration_refusal().empty()) return registration_refusal();
   world().register_host_memory(address, nbytes);
   return {};
 }

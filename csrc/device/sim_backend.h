@@ -59,6 +59,9 @@ SimWorld* active_simulation();
 Backend* simulated_backend_for(const void* data);
 Backend* simulated_backend(int device_index);
 
+// What simulated_register answers from here on; empty: it registers.
+void refuse_registration(std::string why);
+
 // For PinnedArena: see HostRegistration.
 std::string simulated_register(void* address, size_t nbytes);
 std::string simulated_unregister(void* address);

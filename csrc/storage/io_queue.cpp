@@ -104,6 +104,12 @@ std::string IoQueue::failure(uint64_t serial) const {
   return found == failures_.end() ? std::string() : found->second;
 }
 
+void IoQueue::forget(uint64_t serial) {
+  if (fork_guard_.inherited()) return;
+  std::lock_guard lock(mutex_);
+  if (failures_.erase(serial) == 0 && !is_reached(serial)) forgotten_.insert(serial);
+}
+
 void IoQueue::start_threads() {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
@@ -161,11 +167,12 @@ std::string IoQueue::run(const Submitted& submitted) const {
 }
 
 void IoQueue::finish(uint64_t serial, std::string failure) {
-  if (!failure.empty()) failures_.emplace(serial, std::move(failure));
+  if (!failure.empty() && !forgotten_.contains(serial)) failures_.emplace(serial, std::move(failure));
   std::erase_if(running_, [&](const Submitted& running) { return running.serial == serial; });
   uint64_t completed = taken_;
   for (const Submitted& running : running_) completed = std::min(completed, running.serial - 1);
   if (completed == completed_.load(std::memory_order_relaxed)) return;
+  forgotten_.erase(forgotten_.begin(), forgotten_.upper_bound(completed));
   completed_.store(completed, std::memory_order_release);
   completed_moved_.notify_all();
 }

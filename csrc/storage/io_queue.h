@@ -17,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -73,9 +74,12 @@ class IoQueue {
   // Blocks until `serial` is reached.
   void wait_for(uint64_t serial) const;
 
-  // The reason why the job of this serial failed, or empty. Kept for the life of the queue: failures are rare, and one
-  // that was forgotten would be silent wrong bytes.
+  // The reason why the job of this serial failed, or empty. Kept until forget(serial): one that was lost earlier would
+  // be silent wrong bytes.
   std::string failure(uint64_t serial) const;
+
+  // Nobody asks for this job's failure any more, be it done or not.
+  void forget(uint64_t serial);
 
  private:
   struct Floor {
@@ -109,6 +113,7 @@ class IoQueue {
   std::atomic<uint64_t> completed_{0};  // == min(serial in running_) - 1, or taken_ if none is running
   std::vector<Floor> floors_;
   std::map<uint64_t, std::string> failures_;  // by serial
+  std::set<uint64_t> forgotten_;              // not yet reached
   std::vector<pthread_t> threads_;
   bool is_stopping_ = false;
 };

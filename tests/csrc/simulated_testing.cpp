@@ -1,12 +1,14 @@
 // The simulated device, the log of seam calls and the mutants, as Python tests control them.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <ATen/SequenceNumber.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -58,6 +60,24 @@ std::vector<std::string> mutant_names() {
     names.emplace_back(mutant_name(static_cast<Mutant>(index)));
   }
   return names;
+}
+
+// Reload buffers are refused, as CUDA's allocator would, while more than this is allocated on device 0.
+void limit_device_memory(std::optional<uint64_t> limit_bytes) {
+  if (!limit_bytes) return set_allocation_hook(nullptr);
+  set_allocation_hook([limit_bytes] {
+    const uint64_t allocated_bytes = world().allocated_bytes(0);
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated_bytes <= *limit_bytes,
+                     "simulated device out of memory: ", allocated_bytes, " bytes are allocated, and the limit is ",
+                     *limit_bytes);
+  });
+}
+
+// The allocation of a reload buffer after the next `after` is refused, and no other.
+void refuse_allocation(int64_t after) {
+  set_allocation_hook([left = std::make_shared<int64_t>(after)] {
+    TORCH_CHECK_WITH(OutOfMemoryError, (*left)-- != 0, "simulated device out of memory: this allocation was refused");
+  });
 }
 
 // torch.cuda.Stream.wait_stream: a call that a program makes between operators.
@@ -166,6 +186,10 @@ void bind_simulated_testing(py::module_& m) {
   m.def("make_stream_wait_stream", &make_stream_wait_stream);
 
   m.def("set_allocation_hook", &set_allocation_hook, py::arg("hook").none(true));
+
+  m.def("refuse_registration", &refuse_registration);
+  m.def("refuse_allocation", &refuse_allocation);
+  m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));
 
   m.def("start_seam_log", [] { SeamLog::instance().start(); });
   m.def("stop_seam_log", [] { SeamLog::instance().stop(); });

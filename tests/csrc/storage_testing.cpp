@@ -328,6 +328,7 @@ void bind_disk_backend(py::module_& m) {
              return self.status({point.first, point.second}) == PointStatus::Reached;
            })
       .def("failure", [](Self& self, const PointTuple& point) { return self.failure({point.first, point.second}); })
+      .def("forget", [](Self& self, const PointTuple& point) { self.forget({point.first, point.second}); })
       .def("allocate", &Self::allocate, py::arg("nbytes"), py::arg("address_modulo") = 0)
       .def("copy_out",
            [](Self& self, const Slot& slot, uintptr_t source, uint64_t nbytes, StreamId stream) {
