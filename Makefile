@@ -8,7 +8,6 @@ TORCH ?= 2.9.0
 OUT ?= build/site-for
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-FUZZ_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PY := $(BIN)/python
