@@ -7,7 +7,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "compatibility.md").read_text()
-COMPILE_FILES = ("test_compile.py", "test_compile_buffers.py")
+COMPILE_FILES = ("test_compile.py", "test_compile_buffers.py", "test_compile_graphs.py", "test_compile_options.py")
 
 
 def cases_in(file: str) -> set[str]:

@@ -1,6 +1,5 @@
-"""What a compiled region does with the memory it saved: donated buffers, shared ones, CUDA graphs."""
+"""What a compiled region does with the memory it saved: donated buffers, shared ones."""
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
-from models import Block, TinyGpt, tokens_and_labels, update
+from models import Block
 
 pytestmark = [pytest.mark.slow, pytest.mark.devices("disk", "cuda")]
 
@@ -161,18 +159,32 @@ def test_double_backward_raises_pytorchs_own_error(device_under_test: Device):
 
 
 def test_views_of_one_buffer_saved_by_a_region(device_under_test: Device):
-    """q, k and v are views of one product; what is donated of them never reaches the others."""
+    """q, k and v are views of one product, which moves once; what is donated of them never reaches the others."""
+    saved_bytes = 0
 
     def program(run: Run):
+        nonlocal saved_bytes
         block, x = run.module(Block), run.leaf(2, 16, 32)
+        parameters = {parameter.data_ptr() for parameter in block.parameters()}
         step = compiled(block)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters and tensor.device == x.device:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
         for _ in range(2):
-            with run.offload():
+            sizes: dict[int, int] = {}  # of what is saved, by address
+            seen = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with seen if run.stock else run.offload():
                 loss = step(x).square().sum()
+            saved_bytes = sum(sizes.values()) or saved_bytes
             loss.backward()
         return block, x.grad
 
-    assert_same_gradients(program, device=device_under_test)
+    stats = assert_same_gradients(program, device=device_under_test)
+    assert stats.bytes_offloaded == 2 * saved_bytes
 
 
 def test_inputs_and_outputs_of_a_region_saved_outside_it_too(device_under_test: Device):
@@ -246,112 +258,3 @@ def test_a_parameter_given_to_a_checkpointed_region_recompiles_it_under_any_hook
         pytest.raises(torch._dynamo.exc.RecompileError, match="expected type of 'weight'"),
     ):
         loss.backward()
-
-
-# ---- CUDA graphs ----
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one for each CUDA graph that the tree of "reduce-overhead" records."""
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-
-    graphs: list[str] = []
-    record_function = CUDAGraphTreeManager.record_function
-
-    def counted(*arguments, **keywords):
-        graphs.append("recorded")
-        return record_function(*arguments, **keywords)
-
-    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", counted)
-    return graphs
-
-
-@pytest.mark.xfail(reason="graph trees refuse recordStream on memory of their private pool", strict=False)
-@pytest.mark.devices("cuda")
-@pytest.mark.parametrize("window", [0, None], ids=["least", "default"])
-def test_reduce_overhead_over_steps(device_under_test: Device, recorded: list, window: int | None):
-    """Warm-up, recording and replay; saved tensors that come back elsewhere make the tree record again, or give up."""
-
-    def program(run: Run):
-        model = run.module(lambda: TinyGpt(depth=1))
-        step = compiled(model, mode="reduce-overhead")
-        for _ in range(6):
-            torch.compiler.cudagraph_mark_step_begin()
-            with run.offload(offload_window_bytes=window):
-                loss = step(*tokens_and_labels(run))
-            loss.backward()
-            run.check(loss=loss, step=model)
-            update(model)
-        return model
-
-    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
-    assert recorded, "nothing was recorded: the test shows nothing"
-
-
-@pytest.mark.xfail(reason="graph trees refuse recordStream on memory of their private pool", strict=False)
-@pytest.mark.devices("cuda")
-def test_reduce_overhead_with_two_forwards_alive(device_under_test: Device, recorded: list):
-    """The second forward must not be replayed into memory that a copy of the first still reads."""
-
-    def program(run: Run):
-        x, weight = run.leaf(512, 512), run.parameter(512, 512)
-        block = compiled(overwritten, mode="reduce-overhead")
-        for _ in range(5):
-            torch.compiler.cudagraph_mark_step_begin()
-            with run.offload():
-                losses = [block(x * scale, weight).sum() for scale in (1, 2)]
-            for loss in reversed(losses):
-                loss.backward()
-            run.check(x=x.grad, weight=weight.grad)
-        return x.grad, weight.grad
-
-    assert_same_gradients(program, device=device_under_test)
-    assert recorded, "nothing was recorded: the test shows nothing"
-
-
-@pytest.mark.xfail(reason="graph trees refuse recordStream on memory of their private pool", strict=False)
-@pytest.mark.devices("cuda")
-def test_reduce_overhead_for_each_block_of_an_eager_model(device_under_test: Device):
-    def program(run: Run):
-        torch._dynamo.reset()
-        blocks = [run.module(Block) for _ in range(3)]
-        for block in blocks:
-            block.compile(mode="reduce-overhead")
-        x = run.leaf(2, 16, 32)
-        for _ in range(5):
-            torch.compiler.cudagraph_mark_step_begin()
-            with run.offload():
-                y = x
-                for block in blocks:
-                    y = block(y.sin())
-                loss = y.square().sum()
-            loss.backward()
-            run.check(loss=loss, x=x.grad)
-        return *blocks, x.grad
-
-    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
-
-
-@pytest.mark.xfail(reason="graph trees refuse recordStream on memory of their private pool", strict=False)
-@pytest.mark.devices("cuda")
-def test_reduce_overhead_records_no_more_graphs_once_warm(device_under_test: Device, recorded: list):
-    """Counts what it costs: without us one forward and one backward graph, replayed for ever."""
-
-    def graphs_after(steps: int, context: Callable[[], contextlib.AbstractContextManager]) -> list[int]:
-        run = Run(device_under_test, stock=True, context=None)
-        x, weight = run.leaf(512, 512), run.parameter(512, 512)
-        block, counts, before = compiled(overwritten, mode="reduce-overhead"), [], len(recorded)
-        for _ in range(steps):
-            torch.compiler.cudagraph_mark_step_begin()
-            with context():
-                loss = block(x, weight).sum()
-            loss.backward()
-            counts.append(len(recorded) - before)
-        return counts
-
-    assert graphs_after(8, contextlib.nullcontext)[-1] == 2
-    torchoffload.reset_stats()
-    counts = graphs_after(16, device_under_test.context)
-    assert torchoffload.stats().bytes_offloaded > 0
-    assert counts[-1] == counts[7], f"the tree goes on recording: {counts}"

@@ -1,5 +1,9 @@
 """CUDA graphs: a captured step replays as stock does."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -48,3 +52,11 @@ def test_a_whole_training_step_is_captured_and_replayed_with_new_inputs(device_u
         return model
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1, kept_reason="capturing")
+
+
+@pytest.mark.parametrize("name", ["asked_for_inside", "dies_inside", "pins_nothing", "packed_before_flushed_inside"])
+def test_a_capture_meets_what_was_offloaded_before_it(device_under_test: Device, name: str):
+    program = Path(__file__).with_name("capture_programs.py")
+    done = subprocess.run([sys.executable, program, name], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("right\n")

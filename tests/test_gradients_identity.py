@@ -119,6 +119,19 @@ def test_after_a_backward_inside_the_entry_a_storage_moves_again(device_under_te
     assert_same_gradients(program, device=device_under_test, moved_bytes=3 * (4096 + 16))
 
 
+def test_aliases_saved_by_one_operator_move_once_whatever_counts_their_versions(device_under_test: Device):
+    """As the views that inductor's regions save: the copy is not enqueued yet, so all stand for the same bytes."""
+
+    def program(run: Run):
+        x, state = run.leaf(4), run.tensor(32, 32)
+        with run.offload():
+            y = Save.apply(x, lambda *unpacked: run.check(states=unpacked), state, state.data, state.t().data)
+            y = pass_time(y)
+        y.sum().backward()
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4096 + 16)
+
+
 def test_two_dtypes_at_one_address_are_told_apart(device_under_test: Device):
     def program(run: Run):
         x = run.leaf(4)

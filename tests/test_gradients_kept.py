@@ -277,3 +277,42 @@ def test_over_budget_with_error_raises_and_the_next_step_is_right(device_under_t
 
     # The record that does not fit is made, and refused, in its pack.
     assert_same_gradients(program, device=device_under_test, moved_bytes=2 * 2 * 4096)
+
+
+# ---- memory of others ----
+
+
+class Graph:
+    """Gives out one storage over memory of its own, written anew when nobody holds the storage, as CUDA graphs do."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes)
+        self.output = torch.empty(0, device=memory.device).set_(storage, 0, memory.shape, memory.stride())
+        self.uses = self.count_uses()
+        self.replays = 0
+
+    def count_uses(self) -> tuple[int, int]:
+        return torch._C._storage_Use_Count(self.output.untyped_storage()._cdata), self.output._use_count()
+
+    def replay(self, value: float) -> torch.Tensor:
+        if self.count_uses() != self.uses:
+            return torch.full_like(self.memory, value)
+        self.memory.fill_(value)  # no version counter hears of it
+        self.replays += 1
+        return self.output
+
+
+def test_memory_that_a_storage_borrows_is_held_as_in_stock(device_under_test: Device):
+    """Were it let go of, the next replay would write it anew, with the same storage, version and address."""
+
+    def program(run: Run):
+        y = run.leaf(4)
+        graph = Graph(run.tensor(32, 32))
+        with run.offload(offload_window_bytes=0):
+            for value in range(3):
+                y = Save.apply(y, lambda unpacked: run.check(output=unpacked), graph.replay(value)).exp()
+        run.check(replays=graph.replays)
+        y.sum().backward()
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=2 * 4096 + 3 * 16, kept_reason="borrowed")

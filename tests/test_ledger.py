@@ -40,6 +40,10 @@ class Record:
     epoch: int = 0
     handles: dict[int, int] = dataclasses.field(default_factory=dict)  # handle -> the epoch that it has seen
 
+    def stands_for(self, identity: tuple[int, int, int]) -> bool:
+        """Before its copy is enqueued for whatever the storage holds, after that for what did not change."""
+        return self.identity[0] == identity[0] and (self.state == "Resident" or self.identity == identity)
+
     def all_seen(self) -> bool:
         return all(self.epoch != 0 and seen == self.epoch for seen in self.handles.values())
 
@@ -165,10 +169,10 @@ class Model(RuleBasedStateMachine):
     # Saves
 
     def expected_record(self, tape: Tape, identity: tuple[int, int, int], span: tuple[int, int], itemsize: int) -> Any:
-        """The newest that has the identity, contains the span, and lies on its grid."""
+        """The newest that stands for the identity's bytes, contains the span, and lies on its grid."""
         for record in reversed(tape.records if tape.is_open else []):
             contains = record.span[0] <= span[0] and span[1] <= record.span[1]
-            if record.identity == identity and contains and (span[0] - record.span[0]) % itemsize == 0:
+            if record.stands_for(identity) and contains and (span[0] - record.span[0]) % itemsize == 0:
                 return record
         return None
 

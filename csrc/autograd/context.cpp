@@ -44,6 +44,12 @@ uint64_t bytes_of(const at::Tensor& tensor) {
   return TensorLayout::is_plain(tensor) ? static_cast<uint64_t>(tensor.nbytes()) : 0;
 }
 
+// Whose memory it is may write it anew, or hand it on, with no new version or storage.
+bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
+  const c10::StorageImpl* const storage = storage_of(tensor);
+  return storage->data_ptr().get_context() == nullptr || backend.is_graph_memory(storage->data());
+}
+
 }  // namespace
 
 void never_offload(const at::Tensor& tensor) {
@@ -51,6 +57,10 @@ void never_offload(const at::Tensor& tensor) {
               tensor.toString(), "), so it is never moved anyway.");
   mark(marked_storages(), tensor);
 }
+
+bool is_storage_of_parameter(const at::Tensor& tensor) { return parameter_storages().contains(storage_of(tensor)); }
+
+void note_parameter(const at::Tensor& tensor) { mark(parameter_storages(), tensor); }
 
 Context::Context(ContextOptions options) : state_(std::make_shared<ContextState>()) {
   state_->options = std::move(options);
@@ -140,7 +150,8 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
   return KeptReason::None;
 }
 
-std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) {
+std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,
+                                           const c10::VariableVersion* wrapper) {
   Engine::flush_pending();
   ++Statistics::global().handles;
   KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
@@ -149,10 +160,12 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     if (engine != nullptr && engine->backend().is_capturing()) {
       // The graph would write to this slot at each replay, long after the slot was another's.
       reason = KeptReason::Capturing;
+    } else if (engine != nullptr && is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
+      reason = KeptReason::Borrowed;
     } else if (engine != nullptr) {
       const TensorLayout layout(tensor);
       const TapeId tape = open_tape(*engine);
-      const auto record = engine->pack(tensor, layout, layout.span(), tape);
+      const auto record = engine->pack(tensor, layout, layout.span(), tape, wrapper);
       if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
       if (record) return std::make_unique<SavedTensor>(tensor, layout, *engine, *record);
       reason = KeptReason::Small;

@@ -33,7 +33,9 @@ class Context {
   enum class TypeKind : uint8_t { Tensor, Parameter, Subclass };
 
   // A save. May block.
-  std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter);
+  // `wrapper` is the version of the wrapper subclass that the tensor is an inner one of, or null.
+  std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,
+                                    const c10::VariableVersion* wrapper = nullptr);
 
   void exempt(const at::Tensor& tensor);
 
@@ -55,6 +57,10 @@ class Context {
   std::vector<OnThread> threads_;
   TapeRow kept_row_;  // saves that meet no tape
 };
+
+// Storages of every Parameter seen, also of those that a wrapper subclass has inside: no context moves them.
+bool is_storage_of_parameter(const at::Tensor& tensor);
+void note_parameter(const at::Tensor& tensor);
 
 // Marks a tensor's storage: no context moves it.
 void never_offload(const at::Tensor& tensor);

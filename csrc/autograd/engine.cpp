@@ -203,23 +203,6 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
                 record.span.begin, consumer, held.reload_end};
 }
 
-// Reloads ahead of the consumer, once per unpack in backward.
-void Engine::prefetch(RecordId asked_for) {
-  const TapeId tape = ledger_.record(asked_for).tape;
-  const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
-  auto wanted = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
-  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
-  start_reloads(wanted, Reload::Ahead);
-}
-
-// R11: what was reloaded ahead and then passed by goes back to its slot.
-void Engine::let_pass(const RecordHandle& asked_for) {
-  if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
-  const TapeId tape = ledger_.record(asked_for.record).tape;
-  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for.record).options.windows);
-  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
-}
-
 // What was reloaded ahead goes back to its slot.
 void Engine::pass_by(RecordId id) {
   leave_reload_window(id);
@@ -245,7 +228,8 @@ void Engine::make_room() {
   Operation::drop_now();
 }
 
-at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward) {
+at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, const c10::VariableVersion& version,
+                          bool in_backward) {
   reap();
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
@@ -264,7 +248,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
       case RecordState::Resident:
       case RecordState::Offloading:
         // The source is still here: use it. In backward its copy, if still pending, has become pointless.
-        if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, held.bytes, consumer);
+        if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, version, held.bytes);
         if (record.state == RecordState::Offloading) {
           leave_offload_window(id);
         } else {
@@ -276,7 +260,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
         if (const auto alive = lock_given_up(id)) {
           // The consumer waits for the reload's end, like the first one did (R7).
           if (!mutated(Mutant::ConsumerWaitsForGivenUp)) order(consumer, alive->busy_until);
-          return hand_out(id, layout, *alive, consumer);
+          return hand_out(id, layout, version, *alive);
         }
         const Schedule::Ahead only[] = {{id, handle.save}};
         try {
@@ -313,7 +297,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
             !mutated(Mutant::LaterConsumerWaitsForReload))
           order(consumer, bytes.busy_until);
         handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
-        at::Tensor tensor = hand_out(id, layout, bytes, consumer);
+        at::Tensor tensor = hand_out(id, layout, version, bytes);
         give_up_if_seen(id);
         return tensor;
       }
@@ -321,15 +305,6 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, bool
         TORCH_INTERNAL_ASSERT(false, "a handle outlived its record");
     }
   }
-}
-
-at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer) {
-  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3).
-  if (!mutated(Mutant::NoteUseAtUnpack)) backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
-  const Span& span = ledger_.record(id).span;
-  const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
-  backend_.saw_unpack(first, span.nbytes(), consumer);
-  return layout.build(bytes.storage, bytes.base_bytes, holdings(id).version);
 }
 
 // ---- release ----

@@ -20,6 +20,7 @@
 #include "autograd/context_state.h"
 #include "autograd/statistics.h"
 #include "autograd/tensor_layout.h"
+#include "autograd/wrapper_versions.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
 #include "core/schedule.h"
@@ -64,12 +65,16 @@ class Engine {
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
+  // `wrapper` is the version of the wrapper subclass that it is an inner tensor of, or null.
   // Returns nullopt when there is none to join and what would move is below the minimum.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
-  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape);
+  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape,
+                                   const c10::VariableVersion* wrapper = nullptr);
 
-  // The saved tensor's bytes, ordered for the stream that is current. May block.
-  at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, bool in_backward);
+  // The saved tensor's bytes, ordered for the stream that is current, with the version counter of the saved tensor. May
+  // block.
+  at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, const c10::VariableVersion& version,
+                    bool in_backward);
 
   // A handle died.
   void release(const RecordHandle& handle);
@@ -87,8 +92,9 @@ class Engine {
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> identity;  // while the tape is open
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up;  // the last bytes handed out, if still alive
     DeviceBytes given_up_bytes;                                         // of `given_up`, without the storage
-    c10::VariableVersion version;
-    StreamId packed_on = kNoStream;  // at its first save
+    c10::VariableVersion version;                                       // of its identity
+    WrapperVersions wrappers;                                           // while the tape is open
+    StreamId packed_on = kNoStream;                                     // at its first save
     uint64_t address_modulo = 0;
     Slot slot;
     Point offload_end;
@@ -114,6 +120,7 @@ class Engine {
   bool fits_budget(ContextState& context, uint64_t nbytes);
   void enqueue_offload(const PendingCopy& copy, StreamId& ordered_after);
   bool is_pending(RecordId id);
+  bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   void store_is_full(ContextState& context, const std::string& why);
   void drain_window(uint64_t window_bytes);
@@ -135,7 +142,8 @@ class Engine {
   void pass_by(RecordId id);
   void make_room();
   void leave_reload_window(RecordId id);
-  at::Tensor hand_out(RecordId id, const TensorLayout& layout, const DeviceBytes& bytes, StreamId consumer);
+  at::Tensor hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
+                      const DeviceBytes& bytes);
   std::optional<DeviceBytes> lock_given_up(RecordId id);
   void give_up_if_seen(RecordId id);
   bool slot_is_complete(RecordId id);

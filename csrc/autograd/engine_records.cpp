@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -17,19 +16,6 @@
 #endif
 
 namespace torchoffload {
-
-namespace {
-
-// The version counter has no public address of its own. Its one member is the pointer that shares it, which names it as
-// long as we hold a copy.
-const void* address_of(const c10::VariableVersion& version) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  const void* address = nullptr;
-  std::memcpy(&address, &version, sizeof address);
-  return address;
-}
-
-}  // namespace
 
 std::vector<Engine::PendingCopy>& Engine::pending_copies() {
   thread_local std::vector<PendingCopy> pending;
@@ -49,7 +35,9 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
   for (const Save& save : ledger_.tape(id).saves) {
-    if (ledger_.is_live(save.record)) holdings(save.record).identity.reset();
+    if (!ledger_.is_live(save.record)) continue;
+    holdings(save.record).identity.reset();
+    holdings(save.record).wrappers.clear();
   }
   if (ledger_.close_tape(id).gone) tape_is_gone(id);
 }
@@ -69,12 +57,17 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 // ---- saves ----
 
 std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                         TapeId tape) {
+                                         TapeId tape, const c10::VariableVersion* wrapper) {
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
-  const Identity identity{&storage, address_of(version), version.current_version(), storage.data(), storage.nbytes()};
+  Identity identity{&storage, address_of(version), version.current_version(), storage.data(), storage.nbytes()};
+  if (wrapper != nullptr) {
+    identity.wrapper_counter = address_of(*wrapper);
+    identity.wrapper_version = wrapper->current_version();
+  }
   ContextState& context = *tapes_[tape.index].context;
   std::optional<RecordId> id = ledger_.find(tape, identity, span, layout.itemsize());
+  if (id && was_written_through_a_wrapper(*id)) id.reset();
   if (id) {
     const Record& record = ledger_.record(*id);
     if (record.kept == KeptReason::None) {
@@ -95,6 +88,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
     id = add_record(tensor, identity, moved, tape);
   }
+  if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
   return RecordHandle{*id, ledger_.add_handle(*id)};
 }
 
@@ -128,6 +122,17 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   backend_.saw_pack(first, moved.nbytes(), held.bytes.stream, sequence_number);
   pending_copies().push_back({this, id, sequence_number, context.get()});
   return id;
+}
+
+// See Note [Versions of inner tensors]. Where a wrapper alone says that the bytes are the same, the tensor that the
+// record was made of must be unchanged, too.
+bool Engine::was_written_through_a_wrapper(RecordId id) {
+  const Holdings& held = holdings(id);
+  const Record& record = ledger_.record(id);
+  // A record whose copy was not enqueued yet stands for whatever the storage holds.
+  if (record.state == RecordState::Resident || mutated(Mutant::IdentityChecksWrapper)) return false;
+  return held.wrappers.changed() ||
+         (!held.wrappers.empty() && held.version.current_version() != record.identity.version);
 }
 
 bool Engine::is_pending(RecordId id) {
@@ -290,6 +295,34 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
   DeviceBytes bytes = held.given_up_bytes;
   bytes.storage = c10::Storage(std::move(alive));
   return bytes;
+}
+
+at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
+                            const DeviceBytes& bytes) {
+  const StreamId consumer = backend_.current_stream();
+  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3).
+  if (!mutated(Mutant::NoteUseAtUnpack)) backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
+  const Span& span = ledger_.record(id).span;
+  const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
+  backend_.saw_unpack(first, span.nbytes(), consumer);
+  return layout.build(bytes.storage, bytes.base_bytes, version);
+}
+
+// Reloads ahead of the consumer, once per unpack in backward.
+void Engine::prefetch(RecordId asked_for) {
+  const TapeId tape = ledger_.record(asked_for).tape;
+  const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
+  auto wanted = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
+  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
+  start_reloads(wanted, Reload::Ahead);
+}
+
+// R11: what was reloaded ahead and then passed by goes back to its slot.
+void Engine::let_pass(const RecordHandle& asked_for) {
+  if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
+  const TapeId tape = ledger_.record(asked_for.record).tape;
+  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for.record).options.windows);
+  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
 }
 
 // One at a time, right after its copy was enqueued: should the next one fail, this one is known to be on its way.

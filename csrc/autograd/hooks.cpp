@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "autograd/graph_trees.h"
 #include "autograd/operation.h"
 #include "autograd/saved_wrapper.h"
 
@@ -80,14 +81,24 @@ bool is_view_of_parameter(const at::Tensor& tensor) {
   return is_parameter;
 }
 
-std::unique_ptr<Saved> pack(Context& context, PyObject* object) {
+// What is inside of a Parameter that is a wrapper is saved alone by who takes it out, or inside of a detached copy.
+void note_inner_parameters(PyObject* object, const at::Tensor& tensor) {
+  if (THPVariable_CheckExact(object) || is_storage_of_parameter(tensor) || !SavedWrapper::is_wrapper(object)) return;
+  SavedWrapper::visit_inner_tensors(object, note_parameter);
+}
+
+// `wrapper`: the version of the outermost wrapper that the object is inside of; see Note [Versions of inner tensors].
+std::unique_ptr<Saved> pack(Context& context, PyObject* object, const c10::VariableVersion* wrapper = nullptr) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const Context::TypeKind kind = kind_of(object);
   const bool is_view = is_view_of_parameter(tensor);
   if (kind == Context::TypeKind::Subclass && !is_view && SavedWrapper::is_wrapper(object)) {
-    return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(context, inner); });
+    const c10::VariableVersion outermost =
+        wrapper != nullptr ? *wrapper : torch::autograd::impl::version_counter(tensor);
+    return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(context, inner, &outermost); });
   }
-  return context.pack(tensor, kind, is_view);
+  if (kind == Context::TypeKind::Parameter || is_view) note_inner_parameters(object, tensor);
+  return context.pack(tensor, kind, is_view, wrapper);
 }
 
 bool check_tensor(PyObject* object, const char* function) {
@@ -99,7 +110,7 @@ bool check_tensor(PyObject* object, const char* function) {
 
 PyObject* context_pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
-  if (!check_tensor(object, "pack")) return nullptr;
+  if (!check_tensor(object, "pack") || !look_for_graph_trees()) return nullptr;
   const ContextObject& context = *reinterpret_cast<ContextObject*>(self);
   // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
   auto* const handle = PyObject_New(HandleObject, handle_type);
@@ -122,6 +133,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
                  Py_TYPE(object)->tp_name);
     return nullptr;
   }
+  if (!look_for_graph_trees()) return nullptr;
   at::Tensor tensor;
   {
     const Operation operation;

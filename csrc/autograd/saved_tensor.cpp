@@ -113,7 +113,7 @@ at::Tensor SavedTensor::unpack(Versions versions) {
   }
   if (engine_ == nullptr) return detached_alias(kept_);
   if (in_backward) engine_->close_tape_of(handle_.record);
-  return engine_->unpack(handle_, layout_, in_backward);
+  return engine_->unpack(handle_, layout_, version_check_.version(), in_backward);
 }
 
 }  // namespace torchoffload

@@ -33,6 +33,21 @@ bool SavedWrapper::is_wrapper(PyObject* object) {
          PyObject_HasAttrString(type, "__tensor_unflatten__") != 0;
 }
 
+void SavedWrapper::visit_inner_tensors(PyObject* object, const std::function<void(const at::Tensor&)>& visit) {
+  if (!is_wrapper(object)) {
+    visit(THPVariable_Unpack(object));
+    return;
+  }
+  THPObjectPtr flat = checked(PyObject_CallMethod(object, "__tensor_flatten__", nullptr));
+  THPObjectPtr names = checked(PySequence_GetItem(flat.get(), 0));
+  THPObjectPtr iterator = checked(PyObject_GetIter(names.get()));
+  while (THPObjectPtr name = THPObjectPtr(PyIter_Next(iterator.get()))) {
+    THPObjectPtr inner = checked(PyObject_GetAttr(object, name.get()));
+    if (THPVariable_Check(inner.get())) visit_inner_tensors(inner.get(), visit);
+  }
+  if (PyErr_Occurred() != nullptr) throw python_error();
+}
+
 SavedWrapper::SavedWrapper(PyObject* object, const PackInner& pack_inner)
     : version_check_(THPVariable_Unpack(object)), type_(borrow(reinterpret_cast<PyObject*>(Py_TYPE(object)))) {
   wait_for_collective(object);
@@ -47,8 +62,8 @@ SavedWrapper::SavedWrapper(PyObject* object, const PackInner& pack_inner)
     THPObjectPtr inner = checked(PyObject_GetAttr(object, name.get()));
     const bool is_tensor = THPVariable_Check(inner.get());
     // A symbolic size is tied to the very tensor that it was read from, such as a nested tensor's offsets.
-    const bool names_a_size = is_tensor && is_symbolic && !THPVariable_Unpack(inner.get()).is_floating_point() &&
-                              !THPVariable_Unpack(inner.get()).is_complex();
+    const bool names_a_size = is_tensor && is_symbolic &&
+                              c10::isIntegralType(THPVariable_Unpack(inner.get()).scalar_type(), /*includeBool=*/false);
     if (is_tensor && !names_a_size) {
       wait_for_collective(inner.get());
       inners_.push_back({std::move(name), pack_inner(inner.get()), THPObjectPtr()});

@@ -28,6 +28,10 @@ class SavedWrapper final : public Saved {
   // Has the object's type both methods of the protocol?
   static bool is_wrapper(PyObject* object);
 
+  // Calls `visit` with each tensor that is no wrapper inside `object`, which may be such a tensor itself. Throws
+  // python_error.
+  static void visit_inner_tensors(PyObject* object, const std::function<void(const at::Tensor&)>& visit);
+
   // Throws python_error where the subclass's code raises.
   SavedWrapper(PyObject* object, const PackInner& pack_inner);
 

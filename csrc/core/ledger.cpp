@@ -59,6 +59,8 @@ const char* to_string(KeptReason reason) {
       return "write_failed";
     case KeptReason::Capturing:
       return "capturing";
+    case KeptReason::Borrowed:
+      return "borrowed";
     case KeptReason::Pending:
       return "pending";
   }
@@ -130,11 +132,18 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
   for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
     const Record& record = records_[index];
     const Identity& known = record.identity;
-    const bool same =
+    const bool at_same_place =
+        mutated(Mutant::IdentityChecksData) || (known.data == identity.data && known.nbytes == identity.nbytes);
+    const bool same_tensor =
         (mutated(Mutant::IdentityChecksVersionCounter) || known.version_counter == identity.version_counter) &&
-        (mutated(Mutant::IdentityChecksVersion) || known.version == identity.version) &&
-        (mutated(Mutant::IdentityChecksData) || (known.data == identity.data && known.nbytes == identity.nbytes));
-    if (!same) continue;
+        (mutated(Mutant::IdentityChecksVersion) || known.version == identity.version);
+    const bool same_wrapper = identity.wrapper_counter != nullptr &&
+                              known.wrapper_counter == identity.wrapper_counter &&
+                              known.wrapper_version == identity.wrapper_version;
+    // Of a wrapper that the record was not packed inside of, nobody knows its version of then, except for the first.
+    const bool tensor_tells = identity.wrapper_version == 0 || mutated(Mutant::IdentityChecksWrapper);
+    const bool unchanged = same_wrapper || (same_tensor && tensor_tells);
+    if (!at_same_place || !(unchanged || record.state == RecordState::Resident)) continue;
     const bool within = mutated(Mutant::JoinOnlyWithinSpan) || record.span.contains(span);
     const bool aligned = mutated(Mutant::JoinOnlyAligned) || (span.begin - record.span.begin) % itemsize == 0;
     if (within && aligned) return RecordId{index, record.generation};

@@ -40,8 +40,9 @@ enum class KeptReason : uint8_t {
   WriteFailed,
   Pending,    // asked for before its copy was enqueued
   Capturing,  // a CUDA graph was being captured
+  Borrowed,   // the memory is not the storage's own
 };
-inline constexpr size_t kKeptReasonCount = 12;
+inline constexpr size_t kKeptReasonCount = 13;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as
@@ -52,6 +53,9 @@ struct Identity {
   uint32_t version = 0;
   const void* data = nullptr;  // a veto, not a key
   uint64_t nbytes = 0;         // likewise: of the storage
+  // Of a wrapper subclass's inner tensor: the wrapper's, since what is written through a wrapper is not counted inside.
+  const void* wrapper_counter = nullptr;
+  uint32_t wrapper_version = 0;
 };
 
 struct Record {
@@ -109,7 +113,8 @@ class Ledger {
 
   // Records.
   // The live record of the open tape that stands for exactly these bytes: same identity, a span that contains `span`,
-  // at a distance that is a multiple of `itemsize`.
+  // at a distance that is a multiple of `itemsize`. A record whose copy was not enqueued yet stands for whatever the
+  // storage holds, so versions do not matter: views may count theirs apart.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
   bool is_live(RecordId id) const;

@@ -39,6 +39,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(IdentityChecksVersionCounter)
     NAME(IdentityChecksData)
     NAME(IdentityHoldsStorage)
+    NAME(IdentityChecksWrapper)
     NAME(JoinOnlyWithinSpan)
     NAME(JoinOnlyAligned)
     NAME(StridesRestored)
@@ -54,6 +55,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(ParameterStaysByStorage)
     NAME(DeallocQueuedInsideOperation)
     NAME(PackedInGraphTaskStays)
+    NAME(BorrowedStays)
     NAME(BudgetHonoured)
     case Mutant::kCount:
       break;

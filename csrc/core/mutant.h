@@ -34,7 +34,8 @@ enum class Mutant : uint8_t {
   IdentityChecksVersion,     // section 4, Identity
   IdentityChecksVersionCounter,
   IdentityChecksData,
-  IdentityHoldsStorage,  // the weak reference: an address cannot be reused
+  IdentityHoldsStorage,   // the weak reference: an address cannot be reused
+  IdentityChecksWrapper,  // what is written through a wrapper
   JoinOnlyWithinSpan,
   JoinOnlyAligned,
   StridesRestored,
@@ -50,6 +51,7 @@ enum class Mutant : uint8_t {
   ParameterStaysByStorage,       // section 6, aliases
   DeallocQueuedInsideOperation,  // section 5, locks
   PackedInGraphTaskStays,        // section 6
+  BorrowedStays,                 // memory that is not the storage's own
   BudgetHonoured,                // section 7
   kCount,
 };

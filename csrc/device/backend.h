@@ -79,6 +79,9 @@ class Backend {
   // True if wait(stream, ...) blocks the host. The engine then releases the GIL around it.
   virtual bool may_block(StreamId stream) const = 0;
 
+  // Is this memory of CUDA graphs that are replayed behind autograd's back? See Note [Memory of graph trees].
+  virtual bool is_graph_memory(const void* /*address*/) { return false; }
+
   // Is a CUDA graph being captured on the current stream? Nothing is enqueued, grown or waited for then.
   virtual bool is_capturing() { return false; }
 

@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "device/cuda_graph_pools.h"
+
 namespace torchoffload {
 
 namespace {
@@ -164,6 +166,8 @@ class CudaBackend final : public Backend {
     const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
     c10::cuda::CUDACachingAllocator::get()->recordStream(shifted != nullptr ? *shifted : data, *torch_stream);
   }
+
+  bool is_graph_memory(const void* address) override { return is_in_graph_pool(address); }
 
   void synchronize(Point point) override { cuda_synchronize(point); }
 

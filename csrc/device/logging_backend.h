@@ -73,6 +73,7 @@ class LoggingBackend final : public Backend {
   PointStatus status(Point point) override;
   std::string failure(Point point) override { return inner_.failure(point); }
   bool is_lasting(StreamId stream) override { return inner_.is_lasting(stream); }
+  bool is_graph_memory(const void* address) override { return inner_.is_graph_memory(address); }
   bool is_capturing() override { return inner_.is_capturing(); }
   bool completes_in_background() const override { return inner_.completes_in_background(); }
   bool may_block(StreamId stream) const override { return inner_.may_block(stream); }

@@ -36,7 +36,9 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_tensors(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
+            yield from _plain_tensors(inner)
 
 
 class OffloadActivations(saved_tensors_hooks):
@@ -283,7 +285,8 @@ def never_offload(tensor: torch.Tensor) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"never_offload takes a torch.Tensor, got {type(tensor).__name__}")
-    core.never_offload(tensor)
+    for plain in _plain_tensors(tensor):
+        core.never_offload(plain)
 
 
 def trim() -> int:

@@ -1,10 +1,16 @@
-"""report(): the statistics on one screen, and what to change when nothing moved."""
+"""report(): the statistics on one screen, what to change when nothing moved, and on demand what is still alive."""
 
-from torchoffload._stats import OffloadStats, TapeStats, stats
+import gc
+from collections import Counter
+
+import torch
+
+from torchoffload._stats import OffloadStats, stats
 
 __all__ = ["human_bytes", "report"]
 
 _TAPES_SHOWN = 6
+_HOLDERS_SHOWN = 5
 
 _REASONS = {
     "parameter": "parameters, views on them, and buffers of the context's model",
@@ -17,6 +23,7 @@ _REASONS = {
     "resized": "storage resized before its copy (FSDP2, compiled graphs)",
     "write_failed": "the write to disk_dir failed",
     "capturing": "a CUDA graph was being captured",
+    "borrowed": "in memory that the tensor does not own (CUDA graphs of torch.compile)",
     "pending": "asked for before the copy was enqueued: backward began right after",
 }
 
@@ -32,6 +39,7 @@ _ADVICE = {
     "resized": "Something resizes these storages before they can be copied: enter the context inside it.",
     "write_failed": "See the warning for the reason, and set disk_dir to a directory with free space.",
     "capturing": "Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
+    "borrowed": 'Memory of CUDA graphs stays: compile without mode="reduce-overhead" to have it moved.',
     "pending": "Leave the context before backward, so that the last copies are enqueued.",
 }
 _NOTHING_SAVED = (
@@ -68,16 +76,18 @@ def _kept_lines(seen: OffloadStats) -> list[str]:
     return lines
 
 
-def _tape_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
+def _tape_lines(seen: OffloadStats) -> list[str]:
+    tapes = seen.tapes
     if not tapes:
         return []
     shown = tapes[-_TAPES_SHOWN:]
     titles = ("out", "back", "joined", "kept", "waits")
     lines = [f"  {f'last {len(shown)} tapes':<22}" + "".join(f"{title:>12}" for title in titles)]
-    for tape in shown:
+    for number, tape in enumerate(shown, start=1):
         sizes = (tape.bytes_offloaded, tape.bytes_reloaded, tape.bytes_deduplicated, sum(tape.bytes_kept.values()))
         cells = [*(human_bytes(size) for size in sizes), str(tape.window_waits)]
-        lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells))
+        is_alive = len(shown) - number < seen.live_tapes  # those that are stand last
+        lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells) + ("  alive" if is_alive else ""))
     return lines
 
 
@@ -92,7 +102,29 @@ def _advice(seen: OffloadStats) -> list[str]:
     return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
 
 
-def format_stats(seen: OffloadStats) -> str:
+def _holders() -> Counter[str]:
+    """Count the tensors with a history that Python holds, alike ones together: each keeps its whole graph."""
+    found: Counter[str] = Counter()
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.Tensor):  # not isinstance: that asks the object, and lazy ones wake up
+            continue
+        try:
+            origin = each.grad_fn
+            if origin is not None:
+                found[f"{each.dtype} {tuple(each.shape)} of {origin.name()}".removeprefix("torch.")] += 1
+        except RuntimeError:  # a view that may not be asked any more
+            continue
+    return found
+
+
+def _holder_lines(holders: Counter[str]) -> list[str]:
+    total = sum(holders.values())
+    lines = [f"  {'with a history':<22}{total:>12} tensors that Python objects hold, each with its graph"]
+    lines += [f"{count:>36} x {text}" for text, count in holders.most_common(_HOLDERS_SHOWN)]
+    return lines
+
+
+def format_stats(seen: OffloadStats, holders: Counter[str] | None = None) -> str:
     """``seen`` as the text that ``report()`` returns."""
     lines = [
         "torchoffload, since the last reset_stats():",
@@ -107,18 +139,25 @@ def format_stats(seen: OffloadStats) -> str:
         _pair("pinned memory", seen.pinned_bytes, seen.peak_pinned_bytes),
         f"  {'alive':<22}{seen.live_handles:>12} of {seen.handles} handles, {seen.live_records} records, "
         f"{seen.live_slots} slots, {seen.live_tapes} tapes",
-        *_tape_lines(seen.tapes),
+        *(_holder_lines(holders) if holders is not None else ()),
+        *_tape_lines(seen),
         *_advice(seen),
     ]
     return "\n".join(lines)
 
 
-def report() -> str:
-    """One screen of text on what moved, what was kept and why, and the latest tapes.
+def report(*, holders: bool = False) -> str:
+    """One screen of text on what moved, what was kept and why, the latest tapes, and what is alive.
+
+    Parameters
+    ----------
+    holders : bool
+        Tell also which tensors with a history Python objects hold, by dtype, shape and operator, for when more is alive
+        than should be: a graph lives as long as any of them. Looks through all objects, and takes a while.
 
     Returns
     -------
     str
         Lines without a trailing newline. When nothing moved, the last one says what to change.
     """
-    return format_stats(stats())
+    return format_stats(stats(), _holders() if holders else None)

@@ -36,7 +36,8 @@ class TapeStats(_Counts):
         Saved again, and joined to a record that was there: moved once.
     records_kept, bytes_kept : dict of str to int
         Not moved, by reason: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``,
-        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``.
+        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``,
+        ``borrowed``.
     window_waits : int
         How often a full offload window made the compute stream wait.
     passed_by : int

@@ -2,6 +2,7 @@
 
 import torch
 from scenario import NBYTES, NUMEL, Stage, scenario
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchoffload
 
@@ -67,6 +68,22 @@ def a_storage_is_resized_and_filled_again_between_two_saves(stage: Stage) -> str
     return _name(gradient, saved=h.detach(), before=before)
 
 
+@scenario("IdentityChecksWrapper", right=NEW_VALUES, wrong=OLD_VALUES)
+def a_wrapper_is_saved_again_after_it_was_changed(stage: Stage) -> str:
+    """What is written through a wrapper raises the version of the wrapper, and not of the tensor inside."""
+    x = TwoTensor(stage.leaf(), stage.leaf()).requires_grad_()
+    with stage.context():
+        h = x + 0
+        earlier = h.sin()
+        stage.next_operator()
+        before = h.a.clone()
+        with torch.no_grad():
+            h += 1
+        (gradient,) = torch.autograd.grad(h.sin().sum(), x)
+    del earlier
+    return _name(gradient.a, saved=h.a, before=before)
+
+
 @scenario("IdentityHoldsStorage", right=NEW_VALUES, wrong=OLD_VALUES)
 def another_storage_may_get_the_address_of_one_that_is_gone(stage: Stage) -> str:
     x = stage.leaf()
@@ -84,6 +101,21 @@ def another_storage_may_get_the_address_of_one_that_is_gone(stage: Stage) -> str
         hoard[-1].resize_(NBYTES)
         refilled = torch.empty(0).set_(hoard[-1], 0, (NUMEL,))
         x.data = refilled.copy_(before + 1)
+        (gradient,) = torch.autograd.grad(x.sin().sum(), x)
+    del earlier
+    return _name(gradient, saved=x.detach(), before=before)
+
+
+@scenario("BorrowedStays", right=NEW_VALUES, wrong=OLD_VALUES)
+def memory_that_a_storage_only_borrows_is_written_anew(stage: Stage) -> str:
+    memory = torch.rand(NUMEL)
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, NBYTES)
+    x = torch.empty(0).set_(storage, 0, (NUMEL,)).requires_grad_()
+    with stage.context():
+        earlier = x.sin()
+        stage.next_operator()
+        before = x.detach().clone()
+        memory.add_(1)  # by its owner, as the replay of a CUDA graph does
         (gradient,) = torch.autograd.grad(x.sin().sum(), x)
     del earlier
     return _name(gradient, saved=x.detach(), before=before)
