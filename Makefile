@@ -59,15 +59,19 @@ test: build  ## the test suite on the disk tier and the simulated device
 mutants: build  ## leave out each wait and check in turn: its scenario has to notice
 	$(PY) -m pytest tests/mutants --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
 
+# What runs under which sanitizers, FUZZ_SECONDS each and two at a time.
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 1
+FUZZ_RUNS := core_fuzz:address,undefined storage_stress:thread storage_stress:address,undefined
 .PHONY: fuzz
-fuzz:  ## the programs of tests/fuzz under ASan+UBSan, then under TSan
+fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: random lives, beside models
 	@mkdir -p build/fuzz
-	@set -e; for source in tests/fuzz/*.cpp; do for sanitizers in address,undefined thread; do \
-		program=build/fuzz/$$(basename $$source .cpp)-$${sanitizers/,*/}; echo "$$program"; \
-		$(CXX) -std=c++20 -g -O1 -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
-			$$source csrc/core/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
-		$$program; \
-	done; done
+	@printf '%s\n' $(FUZZ_RUNS) | xargs -P 2 -I {} $(SHELL) -c 'set -e; run={}; source=$${run%:*}; sanitizers=$${run#*:}; \
+		program=build/fuzz/$$source-$${sanitizers%,*}; \
+		$(CXX) -std=c++20 -g -O1 -DTORCHOFFLOAD_TESTING -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
+			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
+		echo "$$program: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED)"; \
+		$$program --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
 SOAK_ARGS ?= --device disk --steps 10000
 .PHONY: soak

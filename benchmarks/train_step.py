@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import statistics
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from hardware import hardware
 from offloaders import OFFLOADERS, MakeContext
 from saved_bytes import SavedBytes
 from workloads import Workload, build_model, parse_workload, random_tokens
@@ -185,7 +185,7 @@ def _run_child(arguments: argparse.Namespace, workload: Workload) -> None:
         "steps": steps,
         "timed_step_count": arguments.steps,
         "state_bytes": trainer.state_bytes,
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
     }
     if device.type == "cuda":
         result["reserved_bytes"] = torch.cuda.memory_reserved(device)
@@ -230,20 +230,6 @@ def _link_rates(device: torch.device) -> dict[str, float]:
         torch.cuda.synchronize(device)
         rates[name] = size_bytes * repeat_count / (time.perf_counter() - start)
     return rates
-
-
-def _hardware(device: torch.device) -> dict[str, Any]:
-    import transformers
-
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "cpu_count": os.cpu_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
 
 
 # The parent: a process for each offloader, one table for each workload.

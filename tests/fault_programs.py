@@ -192,6 +192,37 @@ def fork_reads_the_parents_graph() -> None:
     assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
+def fork_in_backward() -> None:
+    """In the middle of a backward, with reloads on their way; the parent's goes on."""
+    expected = gradient(contextlib.nullcontext())
+    x = torch.linspace(-1, 1, SIDE * SIDE).reshape(SIDE, SIDE).requires_grad_()
+    slow_disk()
+    forks = []
+
+    def child() -> None:
+        assert torch.equal(gradient(context()), expected)
+
+    def fork(_: torch.Tensor) -> None:
+        forks.append(pid := os.fork())
+        if pid == 0:
+            # A graph task is running here, and saves nothing that moves: the child's work is on another thread.
+            code = []
+            worker = threading.Thread(target=lambda: code.append(child()))
+            worker.start()
+            worker.join()
+            os._exit(0 if code else 1)
+
+    for _ in range(3):
+        with context(reload_window_bytes=1 << 20):
+            middle = x.sigmoid().sigmoid().sigmoid()
+            middle.register_hook(fork)
+            y = middle.sigmoid().sigmoid().sigmoid().sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+        assert os.waitstatus_to_exitcode(os.waitpid(forks.pop(), 0)[1]) == 0, "the child failed"
+    del middle, y
+    check_nothing_is_alive()
+
+
 class Squares(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 24
@@ -316,8 +347,8 @@ def writes() -> None:
 PROGRAMS: dict[str, Callable[..., None]] = {
     program.__name__: program
     for program in (
-        interrupted, alarms, fork_trains, fork_reads_the_parents_graph, data_loader, no_address_space, no_threads,
-        ends, writes,
+        interrupted, alarms, fork_trains, fork_reads_the_parents_graph, fork_in_backward, data_loader,
+        no_address_space, no_threads, ends, writes,
     )
 }  # fmt: skip
 

@@ -6,7 +6,6 @@ or refuses must not show in any gradient, then or later, and nothing of it may s
 
 import contextlib
 import errno
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 import torchoffload
 from devices import Device
-from functions import Save
 from gradients import Run, assert_same_gradients
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="faults are injected into the test build alone").testing
@@ -321,53 +319,3 @@ def test_a_warning_as_an_error_inside_two_contexts(device_under_test: Device):
     assert_same_gradients(
         program, device=device_under_test, moved_bytes=2 * STEPS * DEPTH * NBYTES, kept_reason="host_full"
     )
-
-
-# ---- KeyboardInterrupt, by a real signal ----
-
-
-def interrupt(*unpacked: torch.Tensor) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_in_forward(device_under_test: Device):
-    def program(run: Run) -> Any:
-        x, context = run.leaf(64, 64), run.offload()
-        for _ in range(STEPS):
-            saved = []
-
-            def interrupted(x: torch.Tensor) -> None:
-                saved.append(x.sigmoid())
-                forward(x)
-                interrupt()
-
-            with pytest.raises(KeyboardInterrupt):
-                forward_in(context, x, interrupted)
-            with context:
-                y = forward(x) + saved.pop().sum()
-            y.backward()
-            run.check(gradient=x.grad)
-        return x.grad
-
-    assert_same_gradients(program, device=device_under_test)
-
-
-def test_ctrl_c_in_backward_and_backward_again(device_under_test: Device):
-    if device_under_test.name == "cuda":
-        pytest.skip("backward runs on a thread of its own there, and Python gives signals to the main one")
-
-    def program(run: Run) -> Any:
-        x, context = run.leaf(64, 64), run.offload()
-        for _ in range(STEPS):
-            look = [interrupt]
-            with context:
-                y = x.sigmoid().sigmoid()
-                y = forward(Save.apply(y, lambda *unpacked: look[0](*unpacked), y))
-            with pytest.raises(KeyboardInterrupt):
-                y.backward(retain_graph=True)
-            look[0] = lambda *unpacked: None
-            y.backward()
-            run.check(gradient=x.grad)
-        return x.grad
-
-    assert_same_gradients(program, device=device_under_test)

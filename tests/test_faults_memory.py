@@ -1,6 +1,7 @@
 """Memory that is refused: no room on the device for a reload, and no pinned memory for an offload."""
 
 import contextlib
+import resource
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -204,6 +205,58 @@ def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_
     assert_same_gradients(
         program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4, kept_reason="host_full"
     )
+
+
+@contextlib.contextmanager
+def little_lockable_memory(run: Run) -> Iterator[None]:
+    """RLIMIT_MEMLOCK below what a step pins, in the offloaded run."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not run.stock:
+        torchoffload.trim()
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+@pytest.mark.devices(*WITH_LIMITS)
+def test_under_a_limit_of_locked_memory_a_step_is_right_whatever_the_driver_makes_of_it(device_under_test: Device):
+    """Drivers may pin beyond the limit, and root always may: then the step moves as the others do."""
+
+    def program(run: Run) -> Any:
+        x, context = run.leaf(64, 64), run.offload()
+        for step in range(3):
+            with little_lockable_memory(run) if step == 1 else contextlib.nullcontext():
+                with context:
+                    y = forward(x)
+                y.backward()
+            run.check(gradient=x.grad)
+        return x.grad
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.6)
+
+
+@pytest.mark.devices(*SIMULATED)
+def test_a_refusal_to_pin_names_the_limit_of_locked_memory(device_under_test: Device):
+    def program(run: Run) -> Any:
+        x = run.leaf(64, 64)
+        with run.offload():
+            early = forward(x)
+        early.backward()
+        testing.refuse_registration("" if run.stock else "planted")
+        with little_lockable_memory(run), run.offload():
+            y = forward(x)
+        testing.refuse_registration("")
+        y.backward()
+        return x.grad
+
+    with pytest.warns(UserWarning, match="bytes of host memory: planted; RLIMIT_MEMLOCK is 65536 bytes"):
+        assert_same_gradients(
+            program, device=device_under_test, moved_bytes=DEPTH * 64 * 64 * 4, kept_reason="host_full"
+        )
 
 
 # ---- a disk that failed ahead of its consumer ----

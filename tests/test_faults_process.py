@@ -31,7 +31,15 @@ def ending_of(name: str, directory: Path, *arguments: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    "name", ["alarms", "fork_trains", "fork_reads_the_parents_graph", "data_loader", "no_address_space"]
+    "name",
+    [
+        "alarms",
+        "fork_trains",
+        "fork_reads_the_parents_graph",
+        "fork_in_backward",
+        "data_loader",
+        "no_address_space",
+    ],
 )
 def test_it_is_right_in_the_end(name: str, tmp_path: Path):
     done = ending_of(name, tmp_path)

@@ -73,3 +73,28 @@ def test_a_report_says_what_to_change_when_nothing_moved(reason, advice):
 )
 def test_bytes_are_told_in_units(count, text):
     assert _report.human_bytes(count) == text
+
+
+def test_a_report_on_demand_names_what_holds_a_graph(tmp_path):
+    context = torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=0)
+    torchoffload.reset_stats()
+    with context:
+        kept_in_a_list = [torch.ones(61, 67, requires_grad=True).exp() for _ in range(3)]
+        context_row = torchoffload.report().splitlines()[-1]
+    assert context_row.endswith("  alive")
+    assert "with a history" not in torchoffload.report()
+    assert "3 x float32 (61, 67) of ExpBackward0" in torchoffload.report(holders=True)
+    kept_in_a_list.clear()
+    text = torchoffload.report(holders=True)
+    assert "(61, 67)" not in text
+    assert not text.splitlines()[-1].endswith("  alive")
+
+
+def test_tensors_that_cannot_be_asked_for_their_history_hold_up_no_report():
+    base = torch.ones(4, requires_grad=True).clone()
+    first, _ = base.split(2)  # one of several views: it must not be written to
+    with torch.no_grad():
+        first.zero_()
+    with pytest.raises(RuntimeError):
+        _ = first.grad_fn
+    assert "with a history" in torchoffload.report(holders=True)

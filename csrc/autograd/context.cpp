@@ -1,5 +1,6 @@
 #include "autograd/context.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -34,6 +35,14 @@ const char* to_string(Tier tier) { return tier == Tier::Host ? "host" : "disk"; 
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+// Is make_fx tracing? It knows a tensor by what was dispatched: one that is built anew would be a constant of its
+// graph.
+bool is_traced() {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::any_modes_set() && TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY);
 }
 
 void mark(StorageSet& set, const at::Tensor& tensor) {
@@ -139,7 +148,7 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
     mark(parameter_storages(), tensor);
     return KeptReason::Parameter;
   }
-  if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor)) return KeptReason::Layout;
+  if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor) || is_traced()) return KeptReason::Layout;
   if (tensor.storage().nbytes() < state_->options.min_offload_bytes || tensor.numel() == 0) return KeptReason::Small;
   const c10::StorageImpl* const storage = storage_of(tensor);
   const bool is_known_parameter = parameter_storages().contains(storage) && !mutated(Mutant::ParameterStaysByStorage);
@@ -171,15 +180,16 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
       reason = KeptReason::Small;
     } else {
       reason = KeptReason::Device;
-      state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
-                                               " stay where they are: tier=\"" + to_string(state_->options.tier) +
-                                               "\" does not move them.");
+      if (!tensor.is_meta())
+        state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
+                                                 " stay where they are: tier=\"" + to_string(state_->options.tier) +
+                                                 "\" does not move them.");
     }
   }
   const std::vector<std::pair<Engine*, TapeId>>& tapes = on_this_thread().tapes;
   const bool has_tape = !tapes.empty() && tapes.front().first->is_open(tapes.front().second);
   count_kept(has_tape ? tapes.front().first->row(tapes.front().second) : kept_row_, reason, bytes_of(tensor));
-  return std::make_unique<SavedTensor>(tensor, detached_alias(tensor));
+  return std::make_unique<SavedTensor>(tensor);
 }
 
 }  // namespace torchoffload

@@ -2,6 +2,7 @@
 #include "autograd/engine.h"
 
 #include <ATen/SequenceNumber.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -49,6 +50,10 @@ bool Engine::is_ordered(StreamId waiter, Point point) const {
 
 void Engine::flush_pending(const ContextState* leaving) {
   std::vector<PendingCopy>& pending = pending_copies();
+  // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
+  // has its own autograd functions, and contexts.
+  const bool is_inside_operator = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
+  if (is_inside_operator && !mutated(Mutant::CopyNotInsideItsOperator)) return;
   if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
   const uint64_t now = at::sequence_number::peek();
   StreamId ordered_after = kNoStream;
@@ -132,6 +137,10 @@ void Engine::drain_window(uint64_t window_bytes) {
 void Engine::finish_offload(RecordId id) {
   Holdings& held = holdings(id);
   leave_offload_window(id);
+  if (was_resized(id) && !mutated(Mutant::ResizeCheckedInFlight)) {  // R10
+    keep(id, KeptReason::Resized);
+    return;
+  }
   const std::string failure = backend_.failure(held.offload_end);
   if (!failure.empty() && !mutated(Mutant::FailedWriteKeepsRecord)) {
     context(id).warn_once(Warning::WriteFailed,
@@ -140,7 +149,6 @@ void Engine::finish_offload(RecordId id) {
     return;
   }
   held.is_confirmed = true;
-  held.is_resized = was_resized(id);
   ledger_.finish_offload(id);
   Operation::drop_later(std::move(held.bytes.storage));
   held.bytes = {};
@@ -243,7 +251,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   while (true) {  // read again after whatever may have blocked
     Holdings& held = holdings(id);
     const Record& record = ledger_.record(id);
-    check_not_resized(id);
+    keep_if_resized(id);
     switch (record.state) {
       case RecordState::Resident:
       case RecordState::Offloading:

@@ -100,7 +100,6 @@ class Engine {
     Point offload_end;
     Point reload_end;
     uint64_t charged_bytes = 0;
-    bool is_resized = false;    // while its copy was in flight: the slot's bytes are nobody's
     bool is_confirmed = false;  // I/O: the write is known to have succeeded
   };
   struct TapeInfo {
@@ -147,7 +146,7 @@ class Engine {
   std::optional<DeviceBytes> lock_given_up(RecordId id);
   void give_up_if_seen(RecordId id);
   bool slot_is_complete(RecordId id);
-  void check_not_resized(RecordId id);
+  void keep_if_resized(RecordId id);
 
   // Order and release.
   void order(StreamId waiter, Point point);

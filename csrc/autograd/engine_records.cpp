@@ -255,11 +255,19 @@ bool Engine::was_resized(RecordId id) {
   return source.data() != identity.data || source.nbytes() != identity.nbytes;
 }
 
-void Engine::check_not_resized(RecordId id) {
-  const bool is_in_flight = ledger_.record(id).state == RecordState::Offloading && was_resized(id);
-  TORCH_CHECK(mutated(Mutant::ResizeCheckedInFlight) || !(holdings(id).is_resized || is_in_flight),
-              "torchoffload: the storage of a saved tensor was resized while its bytes were being offloaded, so they "
-              "are lost. Exempt it with torchoffload.never_offload(tensor).");
+// R10: of a source that was resized under its copy the slot has torn bytes, or none. The program's storage is what the
+// saved tensor is without us, once it is filled again.
+void Engine::keep_if_resized(RecordId id) {
+  if (mutated(Mutant::ResizeCheckedInFlight)) return;
+  if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {
+    leave_offload_window(id);
+    keep(id, KeptReason::Resized);
+  }
+  const Record& record = ledger_.record(id);
+  TORCH_CHECK(
+      record.kept != KeptReason::Resized || holdings(id).bytes.storage.nbytes() >= record.span.end,
+      "torchoffload: the storage of a saved tensor was resized before backward, so its bytes are gone. Exempt it "
+      "with torchoffload.never_offload(tensor).");
 }
 
 bool Engine::slot_is_complete(RecordId id) {

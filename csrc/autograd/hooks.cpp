@@ -134,6 +134,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
     return nullptr;
   }
   if (!look_for_graph_trees()) return nullptr;
+  // The caller only lends it: a backward on another thread may release it while this one waits without the GIL.
+  const THPObjectPtr held_meanwhile(Py_NewRef(object));
   at::Tensor tensor;
   {
     const Operation operation;
@@ -152,7 +154,7 @@ PyObject* noop_pack(PyObject*, PyObject* object) {
   handle->saved = nullptr;
   THPObjectPtr owned(reinterpret_cast<PyObject*>(handle));
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  handle->saved = new SavedTensor(tensor, detached_alias(tensor));
+  handle->saved = new SavedTensor(tensor);
   return owned.release();
   END_HANDLE_TH_ERRORS
 }

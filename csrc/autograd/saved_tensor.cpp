@@ -51,7 +51,7 @@ at::Tensor detached_alias(const at::Tensor& tensor) {
 
 VersionCheck::VersionCheck(const at::Tensor& tensor)
     : version_(torch::autograd::impl::version_counter(tensor)),
-      saved_version_(version_.current_version()),
+      saved_version_(version_.enabled() ? version_.current_version() : 0),
       output_nr_(static_cast<uint32_t>(tensor.output_nr())),
       grad_fn_(tensor.grad_fn().get()),
       is_view_(tensor.is_view()),
@@ -82,13 +82,13 @@ void VersionCheck::raise(const at::Tensor& described) const {
       grad_fn ? torch::autograd::make_variable(described, torch::autograd::Edge(grad_fn, output_nr_)) : described;
   torch::autograd::impl::set_version_counter(stand_in, version);
   const torch::autograd::SavedVariable saved(stand_in, is_output);
-  while (version.current_version() != version_.current_version()) version.bump();
+  version.set_version(version_.current_version());  // not bumped until equal: a counter can be set back
   saved.unpack(is_output ? node : decltype(node)());
   TORCH_INTERNAL_ASSERT(false, "autograd took a saved tensor of another version");
 }
 
-SavedTensor::SavedTensor(const at::Tensor& tensor, at::Tensor detached)
-    : version_check_(tensor), kept_(std::move(detached)) {}
+SavedTensor::SavedTensor(const at::Tensor& tensor)
+    : version_check_(tensor), kept_(tensor.is_leaf() ? tensor : detached_alias(tensor)), is_itself_(tensor.is_leaf()) {}
 
 SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle)
     : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {}
@@ -111,7 +111,7 @@ at::Tensor SavedTensor::unpack(Versions versions) {
                  : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0, version_check_.version());
     });
   }
-  if (engine_ == nullptr) return detached_alias(kept_);
+  if (engine_ == nullptr) return is_itself_ ? kept_ : detached_alias(kept_);
   if (in_backward) engine_->close_tape_of(handle_.record);
   return engine_->unpack(handle_, layout_, version_check_.version(), in_backward);
 }

@@ -27,7 +27,8 @@ class VersionCheck {
   // type and sizes.
   template <typename MakeTensor>
   void check(MakeTensor make_tensor) const {
-    if (version_.current_version() != saved_version_) raise(make_tensor());
+    // An inference tensor, which only a wrapper may hold, tracks no version.
+    if (version_.enabled() && version_.current_version() != saved_version_) raise(make_tensor());
   }
   const c10::VariableVersion& version() const { return version_; }
 
@@ -58,8 +59,9 @@ class Saved {
 
 class SavedTensor final : public Saved {
  public:
-  // Kept.
-  SavedTensor(const at::Tensor& tensor, at::Tensor detached);
+  // Kept. A leaf is kept itself, as autograd keeps it: it has no history to hold, and its type, its attributes and what
+  // `.data =` gives it count. Of any other tensor a detached alias.
+  explicit SavedTensor(const at::Tensor& tensor);
   // Moved.
   SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle);
   ~SavedTensor() override;
@@ -69,6 +71,7 @@ class SavedTensor final : public Saved {
  private:
   VersionCheck version_check_;
   at::Tensor kept_;
+  bool is_itself_ = false;  // not an alias
   Engine* engine_ = nullptr;
   RecordHandle handle_;
   TensorLayout layout_;

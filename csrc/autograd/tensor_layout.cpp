@@ -1,7 +1,9 @@
 #include "autograd/tensor_layout.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 
+#include <optional>
 #include <utility>
 
 #include "core/mutant.h"
@@ -47,6 +49,9 @@ Span TensorLayout::span() const {
 }
 
 at::Tensor TensorLayout::build(c10::Storage storage, uint64_t base_bytes, const c10::VariableVersion& version) const {
+  // What was saved is no inference tensor, whatever the mode that asks for it.
+  std::optional<c10::InferenceMode> normal_mode;
+  if (c10::InferenceMode::is_enabled()) normal_mode.emplace(false);
   auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), key_set_, dtype_);
   impl->set_version_counter(version);
   impl->set_storage_offset(storage_offset_ - static_cast<int64_t>(base_bytes / itemsize()));

@@ -1,6 +1,7 @@
 #include "storage/spill_file.h"
 
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,25 @@ namespace torchoffload {
 namespace {
 
 constexpr char kInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
+
+// 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT, where
+// a plain copy would end the process.
+int copy_from_source(std::byte* target, const std::byte* source, uint64_t nbytes) {
+  for (uint64_t done_bytes = 0; done_bytes < nbytes;) {
+    const iovec local{target + done_bytes, nbytes - done_bytes};
+    const iovec remote{const_cast<std::byte*>(source) + done_bytes, nbytes - done_bytes};
+    const ssize_t moved = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
+    if (moved > 0) {
+      done_bytes += static_cast<uint64_t>(moved);
+    } else if (errno == ENOSYS || errno == EPERM) {  // a sandbox forbids the call
+      std::memcpy(target + done_bytes, source + done_bytes, nbytes - done_bytes);
+      return 0;
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
 
 Span block_aligned(Span span) { return {span.begin, span.begin + round_up(span.nbytes(), kDiskBlockBytes)}; }
 
@@ -152,7 +172,11 @@ bool SpillFile::try_write_direct(const std::byte* source, Span span, IoResult& r
   for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
     const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
     const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
-    std::memcpy(buffer, source + done_bytes, piece_bytes);
+    result.error = copy_from_source(buffer, source + done_bytes, piece_bytes);
+    if (result.error != 0) {
+      result.complete = false;
+      break;
+    }
     std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
     const uint64_t begin = span.begin + done_bytes;
     result = write_fully(direct_.get(), buffer, {begin, begin + padded_bytes});

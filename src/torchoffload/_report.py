@@ -20,7 +20,7 @@ _REASONS = {
     "marked": "marked by never_offload()",
     "in_backward": "saved while backward ran",
     "host_full": "host_budget_bytes or the disk was used up",
-    "resized": "storage resized before its copy (FSDP2, compiled graphs)",
+    "resized": "storage resized before or under its copy (FSDP2, compiled graphs)",
     "write_failed": "the write to disk_dir failed",
     "capturing": "a CUDA graph was being captured",
     "borrowed": "in memory that the tensor does not own (CUDA graphs of torch.compile)",

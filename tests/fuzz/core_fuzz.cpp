@@ -1,64 +1,47 @@
 // core_fuzz: random lives of records over Ledger, Schedule and RangeAllocator together, as an engine would lead them,
-// and now and then as it must not. After each step the invariants hold, and what the three say is what was done to
-// them.
-//
-//     g++ -std=c++20 -g -O1 -fsanitize=address,undefined -Icsrc tests/fuzz/core_fuzz.cpp csrc/core/*.cpp -o core_fuzz
-//     ./core_fuzz [seed] [seconds]
-//
-// A failure names the seed of its round; `core_fuzz SEED 0` plays that round alone.
+// and now and then as it must not. After each step the invariants hold, and what the three say is what models of them
+// say, which are too simple to be wrong. `make fuzz` builds and runs it under ASan and UBSan.
 #include <algorithm>
-#include <array>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
-#include <map>
 #include <optional>
 #include <random>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/ledger.h"
 #include "core/range_allocator.h"
 #include "core/schedule.h"
+#include "driver.h"
+#include "ledger_model.h"
+#include "range_model.h"
 
-namespace torchoffload {
+namespace torchoffload::fuzz {
 namespace {
 
 constexpr uint64_t kBlockBytes = 64 * kAlignmentBytes;
+constexpr uint64_t kStorageBytes = 16 * kAlignmentBytes;
 constexpr unsigned kStepsPerRound = 1500;
-constexpr unsigned kManyRecords = 100;
-constexpr size_t kStreamCount = 3;
 
-void expect(bool holds, const char* what) {
-  if (!holds) throw std::runtime_error(what);
-}
-
-struct Handle {
-  RecordId record;
-  uint64_t save = 0;
-  uint32_t seen_epoch = 0;
-};
-
-// What an engine keeps beside the ledger, for each record.
-struct Holding {
-  RecordId id;
-  std::optional<Range> slot;
-  std::vector<Point> guards;  // the copies that touched the slot
-};
+// What a run shows only if each of it happens.
+const std::vector<std::string_view> kWanted = {
+    "open tape",    "close tape",    "new record",    "join",           "join after its source",
+    "release",      "tape gone",     "begin offload", "finish offload", "use source",
+    "begin reload", "finish reload", "give up",       "pass by",        "keep",
+    "see",          "see again",     "refused",       "store full",     "exact fit",
+    "reused range", "grow",          "shrink",        "reload ahead",   "window full",
+    "missed",       "passed by",     "long loop",     "stale id",       "wrong release"};
 
 class World {
  public:
-  explicit World(uint64_t seed) : random_(seed) { ranges_.add_block(kBlockBytes); }
+  World(uint64_t seed, Coverage& coverage) : random_(seed), coverage_(coverage) { ranges_.grow(kBlockBytes); }
 
   void run() {
     for (unsigned step = 0; step < kStepsPerRound; ++step) {
       do_something();
       check();
     }
-    while (!handles_.empty()) drop_handle();
+    while (!model_.handles.empty()) drop_handle();
     for (const TapeId tape : std::exchange(open_tapes_, {})) ledger_.close_tape(tape);
     check();
     expect(ledger_.live_records() == 0 && ledger_.live_tapes() == 0, "something outlives its last handle");
@@ -73,38 +56,40 @@ class World {
   }
 
   void do_something() {
-    switch (below(16)) {
+    switch (below(18)) {
       case 0:
         return open_tape();
       case 1:
         return below(8) == 0 ? close_tape() : void();
       case 2:
       case 3:
+        return save();
       case 4:
       case 5:
-        return save();
-      case 6:
-      case 7:
         return drop_handle();
-      case 8:
+      case 6:
         return ask_for_what_is_gone();
-      case 9:
+      case 7:
         return below(8) == 0 ? grow_or_shrink() : void();
-      case 10:
+      case 8:
         return reload_ahead();
-      case 11:
+      case 9:
         return let_pass();
-      case 12:
+      case 10:
         return below(30) == 0 ? loop_without_backward() : void();
+      case 11:
+        return release_what_is_not_in_use();
       default:
-        return handles_.empty() ? void() : transition(pick(handles_));
+        return model_.handles.empty() ? void() : transition(pick(model_.handles));
     }
   }
 
   // ---- tapes and saves ----
 
   void open_tape() {
-    if (open_tapes_.size() < 3) open_tapes_.push_back(ledger_.open_tape());
+    if (open_tapes_.size() >= 3) return;
+    open_tapes_.push_back(ledger_.open_tape());
+    coverage_.saw("open tape");
   }
 
   void close_tape() {
@@ -112,8 +97,11 @@ class World {
     std::swap(pick(open_tapes_), open_tapes_.back());
     const TapeId tape = open_tapes_.back();
     open_tapes_.pop_back();
+    const bool has_records = model_.has_records(tape);
     const bool gone = ledger_.close_tape(tape).gone;
+    coverage_.saw("close tape");
     expect(!ledger_.is_open(tape), "a tape is open after it was closed");
+    expect(gone != has_records, "a closed tape goes when it has no records, and only then");
     if (gone) return;
     closed_tapes_.push_back(tape);
     expect(ledger_.tape(tape).reload_cursor == ledger_.tape(tape).end_save(), "reloads do not begin at the tape's end");
@@ -122,8 +110,12 @@ class World {
   Identity some_identity() {
     static const char objects[8] = {};  // addresses only; never followed
     const uint64_t storage = below(4);
-    return {objects + storage, objects + 4 + below(2), static_cast<uint32_t>(below(2)), objects + storage,
-            16 * kAlignmentBytes};
+    Identity identity{.storage = objects + storage, .data = objects + storage, .nbytes = 16 * kAlignmentBytes};
+    identity.version_counter = objects + 4 + below(2);
+    identity.version = static_cast<uint32_t>(below(2));
+    if (below(3) == 0) identity.wrapper_counter = objects + 6 + below(2);
+    if (identity.wrapper_counter != nullptr) identity.wrapper_version = static_cast<uint32_t>(below(2));
+    return identity;
   }
 
   Span some_span() {
@@ -138,194 +130,235 @@ class World {
     const Span span = below(3) == 0 ? some_span() : Span{0, identity.nbytes};
     const uint64_t itemsize = uint64_t{1} << below(4);
     std::optional<RecordId> id = ledger_.find(tape, identity, span, itemsize);
-    if (id) {
-      const Record& joined = ledger_.record(*id);
-      expect(joined.tape == tape && joined.span.contains(span), "a save joined a record that does not hold its bytes");
-      expect((span.begin - joined.span.begin) % itemsize == 0, "a save joined a record off its grid");
-      const Identity& known = joined.identity;
-      expect(known.storage == identity.storage && known.version_counter == identity.version_counter &&
-                 known.version == identity.version,
-             "a save joined a record of other bytes");
-    } else {
-      id = ledger_.add_record(tape, identity, Schedule::span_to_move(span, identity.nbytes));
-      schedule_.saw_record(ledger_.record(*id).nbytes());
-      expect(ledger_.record(*id).span.contains(span), "what moves is less than what was saved");
-      if (holdings_.size() <= id->index) holdings_.resize(id->index + 1);
-      holdings_[id->index] = {*id, std::nullopt, {}};
+    model_.check_found(id, tape, identity, span, itemsize);
+    const bool is_new = !id;
+    if (is_new) {
+      const Span moved = Schedule::span_to_move(span, identity.nbytes);
+      expect(moved.contains(span) && moved.end <= identity.nbytes, "what moves is less than what was saved, or more");
+      id = ledger_.add_record(tape, identity, moved);
+      schedule_.saw_record(moved.nbytes());
+      model_.add_record(*id, tape, identity, moved);
+    } else if (!model_.holding(*id).has_source()) {
+      coverage_.saw("join after its source");
     }
-    handles_.push_back({*id, ledger_.add_handle(*id)});
+    model_.add_handle(*id, ledger_.add_handle(*id), is_new);
+    coverage_.saw(is_new ? "new record" : "join");
   }
 
   void loop_without_backward() {
-    const size_t before = handles_.size();
-    for (unsigned count = 0; count < kManyRecords; ++count) save();
-    while (handles_.size() > before) drop_handle();
+    const size_t before = model_.handles.size();
+    for (unsigned count = 0; count < 100; ++count) save();
+    while (model_.handles.size() > before) drop_handle();
+    coverage_.saw("long loop");
   }
 
   void drop_handle() {
-    if (handles_.empty()) return;
-    std::swap(pick(handles_), handles_.back());
-    const Handle handle = handles_.back();
-    handles_.pop_back();
-    const Record before = ledger_.record(handle.record);
-    const Ledger::DroppedHandle dropped = ledger_.drop_handle(handle.record, handle.seen_epoch);
-    expect(dropped.released == (before.live_handles == 1), "the last handle, and only it, releases a record");
+    if (model_.handles.empty()) return;
+    std::swap(pick(model_.handles), model_.handles.back());
+    const Handle handle = model_.handles.back();
+    model_.handles.pop_back();
+    const Holding before = model_.holding(handle.record);
+    const Ledger::DroppedHandle dropped = ledger_.drop_handle(handle.record, handle.mark);
+    expect(dropped.released == !model_.has_handles(handle.record), "the last handle, and only it, releases a record");
     expect(dropped.was == before.state && dropped.tape == before.tape, "a dropped handle tells of another record");
-    if (dropped.tape_gone) std::erase(closed_tapes_, dropped.tape);
+    if (dropped.tape_gone) {
+      coverage_.saw("tape gone");
+      expect(std::erase(closed_tapes_, dropped.tape) == 1, "a tape goes that was not closed");
+    }
     if (!dropped.released) return;
+    coverage_.saw("release");
     expect(!ledger_.is_live(handle.record), "a released record is alive");
     gone_ = handle.record;
-    give_slot_back(holdings_[handle.record.index]);
-  }
-
-  void give_slot_back(Holding& holding) {
-    if (!holding.slot) return;
-    ranges_.release(*holding.slot, holding.guards);
-    each_granule(*holding.slot, [&](Latest& latest) {
-      latest = {};
-      for (const Point& guard : holding.guards) latest[guard.stream] = std::max(latest[guard.stream], guard.serial);
-    });
-    holding.slot.reset();
-    holding.guards.clear();
-  }
-
-  // Of each stream the latest point that guards a granule.
-  using Latest = std::array<uint64_t, kStreamCount>;
-
-  void each_granule(const Range& range, const std::function<void(Latest&)>& visit) {
-    for (uint64_t offset = range.offset; offset < range.offset + range.nbytes; offset += kAlignmentBytes)
-      visit(guards_of_[{range.block, offset}]);
-  }
-
-  void check_guards(const Range& range, const std::vector<Point>& guards) {
-    Latest given{};
-    for (const Point& guard : guards) {
-      expect(guard.serial <= serial_ && given[guard.stream] == 0, "a guard that was never given, or two of one stream");
-      given[guard.stream] = guard.serial;
-    }
-    each_granule(range, [&](const Latest& latest) {
-      for (size_t stream = 0; stream < kStreamCount; ++stream)
-        expect(given[stream] >= latest[stream], "a range was handed out without a point that guards it");
-    });
+    Holding released = model_.remove(handle.record);
+    give_slot_back(released);
   }
 
   // ---- transitions ----
 
   void transition(Handle& handle) {
     const RecordId id = handle.record;
-    const RecordState state = ledger_.record(id).state;
-    const bool has_source = state == RecordState::Resident || state == RecordState::Offloading;
-    const bool is_movable = state == RecordState::Resident && ledger_.record(id).kept == KeptReason::None;
-    switch (below(9)) {
-      case 0:
-        return offload(id, is_movable);
-      case 1:
-        return attempt(id, state == RecordState::Offloading, [&] { ledger_.finish_offload(id); });
-      case 2:
-        return attempt(id, has_source, [&] { ledger_.use_source(id); });
-      case 3:
-        return reload(id, state == RecordState::Offloaded, std::nullopt);
-      case 4:
-        return attempt(id, state == RecordState::Reloading, [&] { ledger_.finish_reload(id); });
-      case 5:
-        return attempt(id, state == RecordState::Reloaded && ledger_.record(id).has_slot, [&] { ledger_.give_up(id); });
-      case 6:
-        return attempt(id, state == RecordState::Reloading, [&] { ledger_.pass_by(id); });
-      case 7:
-        return keep(id, has_source);
-      default:
-        handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
-    }
+    const RecordState state = model_.holding(id).state;
+    const bool has_slot = model_.holding(id).slot.has_value();
+    const Change changes[] = {
+        {"finish offload", state == RecordState::Offloading, RecordState::Offloaded, &Ledger::finish_offload},
+        {"use source", model_.holding(id).has_source(), RecordState::Reloaded, &Ledger::use_source},
+        {"begin reload", state == RecordState::Offloaded, RecordState::Reloading, &Ledger::begin_reload},
+        {"finish reload", state == RecordState::Reloading, RecordState::Reloaded, &Ledger::finish_reload},
+        {"give up", state == RecordState::Reloaded && has_slot, RecordState::Offloaded, &Ledger::give_up},
+        {"pass by", state == RecordState::Reloading, RecordState::Offloaded, &Ledger::pass_by},
+    };
+    // Mostly what comes next in a life, or few would get far.
+    const uint64_t next[] = {6, 0, 2, 3, below(3) == 0 ? 8U : 4U};  // by state, as in RecordState
+    const uint64_t choice = below(4) == 0 ? below(9) : next[static_cast<size_t>(state)];
+    if (choice == 6) return offload(id);
+    if (choice == 7) return keep(id);
+    if (choice == 8) return see(handle);
+    const Change& change = changes[choice];
+    const bool is_done = attempt(change.what, id, change.is_allowed, change.to, [&] { (ledger_.*change.how)(id); });
+    if (is_done && (change.to == RecordState::Reloading || change.to == RecordState::Reloaded))
+      reloaded(change.what, id);
   }
 
-  // Does `change` to the record where that is allowed; where not, it must throw and change nothing.
-  void attempt(RecordId id, bool is_allowed, const std::function<void()>& change) {
-    const Record before = ledger_.record(id);
+  struct Change {
+    std::string_view what;
+    bool is_allowed;
+    RecordState to;
+    void (Ledger::*how)(RecordId);
+  };
+
+  void reloaded(std::string_view what, RecordId id) {
+    if (what == "finish reload") return;  // it counts from its beginning
+    model_.reloaded(id);
+    if (what == "begin reload") model_.holding(id).guards.push_back({1 + static_cast<StreamId>(below(2)), ++serial_});
+  }
+
+  void see(Handle& handle) {
+    coverage_.saw(handle.was_given ? "see again" : "see");
+    handle.mark = ledger_.mark_seen(handle.record, handle.mark);
+    handle.was_given = model_.was_reloaded(handle.record);
+  }
+
+  // Does `change` to the record where that is allowed; where not, it must throw, and check() sees that nothing changed.
+  bool attempt(std::string_view what, RecordId id, bool is_allowed, RecordState to,
+               const std::function<void()>& change) {
     try {
       change();
     } catch (const std::logic_error&) {
-      const Record& after = ledger_.record(id);
       expect(!is_allowed, "an allowed transition threw");
-      expect(after.state == before.state && after.kept == before.kept && after.has_slot == before.has_slot &&
-                 after.prefetched == before.prefetched && after.unseen == before.unseen && after.epoch == before.epoch,
-             "a transition that threw has changed the record");
-      return;
+      coverage_.saw("refused");
+      return false;
     }
     expect(is_allowed, "a transition from a wrong state did not throw");
+    coverage_.saw(what);
+    model_.holding(id).state = to;
+    model_.holding(id).is_prefetched = false;
+    return true;
   }
 
-  void offload(RecordId id, bool is_allowed) {
-    Holding& holding = holdings_[id.index];
+  void offload(RecordId id) {
+    Holding& holding = model_.holding(id);
+    const bool is_allowed = holding.state == RecordState::Resident && !holding.is_kept;
     if (is_allowed) {
-      std::vector<Point> guards;
-      holding.slot = ranges_.try_acquire(ledger_.record(id).nbytes(), guards);
-      if (!holding.slot) return keep(id, true);
-      check_guards(*holding.slot, guards);
+      holding.slot = acquire(holding.span.nbytes());
+      if (!holding.slot) return keep(id);
       holding.guards = {{0, ++serial_}};
     }
-    attempt(id, is_allowed, [&] { ledger_.begin_offload(id); });
+    attempt("begin offload", id, is_allowed, RecordState::Offloading, [&] { ledger_.begin_offload(id); });
   }
 
-  // `expected_at`: the save that it is reloaded for, ahead of the consumer; none if it was asked for.
-  void reload(RecordId id, bool is_allowed, std::optional<uint64_t> expected_at) {
-    if (is_allowed) holdings_[id.index].guards.push_back({1 + static_cast<StreamId>(below(2)), ++serial_});
-    attempt(id, is_allowed,
-            [&] { expected_at ? ledger_.begin_reload_ahead(id, *expected_at) : ledger_.begin_reload(id); });
+  void keep(RecordId id) {
+    Holding& holding = model_.holding(id);
+    if (!attempt("keep", id, holding.has_source(), RecordState::Resident,
+                 [&] { ledger_.keep(id, KeptReason::HostFull); }))
+      return;
+    holding.is_kept = true;
+    give_slot_back(holding);
   }
 
-  void keep(RecordId id, bool is_allowed) {
-    if (is_allowed) give_slot_back(holdings_[id.index]);
-    attempt(id, is_allowed, [&] { ledger_.keep(id, KeptReason::HostFull); });
+  // ---- ranges ----
+
+  std::optional<Range> acquire(uint64_t nbytes) {
+    const uint64_t largest_bytes = ranges_.largest_free_bytes();
+    bool is_reused = false;
+    const std::optional<Range> range = ranges_.acquire(nbytes, serial_, is_reused);
+    if (!range) coverage_.saw("store full");
+    if (range && range->nbytes == largest_bytes) coverage_.saw("exact fit");
+    if (is_reused) coverage_.saw("reused range");
+    return range;
+  }
+
+  void give_slot_back(Holding& holding) {
+    if (!holding.slot) return;
+    if (below(8) == 0) holding.guards.push_back({2, 0});  // a beginning: always reached, guards nothing
+    ranges_.release(*holding.slot, holding.guards);
+    holding.slot.reset();
+    holding.guards.clear();
+  }
+
+  void release_what_is_not_in_use() {
+    const Range range{static_cast<BlockId>(below(4)), below(64) * kAlignmentBytes, kAlignmentBytes};
+    if (ranges_.refuses(range)) coverage_.saw("wrong release");
+  }
+
+  void grow_or_shrink() {
+    if (ranges_.shrink()) return coverage_.saw("shrink");
+    ranges_.grow(kBlockBytes * (1 + below(3)));
+    coverage_.saw("grow");
   }
 
   // ---- schedule ----
 
   uint64_t some_save(const Tape& tape) { return tape.first_save + below(tape.saves.size()); }
 
+  bool waits_for_reload(const Tape& tape, uint64_t save) {
+    const RecordId id = tape.save(save).record;
+    return ledger_.is_live(id) && model_.holding(id).state == RecordState::Offloaded;
+  }
+
   void reload_ahead() {
     if (closed_tapes_.empty()) return;
-    const TapeId tape = pick(closed_tapes_);
-    const uint64_t window_bytes = schedule_.reload_window_bytes({});
+    const TapeId id = pick(closed_tapes_);
+    const Tape& tape = ledger_.tape(id);
+    const uint64_t window_bytes = below(4) == 0 ? below(kBlockBytes) : schedule_.reload_window_bytes({});
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
-      Tape& consumed = ledger_.tape(tape);
-      Schedule::consumer_missed(consumed, some_save(consumed));
+      coverage_.saw("missed");
+      Schedule::consumer_missed(ledger_.tape(id), some_save(tape));
     }
+    const uint64_t began_at = tape.reload_cursor;
+    const auto taken = Schedule::take_reloads(ledger_, id, ahead_bytes, window_bytes);
     uint64_t taken_bytes = 0;
-    uint64_t last_save = UINT64_MAX;
-    for (const auto& [id, save] : Schedule::take_reloads(ledger_, tape, ahead_bytes, window_bytes)) {
-      const Record& taken = ledger_.record(id);
-      expect(taken.tape == tape && save < last_save, "reloads do not go from the last save to the first");
-      expect(ledger_.tape(tape).save(save).record == id, "a reload for a save of another record");
+    uint64_t last_save = began_at;
+    for (const auto& [record, save] : taken) {
+      expect(waits_for_reload(tape, save) && tape.save(save).record == record, "a reload for a save of another record");
+      expect(save < last_save, "reloads do not go from the last save to the first");
       last_save = save;
-      taken_bytes += taken.nbytes();
-      reload(id, true, save);
+      taken_bytes += model_.holding(record).span.nbytes();
     }
     expect(taken_bytes == 0 || ahead_bytes + taken_bytes <= window_bytes, "more is loaded ahead than the window holds");
+    const auto is_taken = [&](RecordId record) {
+      return std::any_of(taken.begin(), taken.end(), [&](const auto& ahead) { return ahead.record == record; });
+    };
+    for (uint64_t save = tape.reload_cursor; save < began_at; ++save)
+      expect(!waits_for_reload(tape, save) || is_taken(tape.save(save).record), "reloads went on past a record");
+    if (tape.reload_cursor > tape.first_save) {
+      coverage_.saw("window full");
+      const uint64_t next = tape.reload_cursor - 1;
+      expect(waits_for_reload(tape, next), "reloads end before the window is full");
+      const uint64_t more_bytes = model_.holding(tape.save(next).record).span.nbytes();
+      expect(ahead_bytes + taken_bytes + more_bytes > window_bytes, "reloads end before the window is full");
+    }
+    for (const auto& [record, save] : taken) {
+      coverage_.saw("reload ahead");
+      attempt("begin reload", record, true, RecordState::Reloading,
+              [&, at = save, ahead = record] { ledger_.begin_reload_ahead(ahead, at); });
+      reloaded("begin reload", record);
+      model_.holding(record).is_prefetched = true;
+    }
   }
 
   void let_pass() {
     if (closed_tapes_.empty()) return;
-    const TapeId tape = pick(closed_tapes_);
+    const TapeId id = pick(closed_tapes_);
+    const Tape& tape = ledger_.tape(id);
     std::vector<RecordId> ahead;
-    for (const Holding& holding : holdings_) {
-      if (ledger_.is_live(holding.id) && ledger_.record(holding.id).prefetched) ahead.push_back(holding.id);
+    for (const auto& [index, holding] : model_.holdings()) {
+      if (holding.is_prefetched) ahead.push_back(holding.id);
     }
-    const uint64_t save = some_save(ledger_.tape(tape));
-    for (const RecordId id : Schedule::passed_by(ledger_, tape, save, ahead, below(kBlockBytes))) {
-      expect(ledger_.record(id).tape == tape && ledger_.record(id).expected_at > save, "passed by, and yet to come");
-      ledger_.pass_by(id);
-    }
-  }
-
-  // ---- the rest ----
-
-  void grow_or_shrink() {
-    const auto idle = ranges_.idle_blocks();
-    if (idle.size() > 1) {
-      ranges_.remove_block(idle.front().first);
-    } else {
-      ranges_.add_block(kBlockBytes * (1 + below(3)));
+    if (gone_) ahead.push_back(*gone_);
+    const uint64_t save = some_save(tape);
+    const uint64_t window_bytes = below(kBlockBytes);
+    const auto passed = Schedule::passed_by(ledger_, id, save, ahead, window_bytes);
+    for (const RecordId each : ahead) {
+      const bool is_passed = std::find(passed.begin(), passed.end(), each) != passed.end();
+      const bool is_here = ledger_.is_live(each) && model_.holding(each).tape == id;
+      const uint64_t expected_at = is_here ? ledger_.record(each).expected_at : 0;
+      const bool is_far = is_here && expected_at > save &&
+                          tape.save(expected_at).bytes_before - tape.save(save).bytes_before > window_bytes;
+      expect(is_passed == is_far, "passed by, and yet to come, or the reverse");
+      if (!is_passed) continue;
+      coverage_.saw("passed by");
+      attempt("pass by", each, true, RecordState::Offloaded, [&] { ledger_.pass_by(each); });
     }
   }
 
@@ -335,65 +368,33 @@ class World {
     try {
       ledger_.finish_offload(*gone_);
     } catch (const std::logic_error&) {
-      return;
+      return coverage_.saw("stale id");
     }
     expect(false, "a released record was used");
   }
 
   void check() {
-    ledger_.check_invariants();
-    ranges_.check_invariants();
-    expect(ledger_.live_handles() == handles_.size(), "handles were lost or made up");
-    for (const Handle& handle : handles_) {
-      const Tape& tape = ledger_.tape(ledger_.record(handle.record).tape);
-      expect(tape.save(handle.save).record == handle.record, "a save is not where its number says");
-    }
-    uint64_t used_bytes = 0;
-    uint64_t live_records = 0;
-    for (const Holding& holding : holdings_) {
-      if (!ledger_.is_live(holding.id)) continue;
-      ++live_records;
-      expect(ledger_.record(holding.id).has_slot == holding.slot.has_value(), "the ledger knows of another slot");
-      if (holding.slot) used_bytes += holding.slot->nbytes;
-    }
-    expect(live_records == ledger_.live_records(), "records were lost or made up");
-    expect(used_bytes == ranges_.used_bytes(), "ranges were lost or made up");
+    model_.check(ledger_);
+    ranges_.check();
+    expect(ledger_.live_tapes() == open_tapes_.size() + closed_tapes_.size(), "tapes were lost or made up");
   }
 
   std::mt19937_64 random_;
+  Coverage& coverage_;
   Ledger ledger_;
   Schedule schedule_;
-  RangeAllocator ranges_;
+  CheckedRanges ranges_;
+  LedgerModel model_;
   std::vector<TapeId> open_tapes_, closed_tapes_;
-  std::vector<Handle> handles_;
-  std::vector<Holding> holdings_;  // by record index
   std::optional<RecordId> gone_;
-  std::map<std::pair<BlockId, uint64_t>, Latest> guards_of_;  // by block and offset
   uint64_t serial_ = 0;
 };
 
-int fuzz(uint64_t first_seed, double seconds) {
-  using Clock = std::chrono::steady_clock;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-  uint64_t seed = first_seed;
-  do {
-    try {
-      World(seed).run();
-    } catch (const std::exception& error) {
-      std::printf("core_fuzz, seed %llu: %s\n", static_cast<unsigned long long>(seed), error.what());
-      return 1;
-    }
-    ++seed;
-  } while (Clock::now() < end);
-  std::printf("%llu rounds of %u steps, every invariant held\n", static_cast<unsigned long long>(seed - first_seed),
-              kStepsPerRound);
-  return 0;
-}
-
 }  // namespace
-}  // namespace torchoffload
+}  // namespace torchoffload::fuzz
 
 int main(int argc, char** argv) {
-  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 1;
-  return torchoffload::fuzz(seed, argc > 2 ? std::atof(argv[2]) : 20.0);
+  using namespace torchoffload::fuzz;
+  return drive("core_fuzz", parse_options(argc, argv), kWanted,
+               [](uint64_t seed, Coverage& coverage) { World(seed, coverage).run(); });
 }

@@ -78,29 +78,32 @@ def _resize_and_refill(tensor: torch.Tensor, fill: float | None) -> list[torch.T
     return [taken]
 
 
-_RESIZED = "was resized while its bytes were being offloaded"
-
-
-@scenario("ResizeCheckedAtEnqueue", right=RIGHT_GRADIENT, wrong=f"raised: {_RESIZED}")
+@scenario("ResizeCheckedAtEnqueue", right="0 moved: the right gradient", wrong="1 moved: the right gradient")
 def a_storage_is_given_back_before_its_copy_is_enqueued(stage: Stage) -> str:
+    """What was resized to nothing would be a copy from nowhere; resized and large again, it is one for nothing."""
     x = stage.leaf()
+    before = torchoffload.stats().records_offloaded
     with stage.context():
         h = x + 0
         values = h.detach().clone()
         y = h.sin()
         taken = _resize_and_refill(h, None)
         stage.next_operator()
+        moved_count = torchoffload.stats().records_offloaded - before
     del taken
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
         h.copy_(values)  # in time for backward, as FSDP2 does
-    error = _error_of_backward(y, _RESIZED)
-    return error if x.grad is None else _gradient_name(x.grad, values)
+    y.sum().backward()
+    return f"{moved_count} moved: {_gradient_name(x.grad, values)}"
 
 
-@scenario("ResizeCheckedInFlight", right=f"raised: {_RESIZED}", wrong="raised nothing")
+_OF_OTHER_BYTES = "a gradient at what it held no more"
+
+
+@scenario("ResizeCheckedInFlight", right="a gradient at zeros", wrong=_OF_OTHER_BYTES)
 def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
     x = stage.leaf()
-    with stage.context(offload_window_bytes=AMPLE_BYTES):
+    with stage.context(offload_window_bytes=NBYTES):
         h = x + 0
         y = h.sin()
         stage.next_operator()
@@ -110,8 +113,13 @@ def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
             race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]")
         ]
         stage.simulation.clear_races()
+        z = stage.leaf().sin().exp()  # the window is full: the first copy is waited for
+        stage.next_operator()
     del taken
-    return _error_of_backward(y, _RESIZED)
+    y.sum().backward()
+    del z
+    name = _gradient_name(x.grad, torch.zeros_like(x))
+    return "a gradient at zeros" if name == RIGHT_GRADIENT else _OF_OTHER_BYTES
 
 
 # ---- R11 ----

@@ -1,0 +1,319 @@
+// storage_stress: random copies out and in through both stores, from several threads at once and ordered as the engine
+// orders them, while memory, disk, reads and writes fail. Meant for ThreadSanitizer: a missing order is a data race on
+// a slot's bytes, a wrong one is wrong bytes. `make fuzz` builds and runs it, under ASan and UBSan as well.
+//
+// A round is one store of its own with both queues. In the arena a copy is a slow memcpy, so that it is this program's
+// reads and writes that race; in the spill file it is the store's own I/O.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+#include "storage/io_queue.h"
+#include "storage/pinned_arena.h"
+#include "storage/spill_file.h"
+#include "storage_faults.h"
+
+namespace torchoffload::fuzz {
+namespace {
+
+constexpr unsigned kHostCount = 3;
+constexpr unsigned kStepsPerHost = 150;
+constexpr unsigned kReadAttempts = 50;
+constexpr StreamId kOffloadStream = 0;
+constexpr StreamId kReloadStream = 1;
+
+// What a run shows only if each of it happens.
+const std::vector<std::string_view> kWanted = {"arena round",
+                                               "spill round",
+                                               "offload",
+                                               "reload",
+                                               "second reload",
+                                               "released before the wait",
+                                               "dropped in flight",
+                                               "reused slot",
+                                               "grow",
+                                               "grow refused",
+                                               "write failed",
+                                               "read failed",
+                                               "trim",
+                                               "trim gave back",
+                                               "past the cache",
+                                               "through the cache",
+                                               "driver refused",
+                                               "driver kept",
+                                               "short transfer",
+                                               "interrupted",
+                                               "punch failed"};
+
+enum class Kind : uint8_t { Arena, Spill };
+
+class World {
+ public:
+  World(Kind kind, uint64_t seed)
+      : kind_(kind),
+        offload("offload-io", 3, [this](const IoJob& job) { return transfer(job); }),
+        reload("reload-io", 3, [this](const IoJob& job) { return transfer(job); }) {
+    faults().begin(seed);
+    const auto wait = [this](Point point) { queue(point.stream).wait_for(point.serial); };
+    if (kind == Kind::Arena) {
+      arena_ = std::make_unique<PinnedArena>(kFaultyDriver, wait, ChunkPolicy{2 * kMiB, 2 * kMiB});
+    } else {
+      spill_ = std::make_unique<SpillFile>(std::filesystem::temp_directory_path(), wait, ChunkPolicy{1 << 16, 1 << 17});
+    }
+  }
+
+  SlotStore& store() { return kind_ == Kind::Arena ? static_cast<SlotStore&>(*arena_) : *spill_; }
+  uint64_t largest_bytes() const { return kind_ == Kind::Arena ? 1 << 19 : 3 << 14; }
+
+  void check() const { kind_ == Kind::Arena ? arena_->check_invariants() : spill_->check_invariants(); }
+
+  // Nothing is in flight or in use any more.
+  void finish(Coverage& coverage) {
+    offload.wait_for(offload.submitted());
+    reload.wait_for(reload.submitted());
+    check();
+    expect(store().used_bytes() == 0, "a slot was not given back");
+    faults().stop();
+    store().trim();
+    expect(store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
+    if (kind_ == Kind::Arena) expect(faults().registered_count() == 0, "memory is registered after trim()");
+    if (kind_ == Kind::Spill) coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
+    coverage.saw(kind_ == Kind::Arena ? "arena round" : "spill round");
+    faults().report(coverage);
+  }
+
+ private:
+  IoQueue& queue(StreamId stream) { return stream == kOffloadStream ? offload : reload; }
+
+  std::string transfer(const IoJob& job) {
+    const bool is_out = job.direction == IoDirection::Out;
+    if (kind_ == Kind::Spill)
+      return is_out ? spill_->write(job.slot, job.memory, job.nbytes) : spill_->read(job.memory, job.slot, job.nbytes);
+    if (faults().happens(4)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (faults().happens(16)) return "a planted failure";
+    std::memcpy(is_out ? job.slot.address : job.memory, is_out ? job.memory : job.slot.address, job.nbytes);
+    return {};
+  }
+
+  const Kind kind_;
+  std::unique_ptr<PinnedArena> arena_;
+  std::unique_ptr<SpillFile> spill_;
+
+ public:
+  IoQueue offload, reload;  // they end before the store
+};
+
+struct Copy {
+  Slot slot;
+  std::vector<std::byte> source, target;
+  uint64_t offload_serial = 0;
+  uint64_t reload_serial = 0;
+};
+
+// One host thread of the engine.
+class Host {
+ public:
+  Host(World& world, uint64_t seed) : world_(world), random_(seed) {}
+
+  void run() {
+    for (unsigned step = 0; step < kStepsPerHost; ++step) {
+      reap();
+      switch (below(16)) {
+        case 0:
+          trim();
+          break;
+        case 1:
+          look();
+          break;
+        case 2:
+        case 3:
+          drop(take());
+          break;
+        case 4:
+        case 5:
+        case 6:
+        case 7:
+          reload_and_check(take());
+          break;
+        default:
+          offload();
+      }
+    }
+    while (!copies_.empty()) reload_and_check(take());
+    world_.offload.wait_for(last_serial_);
+    reap();
+  }
+
+  Coverage coverage;
+
+ private:
+  uint64_t below(uint64_t limit) { return random_() % limit; }
+
+  void offload() {
+    auto copy = std::make_unique<Copy>();
+    copy->source.resize(1 + below(world_.largest_bytes()));
+    const auto first = static_cast<unsigned>(below(251));
+    for (size_t at = 0; at < copy->source.size(); at += 64) copy->source[at] = std::byte((first + at / 64) % 251);
+    std::vector<Point> guards;
+    const auto slot = acquire(copy->source.size(), guards);
+    if (!slot) return;
+    copy->slot = *slot;
+    // The slot's last use may still be running: reads by reloads, and writes whose record was dropped. As on any
+    // stream, its own earlier copies need no wait.
+    for (const Point& guard : guards) {
+      if (guard.stream == kReloadStream) world_.offload.run_after(world_.reload, guard.serial);
+      coverage.saw("reused slot");
+    }
+    copy->offload_serial =
+        world_.offload.submit({IoDirection::Out, copy->slot, copy->source.data(), copy->source.size()});
+    last_serial_ = copy->offload_serial;
+    copies_.push_back(std::move(copy));
+    coverage.saw("offload");
+  }
+
+  // What another thread takes in between is not ours: it is asked for again.
+  std::optional<Slot> acquire(uint64_t nbytes, std::vector<Point>& guards) {
+    while (true) {
+      if (auto slot = world_.store().try_acquire(nbytes, guards)) {
+        expect(slot->nbytes() == world_.store().slot_bytes(nbytes), "a slot of another size");
+        return slot;
+      }
+      try {
+        world_.store().grow(nbytes);
+        coverage.saw("grow");
+      } catch (const StoreFull&) {
+        coverage.saw("grow refused");
+        return std::nullopt;
+      }
+    }
+  }
+
+  std::unique_ptr<Copy> take() {
+    if (copies_.empty()) return nullptr;
+    std::swap(copies_[below(copies_.size())], copies_.back());
+    std::unique_ptr<Copy> copy = std::move(copies_.back());
+    copies_.pop_back();
+    return copy;
+  }
+
+  void release(const Copy& copy) {
+    std::vector<Point> guards{{kOffloadStream, copy.offload_serial}};
+    if (copy.reload_serial > 0) guards.push_back({kReloadStream, copy.reload_serial});
+    world_.store().release(copy.slot, guards);
+  }
+
+  void reload_and_check(std::unique_ptr<Copy> copy) {
+    if (!copy) return;
+    copy->target.assign(copy->source.size(), std::byte{255});
+    submit_reload(*copy);
+    if (below(4) == 0) {  // one target, one after the other
+      submit_reload(*copy);
+      coverage.saw("second reload");
+    }
+    const bool is_released_early = below(2) == 0;  // at once in host time, guarded by what is in flight
+    if (is_released_early) {
+      release(*copy);
+      coverage.saw("released before the wait");
+    }
+    world_.reload.wait_for(copy->reload_serial);
+    expect(world_.offload.is_reached(copy->offload_serial), "a reload ended before its offload");
+    const bool is_written = world_.offload.failure(copy->offload_serial).empty();
+    if (!is_written) coverage.saw("write failed");
+    bool is_read = is_read_now(*copy);
+    for (unsigned attempt = 0; is_written && !is_read && !is_released_early; ++attempt) {
+      expect(attempt < kReadAttempts, "reading fails for ever");
+      submit_reload(*copy);
+      world_.reload.wait_for(copy->reload_serial);
+      is_read = is_read_now(*copy);
+    }
+    expect(!is_written || !is_read || copy->target == copy->source, "other bytes came back");
+    if (!is_released_early) release(*copy);
+    world_.offload.forget(copy->offload_serial);
+    world_.reload.forget(copy->reload_serial);
+    coverage.saw("reload");
+  }
+
+  void submit_reload(Copy& copy) {
+    world_.reload.run_after(world_.offload, copy.offload_serial);  // the slot's bytes are complete only then
+    if (copy.reload_serial > 0) world_.reload.forget(copy.reload_serial);
+    copy.reload_serial = world_.reload.submit({IoDirection::In, copy.slot, copy.target.data(), copy.target.size()});
+  }
+
+  bool is_read_now(const Copy& copy) {
+    const bool is_read = world_.reload.failure(copy.reload_serial).empty();
+    if (!is_read) coverage.saw("read failed");
+    return is_read;
+  }
+
+  // A record dropped with its copy in flight: the slot goes back at once, the source only when the copy is done.
+  void drop(std::unique_ptr<Copy> copy) {
+    if (!copy) return;
+    release(*copy);
+    world_.offload.forget(copy->offload_serial);
+    dropped_.push_back(std::move(copy));
+    coverage.saw("dropped in flight");
+  }
+
+  void reap() {
+    std::erase_if(dropped_, [&](const auto& copy) { return world_.offload.is_reached(copy->offload_serial); });
+  }
+
+  void trim() {
+    coverage.saw("trim");
+    if (world_.store().trim() > 0) coverage.saw("trim gave back");
+  }
+
+  void look() {
+    world_.check();
+    (void)(world_.store().used_bytes() + world_.store().capacity_bytes() + world_.store().grow_count());
+  }
+
+  World& world_;
+  std::mt19937_64 random_;
+  std::vector<std::unique_ptr<Copy>> copies_, dropped_;
+  uint64_t last_serial_ = 0;
+};
+
+void play(uint64_t seed, Coverage& coverage) {
+  World world(seed % 2 == 0 ? Kind::Arena : Kind::Spill, seed);
+  std::mutex mutex;  // guards the two below
+  std::exception_ptr error;
+  std::vector<std::thread> threads;
+  for (unsigned number = 0; number < kHostCount; ++number) {
+    threads.emplace_back([&, number] {
+      Host host(world, seed * kHostCount + number);
+      try {
+        host.run();
+      } catch (...) {
+        std::lock_guard lock(mutex);
+        error = std::current_exception();
+        // What is in flight still touches the copies of this host.
+        world.offload.wait_for(world.offload.submitted());
+        world.reload.wait_for(world.reload.submitted());
+      }
+      std::lock_guard lock(mutex);
+      coverage.add(host.coverage);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (error) std::rethrow_exception(error);
+  world.finish(coverage);
+}
+
+}  // namespace
+}  // namespace torchoffload::fuzz
+
+int main(int argc, char** argv) {
+  using namespace torchoffload::fuzz;
+  return drive("storage_stress", parse_options(argc, argv), kWanted, play);
+}

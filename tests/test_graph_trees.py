@@ -1,0 +1,36 @@
+"""Whose memory CUDA graph trees manage, read from PyTorch's own module; test_compile_graphs.py has the real ones."""
+
+import types
+import warnings
+
+import pytest
+
+from torchoffload import _graph_trees
+
+
+def trees(**managers: object) -> types.SimpleNamespace:
+    containers = {index: types.SimpleNamespace(tree_manager=manager) for index, manager in enumerate(managers.values())}
+    return types.SimpleNamespace(local="local", get_obj=lambda local, name: containers)
+
+
+def test_the_pool_of_each_tree_is_found():
+    manager = types.SimpleNamespace(cuda_graphs_thread_pool=(0, 7))
+    assert _graph_trees.pools(trees(first=None, second=manager)) == [(1, (0, 7))]
+
+
+def test_trees_with_other_names_are_warned_of_once():
+    _graph_trees._warn_of.cache_clear()
+    unknown = trees(only=types.SimpleNamespace(other_name=(0, 7)))
+    with pytest.warns(UserWarning, match="other CUDA graph trees than are known here .*cuda_graphs_thread_pool"):
+        assert _graph_trees.pools(unknown) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _graph_trees.pools(unknown) == []
+
+
+def test_this_torch_has_the_names_that_are_read():
+    from torch._inductor import cudagraph_trees
+
+    assert _graph_trees.pools(cudagraph_trees) == []
+    assert hasattr(cudagraph_trees.TreeManagerContainer(0), "tree_manager")
+    assert "cuda_graphs_thread_pool" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names
