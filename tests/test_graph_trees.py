@@ -1,5 +1,6 @@
 """Whose memory CUDA graph trees manage, read from PyTorch's own module; test_compile_graphs.py has the real ones."""
 
+import threading
 import types
 import warnings
 
@@ -10,12 +11,22 @@ from torchoffload import _graph_trees
 
 def trees(**managers: object) -> types.SimpleNamespace:
     containers = {index: types.SimpleNamespace(tree_manager=manager) for index, manager in enumerate(managers.values())}
-    return types.SimpleNamespace(local="local", get_obj=lambda local, name: containers)
+    return types.SimpleNamespace(local=types.SimpleNamespace(tree_manager_containers=containers))
 
 
 def test_the_pool_of_each_tree_is_found():
     manager = types.SimpleNamespace(cuda_graphs_thread_pool=(0, 7))
     assert _graph_trees.pools(trees(first=None, second=manager)) == [(1, (0, 7))]
+
+
+def test_a_thread_of_the_programs_own_has_no_trees():
+    from torch._inductor import cudagraph_trees
+
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(_graph_trees.pools(cudagraph_trees)))
+    thread.start()
+    thread.join()
+    assert found == [[]]
 
 
 def test_trees_with_other_names_are_warned_of_once():
@@ -32,5 +43,6 @@ def test_this_torch_has_the_names_that_are_read():
     from torch._inductor import cudagraph_trees
 
     assert _graph_trees.pools(cudagraph_trees) == []
+    assert cudagraph_trees.local.tree_manager_containers == {}
     assert hasattr(cudagraph_trees.TreeManagerContainer(0), "tree_manager")
     assert "cuda_graphs_thread_pool" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names

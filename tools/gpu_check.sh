@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What CI without a GPU cannot show: builds for the torch of PYTHON, and runs the CUDA suite, its core cases under other
-# allocators and under compute-sanitizer, a soak, and both examples.
+# What CI without a GPU cannot show: builds for the torch of PYTHON, and runs the CUDA suite (its core cases under other
+# allocators too), core cases under compute-sanitizer, a soak, and both examples.
 #   OUT=results tools/gpu_check.sh [extra pytest arguments]
 # Prints little; the logs, tables and pictures go to OUT.
 set -uo pipefail
@@ -23,12 +23,7 @@ export PYTHONPATH="$PWD/build/gpu" PYTHONUNBUFFERED=1
 step build make site OUT=build/gpu PYTHON="$PYTHON"
 TAIL=30 step info "$PYTHON" -m torchoffload.info
 TAIL=40 step suite make test-gpu PYTHON="$PYTHON" PYTEST_ARGS="-q -rfE --durations=5 --timeout=120 $*"
-cases="tests/test_gradients_order.py tests/test_gradients_windows.py tests/test_lifetime.py tests/test_cuda.py"
 export TORCHOFFLOAD_REQUIRE_CUDA=1
-for conf in expandable_segments:True backend:cudaMallocAsync; do
-  # shellcheck disable=SC2086  # a list of files
-  step "allocator-${conf%%:*}" env PYTORCH_CUDA_ALLOC_CONF="$conf" "$PYTHON" -m pytest $cases -m cuda -q --timeout=120
-done
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 step memcheck "$sanitizer" --tool memcheck --error-exitcode 3 "$PYTHON" -m pytest -m cuda -q \
   tests/test_gradients_order.py -k "several_steps or two_forwards"

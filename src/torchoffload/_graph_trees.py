@@ -1,11 +1,15 @@
 """Which memory PyTorch's CUDA graph trees manage by themselves (torch.compile with mode="reduce-overhead")."""
 
 import functools
+import threading
 import types
+from typing import Any
 
 import torch
 
 from torchoffload._warnings import warn_user
+
+_NAME = "tree_manager_containers"
 
 
 def pools(trees: types.ModuleType) -> list[tuple[int, tuple[int, int]]]:
@@ -18,12 +22,19 @@ def pools(trees: types.ModuleType) -> list[tuple[int, tuple[int, int]]]:
         warned of once.
     """
     try:
-        containers = trees.get_obj(trees.local, "tree_manager_containers")
-        managers = [(device, container.tree_manager) for device, container in containers.items()]
+        managers = [(device, container.tree_manager) for device, container in _containers(trees.local).items()]
         return [(device, tuple(manager.cuda_graphs_thread_pool)) for device, manager in managers if manager is not None]
     except AttributeError as error:
         _warn_of(str(error))
         return []
+
+
+def _containers(local: threading.local) -> dict[int, Any]:
+    """Of this thread, or, on a thread of autograd's, of the one that called backward."""
+    containers: dict[int, Any] = getattr(local, _NAME, {})
+    if not hasattr(local, _NAME) and torch._C._is_key_in_tls(_NAME):
+        containers = torch._C._get_obj_in_tls(_NAME)
+    return containers
 
 
 @functools.cache  # once
