@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from devices import Device
 from gradients import Run, assert_same_gradients
@@ -264,3 +265,18 @@ def test_without_pinned_memory_or_streams_of_our_own(device_under_test: Device, 
         return model
 
     assert_same_gradients(program, device=device_under_test)
+
+
+def test_a_copy_on_the_compute_stream_orders_none_on_ours(device_under_test: Device):
+    """Both copies begin at the exit of the inner context: only the second is on offload_stream, and needs a wait."""
+
+    def program(run: Run):
+        x = run.leaf(32, 32)
+        with run.offload(use_streams=False):
+            h = x.exp()
+            with run.offload():
+                y = checkpoint(torch.sin, h, use_reentrant=False)
+        y.sum().backward()
+        return x.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=8192)

@@ -255,3 +255,69 @@ def test_anomaly_mode(device_under_test: Device):
 
     with pytest.warns(UserWarning, match="Anomaly|Error detected"):
         assert_same_gradients(program, device=device_under_test)
+
+
+# ---- a gradient that is a saved tensor ----
+
+
+class GradientIsSaved(torch.autograd.Function):
+    """Its gradient is what it unpacked, with no arithmetic in between."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return (x * saved).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        return saved, None
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
+@pytest.mark.parametrize("made", ["input", "result"])
+@pytest.mark.parametrize("minimum", [0, 1 << 20], ids=["moved", "kept"])
+def test_a_gradient_that_was_saved_is_nobody_elses(device_under_test: Device, minimum: int, made: str, retain: bool):
+    """Autograd takes a gradient that nobody else holds for a leaf's .grad, which is then written to."""
+
+    def program(run: Run):
+        first, second, x = run.leaf(32, 32), run.leaf(32, 32), run.leaf(32, 32)
+        saved = x.sin() if made == "result" else run.tensor(32, 32)
+        with run.offload(min_offload_size=minimum):
+            y = GradientIsSaved.apply(first, saved) + GradientIsSaved.apply(second, saved)
+        for _ in range(3 if retain else 1):
+            y.backward(retain_graph=retain)
+            first.grad.mul_(2)
+        run.check(saved=saved)
+        return first.grad, second.grad
+
+    moves = {"moved_bytes": 4096} if minimum == 0 else {"moved_bytes": 0, "kept_reason": "small"}
+    assert_same_gradients(program, device=device_under_test, **moves)
+
+
+def test_a_gradient_that_was_saved_is_not_added_into(device_under_test: Device):
+    def program(run: Run):
+        x = run.leaf(32, 32)
+        with run.offload():
+            h = x * 2
+            y = h.sum() + GradientIsSaved.apply(h, h.detach() * 3)
+        for _ in range(3):
+            y.backward(retain_graph=True)
+            run.check(gradient=x.grad)
+        return x.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4096)
+
+
+def test_saved_tensors_are_read_in_inference_mode(device_under_test: Device):
+    def program(run: Run):
+        x = run.leaf(32, 32)
+        with run.offload():
+            y = x.exp().sin()
+        with torch.inference_mode():
+            saved = y.grad_fn._saved_self
+            run.check(saved=saved, is_inference=saved.is_inference())
+        y.sum().backward()
+        return x.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4096)

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "autograd/context.h"
+#include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/operation.h"
 #include "autograd/registry.h"
@@ -98,6 +99,7 @@ py::dict host_memory() {
 }
 
 uint64_t trim() {
+  drop_unheld();
   const BlockingSection blocking;
   return trim_stores();
 }

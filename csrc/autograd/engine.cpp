@@ -99,7 +99,9 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   held.slot = *slot;
   Statistics::global().slot_acquired(slot->nbytes());
   // offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it (R2).
-  if (std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream && !mutated(Mutant::OffloadWaitsForCompute))
+  // A copy on that stream itself waits for nothing, and orders offload_stream after nothing.
+  if (stream != held.bytes.stream && std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream &&
+      !mutated(Mutant::OffloadWaitsForCompute))
     order(stream, backend_.record(held.bytes.stream));
   const auto* source = static_cast<const std::byte*>(held.bytes.storage.data()) + record.span.begin;
   backend_.copy_out(*slot, source, record.nbytes(), stream);

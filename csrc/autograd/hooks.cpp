@@ -1,14 +1,17 @@
 #include "autograd/hooks.h"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "autograd/graph_trees.h"
+#include "autograd/held_tensor.h"
 #include "autograd/operation.h"
 #include "autograd/saved_wrapper.h"
 
@@ -119,6 +122,7 @@ PyObject* context_pack(PyObject* self, PyObject* object) {
   THPObjectPtr owned(reinterpret_cast<PyObject*>(handle));
   {
     const Operation operation;
+    drop_unheld();
     handle->saved = pack(*context.context, object).release();
   }
   if (!give_warnings(context)) return nullptr;
@@ -136,6 +140,9 @@ PyObject* unpack(PyObject*, PyObject* object) {
   if (!look_for_graph_trees()) return nullptr;
   // The caller only lends it: a backward on another thread may release it while this one waits without the GIL.
   const THPObjectPtr held_meanwhile(Py_NewRef(object));
+  // What was saved is no inference tensor, and where it is read makes it none.
+  std::optional<c10::InferenceMode> normal_mode;
+  if (c10::InferenceMode::is_enabled()) normal_mode.emplace(/*enabled=*/false);
   at::Tensor tensor;
   {
     const Operation operation;

@@ -1,15 +1,18 @@
 #include "autograd/saved_tensor.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
+#include "autograd/held_tensor.h"
 #include "autograd/operation.h"
 #include "core/mutant.h"
 
@@ -31,14 +34,10 @@ class WithoutHooks {
   const at::impl::SavedTensorDefaultHooksTLS hooks_;
 };
 
-// Of a view whose base was written to: autograd makes its grad_fn anew, whatever it was. Made here in the same way,
-// since the view itself may be gone.
-auto regenerated_grad_fn() {
-  const at::AutoGradMode with_grad(true);
-  const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
-  const at::Tensor view = base.view({1, 1});
-  base.add_(1);
-  return view.grad_fn();
+// A Function of the user's, from Python or C++: all others are generated, with one base.
+template <typename Node>
+bool is_custom(const Node& node) {
+  return node && dynamic_cast<const torch::autograd::TraceableFunction*>(node.get()) == nullptr;
 }
 
 }  // namespace
@@ -53,38 +52,75 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
     : version_(torch::autograd::impl::version_counter(tensor)),
       saved_version_(version_.enabled() ? version_.current_version() : 0),
       output_nr_(static_cast<uint32_t>(tensor.output_nr())),
-      grad_fn_(tensor.grad_fn().get()),
-      is_view_(tensor.is_view()),
-      tensor_(tensor.getIntrusivePtr()) {}
+      grad_fn_(weak(tensor.grad_fn())),
+      base_(c10::intrusive_ptr<c10::TensorImpl>()),
+      tensor_(tensor.getIntrusivePtr()) {
+  // An operator makes its node first of all: an output comes from the youngest node, an input from an older one.
+  const Node& grad_fn = tensor.grad_fn();
+  seems_output_ = grad_fn && grad_fn->sequence_nr() + 1 == at::sequence_number::peek();
+  const auto* const view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) return;
+  view_ = view->get_backward_view().has_view_fn() ? View::Replayed : View::Strided;
+  creation_ = view->get_creation_meta();
+  base_ = c10::weak_intrusive_ptr<c10::TensorImpl>(view->get_backward_view().base_.getIntrusivePtr());
+}
+
+bool VersionCheck::is_output_of(const Node& node) const { return node && node.get() == grad_fn_.lock().get(); }
+
+// What the error names: the node that the tensor comes from now, which an in-place operation may have changed since.
+// Where the program has dropped the tensor, that is known for what no operation has changed in place itself.
+VersionCheck::Node VersionCheck::origin() const {
+  if (const auto alive = tensor_.lock()) return at::Tensor(alive).grad_fn();
+  const Node before = grad_fn_.lock();
+  return view_ == View::None ? before : origin_of_view(before);
+}
+
+// Of a view whose base was written to: autograd makes its grad_fn anew, or refuses to. Here it does so for a stand-in.
+VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
+  if (view_ == View::Replayed && creation_ == torch::autograd::CreationMeta::DEFAULT) return before;
+  const at::AutoGradMode with_grad(true);
+  const auto alive = base_.lock();
+  if (!before && !(alive && at::Tensor(alive).requires_grad())) return before;
+  const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
+  const at::Tensor view = torch::autograd::make_variable_differentiable_view(
+      base.tensor_data(), torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/false,
+      creation_);
+  torch::autograd::impl::get_autograd_meta(view)->grad_fn_ = before;
+  torch::autograd::impl::get_autograd_meta(view)->output_nr_ =
+      creation_ == torch::autograd::CreationMeta::DEFAULT ? 0 : output_nr_;
+  base.add_(1);
+  return view.grad_fn();
+}
 
 // Autograd itself raises, so that its text is the running version's own: it is given a stand-in that was saved at the
-// version of then, and has the version of now. An output of the node that unpacks is named by that node, an input by
-// the node that its tensor comes from now, which an in-place operation may have changed since.
+// version of then, and has the version of now. An output is named by its own node, and an input by its origin.
 void VersionCheck::raise(const at::Tensor& described) const {
   const WithoutHooks without_hooks;
-  const auto node = torch::autograd::get_current_node();
-  const bool is_output = grad_fn_ != nullptr && node && node.get() == grad_fn_;
-  auto grad_fn = decltype(node)();
-  if (is_output) {
-    grad_fn = node;
-  } else if (const auto alive = tensor_.lock(); alive && grad_fn_ != nullptr) {
-    grad_fn = at::Tensor(alive).grad_fn();
-  } else if (is_view_) {
-    grad_fn = regenerated_grad_fn();
-  } else if (node && grad_fn_ != nullptr) {
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function.get() == grad_fn_) grad_fn = edge.function;
-    }
-  }
+  const Node node = torch::autograd::get_current_node();
+  const auto* const slices = dynamic_cast<const torch::autograd::CopySlices*>(node.get());
+  const bool is_output = node && slices == nullptr ? is_output_of(node) : seems_output_;
+  // In place on a view the operator's own node runs inside of one for the base; PyTorch's own operators still name what
+  // the view came from afterwards.
+  Node own = grad_fn_.lock();
+  if (slices != nullptr && (!own || is_custom(slices->fn))) own = slices->fn;
+  const Node grad_fn = is_output ? own : origin();
   c10::VariableVersion version(saved_version_);
   torch::autograd::impl::set_version_counter(described, version);
   const at::Tensor stand_in =
       grad_fn ? torch::autograd::make_variable(described, torch::autograd::Edge(grad_fn, output_nr_)) : described;
   torch::autograd::impl::set_version_counter(stand_in, version);
-  const torch::autograd::SavedVariable saved(stand_in, is_output);
+  const torch::autograd::SavedVariable saved(stand_in, is_output && grad_fn);
   version.set_version(version_.current_version());  // not bumped until equal: a counter can be set back
-  saved.unpack(is_output ? node : decltype(node)());
+  saved.unpack(is_output ? grad_fn : Node());
   TORCH_INTERNAL_ASSERT(false, "autograd took a saved tensor of another version");
+}
+
+bool VersionCheck::is_held_without_us() const {
+  const bool is_held = torch::autograd::get_current_graph_task_keep_graph() || tensor_.use_count() > 0 ||
+                       tensor_.weak_use_count() > 1;  // another handle of the same tensor
+  if (!is_held || torch::autograd::get_current_graph_task_id() == -1) return false;
+  const Node node = torch::autograd::get_current_node();
+  return is_custom(node) && !is_output_of(node);  // of an output stock makes a new one, too
 }
 
 SavedTensor::SavedTensor(const at::Tensor& tensor)
@@ -103,7 +139,6 @@ SavedTensor::~SavedTensor() {
 }
 
 at::Tensor SavedTensor::unpack(Versions versions) {
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (versions == Versions::Check && !mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
       return engine_ == nullptr
@@ -111,7 +146,17 @@ at::Tensor SavedTensor::unpack(Versions versions) {
                  : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0, version_check_.version());
     });
   }
+  drop_unheld();
+  at::Tensor tensor = unpacked();
+  // Of a leaf that requires a gradient autograd makes a new tensor, too; any other is itself held here.
+  const bool is_made_anew = !is_itself_ || tensor.requires_grad();
+  const bool must_hold = is_made_anew && version_check_.is_held_without_us() && TensorLayout::is_plain(tensor);
+  return must_hold ? held(tensor) : tensor;
+}
+
+at::Tensor SavedTensor::unpacked() {
   if (engine_ == nullptr) return is_itself_ ? kept_ : detached_alias(kept_);
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (in_backward) engine_->close_tape_of(handle_.record);
   return engine_->unpack(handle_, layout_, version_check_.version(), in_backward);
 }

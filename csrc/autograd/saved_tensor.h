@@ -7,16 +7,29 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 #include "autograd/context_state.h"
 #include "autograd/engine.h"
 #include "autograd/tensor_layout.h"
 
 namespace torchoffload {
+
+// A node of autograd's graph, weakly: torch 2.13 counts its references in the node.
+template <typename Node>
+std::weak_ptr<Node> weak(const std::shared_ptr<Node>& node) {
+  return node;
+}
+template <typename Node>
+c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
+  return c10::weak_intrusive_ptr<Node>(node);
+}
 
 // What PyTorch's error says of a tensor that was written to after it was saved.
 class VersionCheck {
@@ -32,14 +45,30 @@ class VersionCheck {
   }
   const c10::VariableVersion& version() const { return version_; }
 
+  // Without hooks, would anything but the node that unpacks hold the tensor, once it has returned it as a gradient?
+  // See Note [Gradients that were saved].
+  bool is_held_without_us() const;
+
  private:
+  using Node = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;  // some shared pointer
+  using WeakNode = decltype(weak(std::declval<const Node&>()));
+
+  // How autograd makes the grad_fn of a view anew after its base was written to.
+  enum class View : uint8_t { None, Strided, Replayed };
+
   [[noreturn]] void raise(const at::Tensor& described) const;
+  bool is_output_of(const Node& node) const;
+  Node origin() const;
+  Node origin_of_view(const Node& before) const;
 
   c10::VariableVersion version_;
   uint32_t saved_version_;
   uint32_t output_nr_ = 0;
-  const void* grad_fn_;  // at the pack; compared, never followed
-  bool is_view_;
+  WeakNode grad_fn_;           // at the pack
+  bool seems_output_ = false;  // for where no node says it: a read outside backward
+  View view_ = View::None;
+  torch::autograd::CreationMeta creation_ = torch::autograd::CreationMeta::DEFAULT;
+  c10::weak_intrusive_ptr<c10::TensorImpl> base_;
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
 };
 
@@ -69,6 +98,8 @@ class SavedTensor final : public Saved {
   at::Tensor unpack(Versions versions) override;
 
  private:
+  at::Tensor unpacked();
+
   VersionCheck version_check_;
   at::Tensor kept_;
   bool is_itself_ = false;  // not an alias

@@ -1,0 +1,1 @@
+"""programs: random autograd programs, as data: drawn, run stock and offloaded, compared, shrunk and printed."""
