@@ -190,7 +190,8 @@ def print_summary(name: str, summary: dict[str, Any]) -> None:
 def report(verdicts: list[Verdict], failures: list[Verdict], wall_s: float, options: argparse.Namespace) -> None:
     by_device = summaries(verdicts)
     for name, summary in by_device.items():
-        print_summary(name, summary)
+        if name != "all" or len(by_device) > 2:
+            print_summary(name, summary)
     whole = by_device["all"]
     print("kept bytes:", whole["kept_bytes"])
     print("raised:", whole["raised"])

@@ -21,6 +21,7 @@ PROGRAM_COUNT = 500
 MIN_MOVED_FRACTION = 0.7
 MIN_FINISHED_FRACTION = 0.8
 MIN_OPERATORS_FRACTION = 0.97
+MAX_UNSTABLE_FRACTION = 0.02
 JOBS = 2
 
 
@@ -37,7 +38,9 @@ def test_random_programs_come_out_as_stock(device_under_test: Device, tmp_path: 
     with capsys.disabled():
         print(f"\n{done.stdout}")
     (summary,) = (json.loads(out.read_text())["devices"][name] for name in [device_under_test.name])
-    assert summary["kinds"] == {"same": PROGRAM_COUNT}
+    unstable = summary["kinds"].pop("unstable", 0)  # without us: some kernels of a GPU add in no fixed order
+    assert unstable <= (MAX_UNSTABLE_FRACTION * PROGRAM_COUNT if device_under_test.name == "cuda" else 0)
+    assert summary["kinds"] == {"same": PROGRAM_COUNT - unstable}
     assert summary["moved_fraction"] >= MIN_MOVED_FRACTION
     assert summary["finished_fraction"] >= MIN_FINISHED_FRACTION
     ran = OPERATOR_NAMES & summary["done"].keys()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What CI without a GPU cannot show: builds for the torch of PYTHON, and runs the CUDA suite (its core cases under other
-# allocators too), core cases under compute-sanitizer, a soak, and both examples.
+# allocators too), core cases and 50 random programs under compute-sanitizer, 3,000 random programs, a soak, and both examples.
 #   OUT=results tools/gpu_check.sh [extra pytest arguments]
 # Prints little; the logs, tables and pictures go to OUT.
 set -uo pipefail
@@ -27,6 +27,11 @@ export TORCHOFFLOAD_REQUIRE_CUDA=1
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 step memcheck "$sanitizer" --tool memcheck --error-exitcode 3 "$PYTHON" -m pytest -m cuda -q \
   tests/test_gradients_order.py -k "several_steps or two_forwards"
+export TORCHOFFLOAD_TESTING=1
+step memcheck-programs "$sanitizer" --tool memcheck --error-exitcode 3 --target-processes all "$PYTHON" \
+  tests/fuzz_programs.py --device cuda --programs 50 --jobs 1
+TAIL=8 step programs "$PYTHON" tests/fuzz_programs.py --device cuda --programs 3000 --out "$OUT/programs.json"
+unset TORCHOFFLOAD_TESTING
 TAIL=12 step soak "$PYTHON" tests/soak.py --device cuda --steps 3000
 TAIL=12 step train_gpt "$PYTHON" examples/train_gpt.py --out "$OUT/train_gpt.png"
 TAIL=12 step train_llama "$PYTHON" examples/train_llama.py --out "$OUT/train_llama.png"

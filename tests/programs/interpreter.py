@@ -374,7 +374,10 @@ class Interpreter:
             self.notes.join(other.notes)
             other.kept.clear()
             self.values |= {f"{name}t{index}": tensor for name, tensor in other.values.items()}
-            self.leaves |= {f"{name}t{index}": leaf for name, leaf in other.leaves.items()}
+            leaves = {f"{name}t{index}": leaf for name, leaf in other.leaves.items()}
+            for name in leaves.keys() & self.leaves.keys():
+                self.leaves[name].grad = None  # under create_graph it holds a graph that holds the leaf
+            self.leaves |= leaves
             other.values.clear()  # what a checkpoint recomputes holds the interpreter: a cycle that no collector sees
             other.leaves.clear()
 
