@@ -150,6 +150,9 @@ class Live:
         stats = torchoffload.stats()
         return cls(stats.live_handles, stats.live_records, stats.live_slots)
 
+    def is_less_than(self, other: "Live") -> bool:
+        return self.handles <= other.handles and self.records <= other.records and self.slots <= other.slots
+
 
 def settled(expected: Live, timeout_s: float = 5.0) -> Live:
     """What is alive once the collector ran and I/O under way has ended; waits only while it is not `expected`."""
@@ -229,14 +232,18 @@ def assert_same_gradients(
     if ("exception" in stock) != may_raise:
         raise TestErr(f"stock raised, and the test does not say so, or the reverse: {stock.get('exception')}")
 
-    gc.collect()
-    live = Live.now()
+    live = settled(Live.now(), timeout_s=0)
     torchoffload.reset_stats()
     offloaded = execute(program, device, stock=False, context=context)
     stats = torchoffload.stats()
     assert offloaded == stock, f"differs from stock: {differing(stock, offloaded)}"
     assert_moved(stats, moved_bytes, reasons, min_moved_fraction)
-    assert settled(live) == live, "records, handles or slots outlive the program"
+    left = settled(live)
+    if left != live and left.is_less_than(live):  # what an earlier test had left has gone meanwhile: count again
+        live = left
+        assert execute(program, device, stock=False, context=context) == stock, "differs the second time"
+        left = settled(live)
+    assert left == live, "records, handles or slots outlive the program"
     return stats
 
 
