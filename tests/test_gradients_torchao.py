@@ -42,7 +42,9 @@ def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
 
 
 def inner_bytes(wrapper: torch.Tensor) -> int:
-    return sum(inner.nbytes for inner in inner_tensors(wrapper))
+    """Of the storages: an inner tensor takes its whole storage along, so that its offset stays what it is."""
+    storages = [inner.untyped_storage() for inner in inner_tensors(wrapper)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:

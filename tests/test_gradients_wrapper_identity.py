@@ -144,6 +144,25 @@ def test_a_plain_tensor_and_wrappers_around_it_move_once(device_under_test: Devi
     assert_same_gradients(program, device=device_under_test, moved_bytes=NBYTES)
 
 
+def test_inner_tensors_keep_their_offsets_whatever_they_share_a_record_with(device_under_test: Device):
+    """A wrapper may compare its parts' offsets: one is in a record of another save, the other alone in its storage."""
+
+    def program(run: Run):
+        x, first, second = run.leaf(2, 32), run.tensor(32, 32), run.tensor(32, 32)
+
+        def look(wrapped: TwoTensor) -> torch.Tensor:
+            run.check(offsets=[part.storage_offset() for part in halves(wrapped)])
+            return wrapped.a + wrapped.b
+
+        with run.offload():
+            y = Save.apply(x, lambda plain: plain[:2], first)
+            y = Save.apply(y, look, TwoTensor(first[3:5], second[3:5]))
+        y.sum().backward()
+        return x.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=2 * NBYTES)
+
+
 # ---- parameters and marks ----
 
 

@@ -67,7 +67,9 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
   }
   ContextState& context = *tapes_[tape.index].context;
   std::optional<RecordId> id = ledger_.find(tape, identity, span, layout.itemsize());
-  if (id && was_written_through_a_wrapper(*id)) id.reset();
+  // Of an inner tensor the storage_offset stays exact: a wrapper may compare those of its parts, or compute with them.
+  const bool is_exact = wrapper != nullptr;
+  if (id && (was_written_through_a_wrapper(*id) || (is_exact && ledger_.record(*id).span.begin != 0))) id.reset();
   if (id) {
     const Record& record = ledger_.record(*id);
     if (record.kept == KeptReason::None) {
@@ -84,7 +86,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     const auto* first = static_cast<const std::byte*>(identity.data) + span.begin;
     backend_.saw_pack(first, span.nbytes(), stream, at::sequence_number::peek());
   } else {
-    const Span moved = Schedule::span_to_move(span, identity.nbytes);
+    const Span moved = is_exact ? Span{0, identity.nbytes} : Schedule::span_to_move(span, identity.nbytes);
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
     id = add_record(tensor, identity, moved, tape);
   }
