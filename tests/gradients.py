@@ -154,6 +154,17 @@ class Live:
         return self.handles <= other.handles and self.records <= other.records and self.slots <= other.slots
 
 
+@contextlib.contextmanager
+def eager_collector() -> Iterator[None]:
+    """The collector runs at nearly each allocation, those inside a pack among them."""
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def settled(expected: Live, timeout_s: float = 5.0) -> Live:
     """What is alive once the collector ran and I/O under way has ended; waits only while it is not `expected`."""
     # A backward that failed leaves its tasks, and with them its graph, in the engine's queue until the next one.

@@ -1,6 +1,5 @@
 """Two threads, streams that are not the default one, and the garbage collector inside a pack."""
 
-import contextlib
 import gc
 import queue
 import threading
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from devices import Device
-from gradients import Run, assert_same_gradients
+from gradients import Run, assert_same_gradients, eager_collector
 from models import TinyGpt, mlp, tokens_and_labels
 
 
@@ -159,17 +158,6 @@ class Cycle:
     def __init__(self, graph: torch.Tensor) -> None:
         self.graph = graph
         self.itself = self
-
-
-@contextlib.contextmanager
-def eager_collector():
-    """The collector runs at nearly each allocation, those inside a pack among them."""
-    before = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_handles_die_inside_a_pack(device_under_test: Device):

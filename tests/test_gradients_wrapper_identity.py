@@ -9,16 +9,9 @@ import torchoffload
 from devices import Device
 from functions import Save
 from gradients import Run, assert_same_gradients
+from test_gradients_wrappers import halves, two
 
 NBYTES = 32 * 32 * 4
-
-
-def two(run: Run) -> TwoTensor:
-    return TwoTensor(run.tensor(32, 32), run.tensor(32, 32))
-
-
-def halves(wrapped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return wrapped.a, wrapped.b
 
 
 # ---- writes ----

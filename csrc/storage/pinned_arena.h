@@ -3,8 +3,9 @@
 // Thread safety: every method, any thread. grow() and trim() take turns, and hold up no other method while they ask the
 //                system or the driver.
 // Stream order:  a released range carries the points that guard its reuse; trim() alone waits for them, on the host.
-// Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child it is full; see Note [Forked
-// children]. Not handled:   budgets (the engine counts a context's bytes), NUMA placement.
+// Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child it is full; see
+//                Note [Forked children].
+// Not handled:   budgets (the engine counts a context's bytes), NUMA placement.
 #pragma once
 
 #include <atomic>

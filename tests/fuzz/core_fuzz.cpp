@@ -392,7 +392,6 @@ class World {
 
 }  // namespace
 }  // namespace torchoffload::fuzz
-
 int main(int argc, char** argv) {
   using namespace torchoffload::fuzz;
   return drive("core_fuzz", parse_options(argc, argv), kWanted,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchoffload
-from gradients import Run, describe
+from gradients import Run, describe, eager_collector
 from programs import custom, operators
 from programs.notes import Kept, Notes, plain_tensors
 from programs.program import Program, Step
@@ -309,14 +309,8 @@ class Interpreter:
     def in_hooks_of_another(self, step: Step) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
 
-    @contextlib.contextmanager
-    def in_eager_collector(self, step: Step) -> Iterator[None]:
-        before = gc.get_threshold()
-        gc.set_threshold(1, 1, 1)
-        try:
-            yield
-        finally:
-            gc.set_threshold(*before)
+    def in_eager_collector(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        return eager_collector()
 
     @contextlib.contextmanager
     def in_stream(self, step: Step) -> Iterator[None]:
