@@ -28,9 +28,9 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import inspect
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hardware import hardware
+from hardware import command_line, hardware
 
 CLASSES = ("parameter", "small", "known", "moved")
 WAYS = ("pack", "unpack")
@@ -124,7 +124,7 @@ class Chain:
         if name == OURS:
             import torchoffload
 
-            return torchoffload.OffloadActivations(**self.options)
+            return torchoffload.OffloadActivations(**self.options, **_without_learning())
         return contextlib.nullcontext()
 
     def prove(self) -> None:
@@ -171,6 +171,13 @@ class Chain:
         return {way: statistics.fmean(step[way] for step in steps) for way in WAYS}
 
 
+def _without_learning() -> dict[str, bool]:
+    """Have each step do what its class is named for, not what the steps before it taught; older builds do not learn."""
+    from torchoffload import OffloadActivations
+
+    return {"learn": False} if "learn" in inspect.signature(OffloadActivations.__init__).parameters else {}
+
+
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torchoffload
 
@@ -191,7 +198,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             taken = [{name: chain.measure(name) for name in names} for _ in range(arguments.repeats)]
             gc.enable()
             rows.append({"class": kind, "count": count, "times_us": taken})
-    return {"torchoffload": str(where), "rows": rows, "hardware": hardware(chain.device)}
+    return {"torchoffload": where.parent.parent.name, "rows": rows, "hardware": hardware(chain.device)}
 
 
 # The parent: processes in turns, and the table.
@@ -223,8 +230,7 @@ def _run_parent(arguments: argparse.Namespace) -> int:
     medians = {name: _medians(runs) for name, runs in results.items()}
     print(_table(arguments, medians))
     if arguments.json is not None:
-        command = shlex.join([Path(sys.executable).name, *sys.argv])
-        text = json.dumps({"command": command, "medians_us": medians, "processes": results}, indent=1)
+        text = json.dumps({"command": command_line(), "medians_us": medians, "processes": results}, indent=1)
         arguments.json.write_text(text + "\n")
     return 0
 

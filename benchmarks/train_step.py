@@ -3,14 +3,18 @@
     python benchmarks/train_step.py                                  # workloads A and B
     python benchmarks/train_step.py --workload C --offloader none torchoffload
     python benchmarks/train_step.py --workload A:layers=4,tokens=2048 --json result.json
+    python benchmarks/train_step.py --offloader torchoffload torchtune --peers wheels --at-memory-of torchtune
 
-Each offloader runs in a process of its own. That process first proves its gradients, then takes its times:
+Each offloader runs in a process of its own, and the processes take turns on the device, so that what is compared was
+measured side by side (``turns.py``). Each process first runs plain steps, then its first offloaded step, then proves
+its gradients, then warms up, then is timed:
 
-1. Two steps under ``torch.use_deterministic_algorithms(True)``. Stock ("none", always run, always first) must agree
-   with itself, and writes the loss and every gradient to a file; each other offloader is compared with that file, bit
-   for bit. PyTorch's flash attention sums in no fixed order outside this mode, so stock could not agree with itself.
-2. Warm-up steps and timed steps in PyTorch's default mode, the one that people train in. The gradients are zeroed,
-   and the device synchronised, between steps.
+1. The proof: two steps under ``torch.use_deterministic_algorithms(True)``. Stock ("none", always run, always first)
+   must agree with itself, and writes the loss and every gradient to a file; each other offloader is compared with that
+   file, bit for bit. PyTorch's flash attention sums in no fixed order outside this mode, so stock could not agree with
+   itself.
+2. Timed steps in PyTorch's default mode, the one that people train in. The gradients are zeroed, and the device
+   synchronised, between steps. Loss and gradient norm of each are compared with stock's, within a tolerance.
 
 Memory is torch.cuda.memory_allocated() less weights and gradients: right after forward ("at loss"), and at the peak.
 """
@@ -20,27 +24,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
-import statistics
-import subprocess
+import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from hardware import hardware
-from offloaders import OFFLOADERS, MakeContext
-from saved_bytes import SavedBytes
-from workloads import Workload, build_model, parse_workload, random_tokens
+import figures
+from hardware import command_line
+from offloaders import OFFLOADERS, OURS, STOCK, Options
+from table import text_table
+from turns import MODES, Benchmark, Plan
+from workloads import parse_workload
 
 GIB = 1 << 30
-VERIFIED_STEP_COUNT = 2
-STOCK = "none"
+DEFAULT_OFFLOADERS = [STOCK, OURS, "save_on_cpu"]  # what needs no package of others
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,7 +55,23 @@ def make_parser() -> argparse.ArgumentParser:
         default=["A", "B"],
         help="A, B, C or D, each with changes if wanted: A:layers=4,tokens=2048 (see workloads.py)",
     )
-    parser.add_argument("--offloader", nargs="+", choices=list(OFFLOADERS), default=list(OFFLOADERS))
+    parser.add_argument("--offloader", nargs="+", choices=list(OFFLOADERS), default=DEFAULT_OFFLOADERS)
+    parser.add_argument(
+        "--peers", type=Path, default=None, help="a directory with the peers' wheels, or with the packages unpacked"
+    )
+    parser.add_argument(
+        "--at-memory-of",
+        nargs="+",
+        metavar="OFFLOADER",
+        default=[],
+        help="run torchoffload again, with windows at which it holds no more than this one at the loss and at the peak",
+    )
+    parser.add_argument(
+        "--turns",
+        choices=MODES,
+        default="auto",
+        help="who takes turns: all; pairs: each peer with stock and torchoffload; none; auto: what host memory allows",
+    )
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median is taken")
     parser.add_argument(
@@ -66,173 +83,80 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scratch", type=Path, default=None, help="directory for stock's gradients; default: /dev/shm if they fit"
     )
-    parser.add_argument("--run", choices=list(OFFLOADERS), help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--patience-s", type=float, default=300, help="an offloader that is silent for longer has failed"
+    )
     return parser
 
 
 def main() -> int:
-    arguments = make_parser().parse_args()
+    parser = make_parser()
+    arguments = parser.parse_args()
     try:
         workloads = {text: parse_workload(text) for text in arguments.workload}
     except ValueError as error:
-        raise SystemExit(f"train_step.py: {error}") from error
-    if arguments.run is not None:
-        _run_child(arguments, next(iter(workloads.values())))
-        return 0
-    return _run_parent(arguments, workloads)
+        parser.error(str(error))
+    plan = _plan(parser, arguments)
+    if arguments.tier == "host" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --tier disk runs on the CPU")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a time limit: keep what is known
+
+    results: dict[str, Any] = {}
+
+    def publish() -> None:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps({"command": command_line(), "results": results}, indent=1) + "\n")
+
+    for text, workload in workloads.items():
+        with tempfile.TemporaryDirectory(prefix="torchoffload-bench-", dir=_scratch_directory(arguments)) as scratch:
+            benchmark = Benchmark(text, workload, plan, Path(scratch))
+            results[text] = {"workload": vars(workload), "offloaders": benchmark.runs, "notes": benchmark.notes}
+            try:
+                benchmark.measure(publish)
+            finally:
+                publish()
+                print(text_table(text, results[text]), flush=True)
+    return 1 if any(_failures(result["offloaders"]) for result in results.values()) else 0
 
 
-# The child: one workload under one offloader.
+def _failures(runs: figures.Runs) -> list[str]:
+    """Stock's and torchoffload's rows that are not as they should be; what is wrong with a peer is a finding."""
+    own = [name for name in runs if name.partition("@")[0] in (STOCK, OURS)]
+    without_peer = {name for name in own if "@" in name and runs[name].get("error", "").startswith("cannot run")}
+    return [name for name in own if name not in without_peer and not figures.is_right(runs[name], runs)]
 
 
-class Trainer:
-    """One model with its batch, and the step that is measured."""
-
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model = build_model(workload, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        self.tokens = random_tokens(workload, device)
-        self.state_bytes = self.allocated_bytes()  # weights, gradients, and the batch of token numbers
-
-    def allocated_bytes(self) -> int:
-        """Tell the allocator's bytes in use; 0 on a CPU, whose memory this benchmark does not measure."""
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def synchronize(self) -> None:
-        """Wait on the host for all that was asked of the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def step(self, make_context: MakeContext) -> dict[str, Any]:
-        """Run forward and backward into zeroed gradients, and measure."""
-        self.model.zero_grad(set_to_none=False)
-        self.synchronize()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        start = time.perf_counter()
-        with make_context():
-            loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
-        at_loss_bytes = self.allocated_bytes() - self.state_bytes
-        loss.backward()
-        self.synchronize()
-        seconds = time.perf_counter() - start
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - self.state_bytes if self.state_bytes else 0
-        return {"ms": 1000 * seconds, "at_loss_bytes": at_loss_bytes, "peak_bytes": peak_bytes, "loss": loss.detach()}
-
-    def outcome(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Collect what has to be the same: the loss and every gradient."""
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        return {"loss": loss, **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+def _plan(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Plan:
+    chosen = list(dict.fromkeys([STOCK, *arguments.offloader]))
+    for name in list(chosen):
+        if OFFLOADERS[name].compared_with not in chosen:
+            chosen.insert(chosen.index(name), OFFLOADERS[name].compared_with)
+    for name in arguments.at_memory_of:
+        if name in (STOCK, OURS) or name not in chosen or OURS not in chosen:
+            parser.error(f"--at-memory-of {name}: {name} and torchoffload have to be among the offloaders, as two")
+    if arguments.steps < 1 or arguments.warm_up < 1:
+        parser.error("--steps and --warm-up are at least 1")
+    if arguments.peers is not None and not arguments.peers.is_dir():
+        parser.error(f"--peers: there is no directory {arguments.peers}")
+    return Plan(
+        offloaders=chosen,
+        at_memory_of=arguments.at_memory_of,
+        options=Options(
+            tier=arguments.tier,
+            offload_window_bytes=_bytes(arguments.offload_window_mib),
+            reload_window_bytes=_bytes(arguments.reload_window_mib),
+            peers=arguments.peers,
+        ),
+        warm_up_count=arguments.warm_up,
+        step_count=arguments.steps,
+        mode=arguments.turns,
+        patience_s=arguments.patience_s,
+    )
 
 
-def different_bits(outcome: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not the reference's, bit for bit."""
-    if outcome.keys() != reference.keys():
-        return sorted(outcome.keys() ^ reference.keys())
-
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return [
-        name for name, mine in outcome.items() if not torch.equal(bits(mine), bits(reference[name].to(mine.device)))
-    ]
-
-
-def _verify(trainer: Trainer, make_context: MakeContext, reference_path: Path, is_stock: bool) -> list[str]:
-    """Names of the tensors that differ from stock's file, which stock writes first and then has to meet itself."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    different: set[str] = set()
-    for step in range(VERIFIED_STEP_COUNT):
-        outcome = trainer.outcome(trainer.step(make_context)["loss"])
-        if is_stock and step == 0:
-            torch.save(outcome, reference_path)
-        else:
-            different |= set(different_bits(outcome, torch.load(reference_path, mmap=True, map_location="cpu")))
-    torch.use_deterministic_algorithms(False)
-    return sorted(different)
-
-
-def _offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    options: dict[str, Any] = {"tier": arguments.tier}
-    if arguments.offload_window_mib is not None:
-        options["offload_window_bytes"] = int(arguments.offload_window_mib * (1 << 20))
-    if arguments.reload_window_mib is not None:
-        options["reload_window_bytes"] = int(arguments.reload_window_mib * (1 << 20))
-    return options
-
-
-def _run_child(arguments: argparse.Namespace, workload: Workload) -> None:
-    device = torch.device("cpu" if arguments.tier == "disk" else "cuda")
-    trainer = Trainer(workload, device)
-    is_stock = arguments.run == STOCK
-    make_context = OFFLOADERS[arguments.run](trainer.model, _offload_options(arguments))
-    different = _verify(trainer, make_context, arguments.result.with_name("stock.pt"), is_stock)
-
-    steps = []
-    label = f"{arguments.workload[0].partition(':')[0]} {arguments.run}"
-    for number in tqdm(range(arguments.warm_up + arguments.steps), desc=f"{label:>16}", unit="step", mininterval=1):
-        if arguments.run == "torchoffload" and number == arguments.warm_up:
-            _reset_stats()
-        step = trainer.step(make_context)
-        step["loss"] = step["loss"].item()
-        steps.append(step)
-
-    result: dict[str, Any] = {
-        "different": different,
-        "steps": steps,
-        "timed_step_count": arguments.steps,
-        "state_bytes": trainer.state_bytes,
-        "hardware": hardware(device),
-    }
-    if device.type == "cuda":
-        result["reserved_bytes"] = torch.cuda.memory_reserved(device)
-    if is_stock:
-        saved = SavedBytes(trainer.model)
-        trainer.step(saved.hooks)
-        result["saved"] = {"unique_bytes": saved.unique, "summed_bytes": saved.summed}
-        if device.type == "cuda":
-            result["link_bytes_per_s"] = _link_rates(device)
-    if arguments.run == "torchoffload":
-        result |= _torchoffload_facts()
-    arguments.result.write_text(json.dumps(result))
-
-
-def _reset_stats() -> None:
-    import torchoffload
-
-    torchoffload.reset_stats()
-
-
-def _torchoffload_facts() -> dict[str, Any]:
-    """stats() since the warm-up's end, and the report's text."""
-    import dataclasses
-
-    import torchoffload
-
-    return {"stats": dataclasses.asdict(torchoffload.stats()), "report": torchoffload.report()}
-
-
-def _link_rates(device: torch.device) -> dict[str, float]:
-    """Bytes a second of large copies through pinned memory, each way: the rate that no offloader can pass."""
-    size_bytes, repeat_count = 256 << 20, 10
-    pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    rates = {}
-    for name, target, source in (("out", pinned, on_device), ("in", on_device, pinned)):
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(repeat_count):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        rates[name] = size_bytes * repeat_count / (time.perf_counter() - start)
-    return rates
-
-
-# The parent: a process for each offloader, one table for each workload.
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else int(mib * (1 << 20))
 
 
 def _scratch_directory(arguments: argparse.Namespace) -> Path:
@@ -243,80 +167,6 @@ def _scratch_directory(arguments: argparse.Namespace) -> Path:
     if shared_memory.is_dir() and shutil.disk_usage(shared_memory).free > 16 * GIB:
         return shared_memory
     return Path(tempfile.gettempdir())
-
-
-def _run_parent(arguments: argparse.Namespace, workloads: dict[str, Workload]) -> int:
-    order = [STOCK, *(name for name in arguments.offloader if name != STOCK)]
-    results: dict[str, dict[str, Any]] = {}
-    for text, workload in workloads.items():
-        results[text] = {"workload": vars(workload), "offloaders": _run_workload(arguments, text, order)}
-        print(_table(text, workload, results[text]["offloaders"]))
-    if arguments.json is not None:
-        command = shlex.join([Path(sys.executable).name, *sys.argv])
-        arguments.json.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
-    failed = any(run.get("different") != [] for result in results.values() for run in result["offloaders"].values())
-    return 1 if failed else 0
-
-
-def _run_workload(arguments: argparse.Namespace, text: str, order: list[str]) -> dict[str, Any]:
-    runs: dict[str, Any] = {}
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}  # what cuBLAS needs to be deterministic
-    with tempfile.TemporaryDirectory(prefix="torchoffload-bench-", dir=_scratch_directory(arguments)) as folder:
-        for name in order:
-            result = Path(folder) / f"{name}.json"
-            # The last --workload counts: the child gets this one alone.
-            command = [*sys.argv, "--workload", text, "--run", name, "--result", str(result)]
-            child = subprocess.run([sys.executable, *command], env=environment, check=False)
-            runs[name] = json.loads(result.read_text()) if child.returncode == 0 else {"exit_status": child.returncode}
-            if name == STOCK and runs[name].get("different") != []:
-                print(f"{text}: stock failed or does not agree with itself; nothing can be compared", file=sys.stderr)
-                break
-            if steps := runs[name].get("steps"):
-                runs[name]["median_ms"] = statistics.median(step["ms"] for step in steps[arguments.warm_up :])
-    return runs
-
-
-def _moved_bytes(run: dict[str, Any]) -> float | None:
-    """Bytes offloaded in one timed step, by torchoffload's own count; None for the others, who keep none."""
-    if "stats" not in run:
-        return None
-    return float(run["stats"]["bytes_offloaded"]) / run["timed_step_count"]
-
-
-def _bound_ms(stock: dict[str, Any], at_loss_bytes: int) -> float | None:
-    """Tell the least time of a step that holds this much at the loss: the link's, both ways, or stock's if longer."""
-    if "link_bytes_per_s" not in stock:
-        return None
-    moved = max(0, stock["saved"]["unique_bytes"] - at_loss_bytes)
-    link_s = sum(moved / rate for rate in stock["link_bytes_per_s"].values())
-    return max(1000 * link_s, float(stock["median_ms"]))
-
-
-def _table(text: str, workload: Workload, runs: dict[str, Any]) -> str:
-    lines = [f"\n{text}: {workload}"]
-    stock = runs[STOCK]
-    if "saved" in stock:
-        unique, summed = (stock["saved"][key] / GIB for key in ("unique_bytes", "summed_bytes"))
-        lines.append(f"saved for backward: {unique:.1f} GiB unique, {summed:.1f} GiB summed")
-    if "link_bytes_per_s" in stock:
-        out, back = (stock["link_bytes_per_s"][way] / 1e9 for way in ("out", "in"))
-        lines.append(f"link: {out:.1f} GB/s out, {back:.1f} GB/s in")
-    lines.append(f"{'':14}{'ms/step':>9}{'of stock':>9}{'bound':>9}{'at loss':>10}{'peak':>10}{'moved':>7}  gradients")
-    for name, run in runs.items():
-        if "steps" not in run:
-            lines.append(f"{name:14}failed with exit status {run['exit_status']}")
-            continue
-        last = run["steps"][-1]
-        moved = _moved_bytes(run)
-        bound = _bound_ms(stock, last["at_loss_bytes"])
-        share = f"{moved / stock['saved']['unique_bytes']:.0%}" if moved is not None else ""
-        verdict = "identical" if not run["different"] else f"DIFFERENT: {', '.join(run['different'][:3])}"
-        lines.append(
-            f"{name:14}{run['median_ms']:9.0f}{run['median_ms'] / stock['median_ms']:9.2f}"
-            f"{f'{bound:.0f}' if bound is not None else '':>9}"
-            f"{last['at_loss_bytes'] / GIB:6.1f} GiB{last['peak_bytes'] / GIB:6.1f} GiB{share:>7}  {verdict}"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -69,10 +69,16 @@ def build_model(workload: Workload, device: torch.device, dtype: torch.dtype) ->
         torch.set_default_dtype(default_dtype)
     model.to(device).train()
     if workload.checkpointed:
-        model.gradient_checkpointing_enable()
+        enable_checkpointing(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
+
+
+def enable_checkpointing(model: torch.nn.Module, **options: object) -> None:
+    """Have each decoder layer keep its input only; ``options`` are those of transformers, under either of its names."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(**options)
 
 
 def random_tokens(workload: Workload, device: torch.device) -> torch.Tensor:

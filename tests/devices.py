@@ -75,9 +75,9 @@ class Device:
                 torch.cuda.synchronize()
 
     def context(self, **options: Any) -> torchoffload.OffloadActivations:
-        """An OffloadActivations of this device; `options` go before the device's own."""
+        """An OffloadActivations of this device, that learns nothing; `options` go before the device's own."""
         offload_window_bytes, reload_window_bytes = WINDOWS[self.name]
-        chosen: dict[str, Any] = {"min_offload_size": 0, "tier": self.tier}
+        chosen: dict[str, Any] = {"min_offload_size": 0, "tier": self.tier, "learn": False}
         if "max_fwd_stash_size" not in options:
             chosen["offload_window_bytes"] = offload_window_bytes
         chosen["reload_window_bytes"] = reload_window_bytes

@@ -313,7 +313,7 @@ def bytes_moved_by(model, context):
 
 def test_a_models_buffers_stay_when_the_model_is_given(tmp_path):
     model = WithBuffer()
-    options = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0}
+    options = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0, "learn": False}
     given = bytes_moved_by(model, OffloadActivations(model=model, **options))
     assert bytes_moved_by(model, OffloadActivations(**options)) - given == WIDTH * WIDTH * 4
 

@@ -183,21 +183,5 @@ def test_saves_keep_their_numbers_when_an_open_tape_forgets_what_is_gone():
 @given(begin=st.integers(0, 1000), nbytes=st.integers(0, 1000), rest=st.integers(0, 1000))
 def test_a_save_of_half_a_storage_or_more_moves_all_of_it(begin, nbytes, rest):
     storage_bytes = begin + nbytes + rest
-    moved = testing.Schedule.span_to_move(begin, begin + nbytes, storage_bytes)
+    moved = testing.span_to_move(begin, begin + nbytes, storage_bytes)
     assert moved == ((0, storage_bytes) if 2 * nbytes >= storage_bytes else (begin, begin + nbytes))
-
-
-RECORD_BYTES = st.lists(st.integers(1, 1 << 34), max_size=8)
-
-
-@given(seen=RECORD_BYTES, set_bytes=st.none() | WINDOWS, set_records=st.none() | st.integers(1, 9))
-def test_windows_are_what_was_set_or_a_few_of_the_largest_record(seen, set_bytes, set_records):
-    schedule = testing.Schedule()
-    for nbytes in seen:
-        schedule.saw_record(nbytes)
-    largest = max(seen, default=0)
-    chosen = max(largest, min(4 * largest, 1 << 30))
-    assert schedule.reload_window_bytes(set_bytes) == (chosen if set_bytes is None else set_bytes)
-    assert schedule.offload_window_bytes(set_bytes, None) == (chosen if set_bytes is None else set_bytes)
-    if set_bytes is None and set_records is not None:
-        assert schedule.offload_window_bytes(None, set_records) == set_records * largest

@@ -51,6 +51,7 @@ py::dict to_dict(const TapeRow& row) {
   dict["bytes_deduplicated"] = row.bytes_deduplicated;
   dict["records_kept"] = kept_records;
   dict["bytes_kept"] = kept_bytes;
+  dict["bytes_away"] = row.bytes_away;
   dict["window_waits"] = row.window_waits;
   dict["passed_by"] = row.passed_by;
   return dict;
@@ -86,6 +87,19 @@ py::dict stats() {
   return dict;
 }
 
+py::list end_profile() {
+  py::list devices;
+  for (const EngineProfile& profile : stop_profile()) {
+    py::list entries;
+    for (const Timeline::Entry& entry : profile.entries) {
+      entries.append(py::make_tuple(to_string(entry.kind), entry.begin_s, entry.end_s, entry.tape, entry.record,
+                                    entry.nbytes, entry.is_kept, entry.out_bytes, entry.in_bytes, entry.device_bytes));
+    }
+    devices.append(py::make_tuple(profile.device, entries));
+  }
+  return devices;
+}
+
 py::dict host_memory() {
   const HostMemory memory = read_host_memory();
   py::dict dict;
@@ -114,6 +128,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.tier = parse_tier(given["tier"].cast<std::string>());
   options.use_pin_memory = given["use_pin_memory"].cast<bool>();
   options.use_streams = given["use_streams"].cast<bool>();
+  options.learn = given["learn"].cast<bool>();
   options.min_offload_bytes = given["min_offload_bytes"].cast<uint64_t>();
   options.windows.offload_bytes = optional<uint64_t>(given, "offload_window_bytes");
   options.windows.offload_records = optional<uint64_t>(given, "offload_window_records");
@@ -143,6 +158,8 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("stats", stats);
   m.def("reset_stats", [] { Statistics::global().reset(); });
   m.def("trim", trim);
+  m.def("start_profile", start_profile);
+  m.def("stop_profile", end_profile);
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
   py::module_::import("atexit").attr("register")(py::cpp_function(Operation::shut_down));

@@ -116,8 +116,9 @@ void Context::exit() {
   entered().erase(std::next(innermost).base());
   --entry.depth;
   const Operation operation;
-  close_tapes(entry);
   Engine::flush_pending(state_.get());
+  Operation::drop_now();  // what a tape freed is counted as it closes
+  close_tapes(on_this_thread());
   if (on_this_thread().depth == 0) {
     std::erase_if(threads_, [](const OnThread& known) {
       return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "autograd/storage_set.h"
-#include "core/schedule.h"
+#include "core/plan.h"
 
 namespace torchoffload {
 
@@ -24,6 +24,7 @@ struct ContextOptions {
   Tier tier = Tier::Host;
   bool use_pin_memory = true;
   bool use_streams = true;
+  bool learn = true;
   uint64_t min_offload_bytes = 0;
   WindowOptions windows;
   std::string disk_dir;  // with Tier::Disk

@@ -38,6 +38,12 @@ void Engine::order(StreamId waiter, Point point) {
   }
 }
 
+// As order(), where the waiter computes: the time that it stands still is ours.
+void Engine::stall(StreamId waiter, Point point, EntryKind why, RecordId id) {
+  const TimedSpan span(timeline_, waiter, entry(why, id));
+  order(waiter, point);
+}
+
 // Is `waiter` known to be ordered after `point`?
 bool Engine::is_ordered(StreamId waiter, Point point) const {
   if (point.is_beginning() || waiter == point.stream) return true;
@@ -48,36 +54,20 @@ bool Engine::is_ordered(StreamId waiter, Point point) const {
 
 // ---- offload ----
 
-void Engine::flush_pending(const ContextState* leaving) {
-  std::vector<PendingCopy>& pending = pending_copies();
-  // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
-  // has its own autograd functions, and contexts.
-  const bool is_inside_operator = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);
-  if (is_inside_operator && !mutated(Mutant::CopyNotInsideItsOperator)) return;
-  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
-  const uint64_t now = at::sequence_number::peek();
-  StreamId ordered_after = kNoStream;
-  Engine* ordered_engine = nullptr;
-  for (size_t next = 0; next < pending.size();) {
-    const PendingCopy copy = pending[next];
-    // R1: the operator that saved this may not have filled it yet.
-    const bool has_ended = copy.sequence_number != now || copy.context == leaving;
-    const bool is_possible = has_ended && !copy.engine->backend_.is_capturing();
-    if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
-      ++next;
-      continue;
-    }
-    pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
-    if (std::exchange(ordered_engine, copy.engine) != copy.engine) ordered_after = kNoStream;
-    copy.engine->enqueue_offload(copy, ordered_after);
-  }
-}
-
 // `ordered_after`: the stream that offload_stream was ordered after in this flush already; its operators are the
 // same ones, so one point serves all copies of a flush.
 void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   const RecordId id = copy.record;
-  if (is_inherited() || !is_pending(id)) return;
+  if (is_inherited() || !ledger_.is_live(id)) return;
+  const auto drain = [&] {
+    const TapeInfo& tape = tapes_[ledger_.record(id).tape.index];
+    drain_window(tape.windows.offload_bytes, tape.learned_bytes);
+  };
+  if (holdings(id).learned_bytes > 0) {
+    mark(EntryKind::Ready, id, holdings(id).bytes.stream);
+    return drain();
+  }
+  if (!is_pending(id)) return;
   reap();
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
@@ -103,8 +93,12 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   if (stream != held.bytes.stream && std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream &&
       !mutated(Mutant::OffloadWaitsForCompute))
     order(stream, backend_.record(held.bytes.stream));
+  mark(EntryKind::Ready, id, held.bytes.stream);
   const auto* source = static_cast<const std::byte*>(held.bytes.storage.data()) + record.span.begin;
-  backend_.copy_out(*slot, source, record.nbytes(), stream);
+  {
+    const TimedSpan span(timeline_, stream, entry(EntryKind::CopyOut, id));
+    backend_.copy_out(*slot, source, record.nbytes(), stream);
+  }
   held.offload_end = backend_.record(stream);
   held.bytes.busy_until = held.offload_end;
   ledger_.begin_offload(id);
@@ -112,14 +106,14 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   TapeRow& row = this->row(record.tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, record.nbytes());
-  drain_window(schedule_.offload_window_bytes(context(id).options.windows));
+  drain();
   uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
   peak_bytes = std::max(peak_bytes, offload_window_bytes_);
 }
 
 // R4: the compute stream is told to wait only when the window is full, oldest copy first.
-void Engine::drain_window(uint64_t window_bytes) {
-  while (offload_window_bytes_ > window_bytes) {
+void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
+  while (offload_window_bytes_ > 0 && offload_window_bytes_ + kept_bytes > window_bytes) {
     const RecordId oldest = offloads_in_flight_.front();
     if (!ledger_.is_live(oldest) || ledger_.record(oldest).state != RecordState::Offloading) {
       offloads_in_flight_.pop_front();
@@ -130,7 +124,7 @@ void Engine::drain_window(uint64_t window_bytes) {
     const c10::Storage held_meanwhile = source.storage;
     const Point offload_end = source.busy_until;
     // The compute stream waits for the copy's end: later work there may be given the source's memory (R3).
-    if (!mutated(Mutant::ComputeWaitsForOffload)) order(source.stream, offload_end);
+    if (!mutated(Mutant::ComputeWaitsForOffload)) stall(source.stream, offload_end, EntryKind::WindowWait, oldest);
     if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) finish_offload(oldest);
   }
 }
@@ -204,7 +198,10 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
   if (!mutated(Mutant::ReloadWaitsForOffload)) order(stream, held.offload_end);
   // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
   if (stream != held.reload_end.stream && !mutated(Mutant::ReloadWaitsForReload)) order(stream, held.reload_end);
-  backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
+  {
+    const TimedSpan span(timeline_, stream, entry(EntryKind::CopyIn, id));
+    backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
+  }
   backend_.forget(held.reload_end);
   held.reload_end = backend_.record(stream);
   const c10::Device device = target.device();
@@ -225,7 +222,7 @@ void Engine::pass_by(RecordId id) {
 // are on their way. May block, and drops at once: read the ledger again after it.
 void Engine::make_room() {
   while (!ahead_.empty()) pass_by(ahead_.back());
-  drain_window(0);
+  drain_window(0, 0);
   if (backend_.completes_in_background() && !retired_.empty()) {
     std::vector<Point> busy;
     for (const DeviceBytes& bytes : retired_) busy.push_back(bytes.busy_until);
@@ -243,7 +240,11 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   reap();
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
-  if (in_backward) let_pass(handle);
+  if (in_backward) {
+    backward_begins(tapes_[ledger_.record(id).tape.index]);
+    if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
+    let_pass(handle);
+  }
   TORCH_CHECK(
       ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
       "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
@@ -258,6 +259,10 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
       case RecordState::Resident:
       case RecordState::Offloading:
         // The source is still here: use it. In backward its copy, if still pending, has become pointless.
+        if (!std::exchange(is_prefetched_for, true)) {
+          prefetch(id);
+          break;
+        }
         if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, version, held.bytes);
         if (record.state == RecordState::Offloading) {
           leave_offload_window(id);
@@ -293,7 +298,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
         const Point reload_end = held.reload_end;
         const c10::Storage held_meanwhile = held.bytes.storage;
         // The consumer waits for the reload's end: the buffer's bytes are there only then (R7).
-        if (!mutated(Mutant::ConsumerWaitsForReload)) order(consumer, reload_end);
+        if (!mutated(Mutant::ConsumerWaitsForReload)) stall(consumer, reload_end, EntryKind::ReloadWait, id);
         const Record& now = ledger_.record(id);
         if (now.state == RecordState::Reloading && holdings(id).reload_end == reload_end) finish_reload(id);
         break;
@@ -362,7 +367,10 @@ void Engine::release(const RecordHandle& handle) {
   if (!is_inherited()) reap();
   const RecordId id = handle.record;
   const Record before = ledger_.record(id);
-  if (before.live_handles == 1) leave_windows(id);
+  if (before.live_handles == 1) {
+    leave_windows(id);
+    forget_learned(id);
+  }
   const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
   if (!dropped.released) {
     if (before.state == RecordState::Reloaded && !is_inherited()) give_up_if_seen(id);

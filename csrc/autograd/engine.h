@@ -3,8 +3,7 @@
 //                Backends and stores are borrowed and live for the process; so does the engine.
 // Thread safety: needs the GIL. What blocks runs in a BlockingSection, after which the ledger is read again.
 // Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what,
-// why). Shutdown:      leaked on purpose; see Note [No CUDA after main]. Not handled:   CUDA graph capture; learning
-// from one step for the next.
+// why). Shutdown:      leaked on purpose; see Note [No CUDA after main]. Not handled:   CUDA graph capture.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +19,9 @@
 #include "autograd/context_state.h"
 #include "autograd/statistics.h"
 #include "autograd/tensor_layout.h"
+#include "autograd/timeline.h"
 #include "autograd/wrapper_versions.h"
+#include "core/learner.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
 #include "core/schedule.h"
@@ -48,11 +49,14 @@ struct RecordHandle {
 
 class Engine {
  public:
-  Engine(Backend& backend, SlotStore& store) : backend_(backend), store_(store) {}
+  Engine(Backend& backend, SlotStore& store) : backend_(backend), store_(store), timeline_(backend) {}
 
   Backend& backend() { return backend_; }
   SlotStore& store() { return store_; }
   const Ledger& ledger() const { return ledger_; }
+  const Learner& learner() const { return learner_; }
+  void forget_learned_steps();
+  Timeline& timeline() { return timeline_; }
 
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
   bool is_inherited() const { return fork_guard_.inherited(); }
@@ -100,11 +104,32 @@ class Engine {
     Point offload_end;
     Point reload_end;
     uint64_t charged_bytes = 0;
-    bool is_confirmed = false;  // I/O: the write is known to have succeeded
+    uint64_t learned_bytes = 0;  // kept because of what was learned: they count towards the windows
+    uint32_t number = 0;         // in its tape
+    bool was_needed = false;     // by a backward
+    bool is_confirmed = false;   // I/O: the write is known to have succeeded
   };
   struct TapeInfo {
     std::shared_ptr<ContextState> context;
     TapeRow row;
+    uint64_t number = 0;  // in the order of opening
+    Learner::Trace trace;
+    std::optional<uint32_t> shape;  // what it was learned as, once closed
+    Windows windows;
+    uint64_t learned_bytes = 0;  // see Holdings
+    uint64_t record_count = 0;
+    uint64_t latest_record = 0;  // by records_added_
+    bool is_timed = false;
+    bool has_backward_begun = false;
+    uint64_t first_entry = 0;  // of the timeline, where timed
+  };
+  // A timed tape that is gone, whose times the device may not have come to yet.
+  struct TimedTape {
+    uint32_t shape = 0;
+    uint64_t number = 0;
+    size_t record_count = 0;
+    uint64_t first_entry = 0;
+    uint64_t end_entry = 0;
   };
   struct PendingCopy;
   static std::vector<PendingCopy>& pending_copies();
@@ -114,6 +139,18 @@ class Engine {
   StreamId offload_stream(RecordId id);
   StreamId reload_stream(RecordId id, StreamId consumer);
 
+  // Learning, in engine_learning.cpp.
+  void begin_trace(TapeInfo& tape);
+  KeptReason learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes);
+  void keep_learned(RecordId id, KeptReason reason);
+  void forget_learned(RecordId id);
+  void learn_tape(TapeId tape);
+  void backward_begins(TapeInfo& tape);
+  void stop_timing(TapeInfo& tape, bool is_complete);
+  void learn_times();
+  Timeline::Entry entry(EntryKind kind, RecordId id);
+  void mark(EntryKind kind, RecordId id, StreamId stream);
+
   // Offload.
   RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape);
   bool fits_budget(ContextState& context, uint64_t nbytes);
@@ -122,7 +159,7 @@ class Engine {
   bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   void store_is_full(ContextState& context, const std::string& why);
-  void drain_window(uint64_t window_bytes);
+  void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
   void finish_offload(RecordId id);
   void enter_offload_window(RecordId id);
   void leave_offload_window(RecordId id);
@@ -150,6 +187,7 @@ class Engine {
 
   // Order and release.
   void order(StreamId waiter, Point point);
+  void stall(StreamId waiter, Point point, EntryKind why, RecordId id);
   bool is_ordered(StreamId waiter, Point point) const;
   void retire(DeviceBytes bytes, Mutant mutant);
   void reap();
@@ -161,7 +199,15 @@ class Engine {
   Backend& backend_;
   SlotStore& store_;
   Ledger ledger_;
-  Schedule schedule_;
+  Learner learner_;
+  Timeline timeline_;
+  std::vector<TimedTape> timed_tapes_;
+  LinkRates link_;                  // as last measured
+  StorageSet lived_on_, lives_on_;  // storages alive without us at the end of one tape, of two
+  uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes
+  uint64_t largest_record_bytes_ = 0;
+  uint64_t tapes_opened_ = 0;
+  uint64_t records_added_ = 0;
   std::vector<Holdings> holdings_;           // by record index
   std::vector<TapeInfo> tapes_;              // by tape index
   std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily

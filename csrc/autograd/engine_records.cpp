@@ -27,13 +27,18 @@ std::vector<Engine::PendingCopy>& Engine::pending_copies() {
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   const TapeId tape = ledger_.open_tape();
   if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
-  tapes_[tape.index] = {std::move(context), {}};
+  TapeInfo& info = tapes_[tape.index];
+  info = {};
+  info.context = std::move(context);
+  info.number = ++tapes_opened_;
+  begin_trace(info);
   ++Statistics::global().live_tapes;
   return tape;
 }
 
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
+  learn_tape(id);
   for (const Save& save : ledger_.tape(id).saves) {
     if (!ledger_.is_live(save.record)) continue;
     holdings(save.record).identity.reset();
@@ -43,6 +48,7 @@ void Engine::close_tape(TapeId id) {
 }
 
 void Engine::tape_is_gone(TapeId id) {
+  stop_timing(tapes_[id.index], /*is_complete=*/true);
   Statistics::global().tape_finished(tapes_[id.index].row);
   --Statistics::global().live_tapes;
   tapes_[id.index] = {};
@@ -96,7 +102,8 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
 
 RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
-  const bool fits = fits_budget(*context, store_.slot_bytes(moved.nbytes()));
+  const KeptReason learned = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
+  const bool fits = learned != KeptReason::None || fits_budget(*context, store_.slot_bytes(moved.nbytes()));
   if (!fits) store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
   const RecordId id = ledger_.add_record(tape, identity, moved);
   if (holdings_.size() <= id.index) holdings_.resize(id.index + 1);
@@ -106,6 +113,7 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   if (!mutated(Mutant::IdentityHoldsStorage)) held.identity.emplace(storage.getWeakStorageImpl());
   held.version = tensor.unsafeGetTensorImpl()->version_counter();
   held.address_modulo = (reinterpret_cast<uintptr_t>(identity.data) + moved.begin) % kAlignmentBytes;
+  held.number = static_cast<uint32_t>(tapes_[tape.index].record_count++);
   held.packed_on = backend_.current_stream();
   held.bytes = {storage, 0, held.packed_on, {}};
   if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
@@ -114,11 +122,14 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
     count_kept(row(tape), KeptReason::HostFull, moved.nbytes());
     return id;
   }
-  held.charged_bytes = store_.slot_bytes(moved.nbytes());
-  context->charged_bytes += held.charged_bytes;
-  charged_bytes_ += held.charged_bytes;
-  Statistics::global().charged_bytes += held.charged_bytes;
-  schedule_.saw_record(moved.nbytes());
+  if (learned != KeptReason::None) {
+    keep_learned(id, learned);
+  } else {
+    held.charged_bytes = store_.slot_bytes(moved.nbytes());
+    context->charged_bytes += held.charged_bytes;
+    charged_bytes_ += held.charged_bytes;
+    Statistics::global().charged_bytes += held.charged_bytes;
+  }
   const uint64_t sequence_number = at::sequence_number::peek();
   const auto* first = static_cast<const std::byte*>(identity.data) + moved.begin;
   backend_.saw_pack(first, moved.nbytes(), held.bytes.stream, sequence_number);
@@ -241,88 +252,12 @@ void Engine::leave_windows(RecordId id) {
   if (record.prefetched) leave_reload_window(id);
 }
 
-// ---- what a record has ----
-
-StreamId Engine::offload_stream(RecordId id) {
-  return context(id).options.use_streams ? backend_.offload_stream() : holdings(id).bytes.stream;
-}
-
-StreamId Engine::reload_stream(RecordId id, StreamId consumer) {
-  return context(id).options.use_streams ? backend_.reload_stream() : consumer;
-}
-
-bool Engine::was_resized(RecordId id) {
-  const c10::Storage& source = holdings(id).bytes.storage;
-  const Identity& identity = ledger_.record(id).identity;
-  return source.data() != identity.data || source.nbytes() != identity.nbytes;
-}
-
-// R10: of a source that was resized under its copy the slot has torn bytes, or none. The program's storage is what the
-// saved tensor is without us, once it is filled again.
-void Engine::keep_if_resized(RecordId id) {
-  if (mutated(Mutant::ResizeCheckedInFlight)) return;
-  if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {
-    leave_offload_window(id);
-    keep(id, KeptReason::Resized);
-  }
-  const Record& record = ledger_.record(id);
-  TORCH_CHECK(
-      record.kept != KeptReason::Resized || holdings(id).bytes.storage.nbytes() >= record.span.end,
-      "torchoffload: the storage of a saved tensor was resized before backward, so its bytes are gone. Exempt it "
-      "with torchoffload.never_offload(tensor).");
-}
-
-bool Engine::slot_is_complete(RecordId id) {
-  Holdings& held = holdings(id);
-  if (!ledger_.record(id).has_slot) return false;
-  if (!backend_.completes_in_background() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
-  held.is_confirmed =
-      backend_.status(held.offload_end) == PointStatus::Reached && backend_.failure(held.offload_end).empty();
-  return held.is_confirmed;
-}
-
-// R8: from here on the bytes are held weakly, until the next reload.
-void Engine::give_up_if_seen(RecordId id) {
-  if (ledger_.record(id).state != RecordState::Reloaded || !slot_is_complete(id)) return;
-  if (!ledger_.all_seen(id) && !mutated(Mutant::BufferHeldUntilSeen)) return;
-  Holdings& held = holdings(id);
-  DeviceBytes bytes = std::exchange(held.bytes, {});
-  held.given_up.emplace(bytes.storage.getWeakStorageImpl());
-  held.given_up_bytes = {{}, bytes.base_bytes, bytes.stream, bytes.busy_until};
-  ledger_.give_up(id);
-  const bool is_reload = bytes.busy_until == held.reload_end;
-  retire(std::move(bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
-}
-
-std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
-  Holdings& held = holdings(id);
-  if (!held.given_up || mutated(Mutant::GivenUpIsFoundAgain)) return std::nullopt;
-  c10::intrusive_ptr<c10::StorageImpl> alive = held.given_up->lock();
-  if (!alive) {
-    held.given_up.reset();
-    return std::nullopt;
-  }
-  DeviceBytes bytes = held.given_up_bytes;
-  bytes.storage = c10::Storage(std::move(alive));
-  return bytes;
-}
-
-at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
-                            const DeviceBytes& bytes) {
-  const StreamId consumer = backend_.current_stream();
-  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3).
-  if (!mutated(Mutant::NoteUseAtUnpack)) backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
-  const Span& span = ledger_.record(id).span;
-  const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
-  backend_.saw_unpack(first, span.nbytes(), consumer);
-  return layout.build(bytes.storage, bytes.base_bytes, version);
-}
-
 // Reloads ahead of the consumer, once per unpack in backward.
 void Engine::prefetch(RecordId asked_for) {
   const TapeId tape = ledger_.record(asked_for).tape;
-  const uint64_t window_bytes = schedule_.reload_window_bytes(tapes_[tape.index].context->options.windows);
-  auto wanted = Schedule::take_reloads(ledger_, tape, reload_window_bytes_, window_bytes);
+  const TapeInfo& info = tapes_[tape.index];
+  auto wanted =
+      Schedule::take_reloads(ledger_, tape, reload_window_bytes_ + info.learned_bytes, info.windows.reload_bytes);
   std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead);
 }
@@ -331,7 +266,7 @@ void Engine::prefetch(RecordId asked_for) {
 void Engine::let_pass(const RecordHandle& asked_for) {
   if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
   const TapeId tape = ledger_.record(asked_for.record).tape;
-  const uint64_t window_bytes = schedule_.reload_window_bytes(context(asked_for.record).options.windows);
+  const uint64_t window_bytes = tapes_[tape.index].windows.reload_bytes;
   for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
 }
 

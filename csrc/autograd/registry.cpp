@@ -38,8 +38,11 @@ std::vector<SlotStore*>& stores() {
   return *arena;
 }
 
+bool is_profiling_flag = false;
+
 Engine* make_engine(Backend& backend, SlotStore& store) {
   engines().push_back(new Engine(backend, store));
+  if (is_profiling_flag) engines().back()->timeline().start_profile();
   return engines().back();
 }
 
@@ -108,6 +111,25 @@ Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
   if (device.is_cuda()) return cuda_engine(device.index(), options.use_pin_memory);
 #endif
   return nullptr;
+}
+
+void start_profile() {
+  is_profiling_flag = true;
+  for (Engine* const engine : engines()) {
+    if (!engine->is_inherited()) engine->timeline().start_profile();
+  }
+}
+
+bool is_profiling() { return is_profiling_flag; }
+
+std::vector<EngineProfile> stop_profile() {
+  is_profiling_flag = false;
+  std::vector<EngineProfile> profiles;
+  for (Engine* const engine : std::vector(engines())) {
+    if (engine->is_inherited() || !engine->timeline().is_profiled()) continue;
+    profiles.push_back({engine->backend().device().str(), engine->timeline().stop_profile()});
+  }
+  return profiles;
 }
 
 const std::vector<Engine*>& all_engines() { return engines(); }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "autograd/context_state.h"
@@ -18,6 +19,16 @@ namespace torchoffload {
 // The engine that moves `tensor` under these options, or null where no engine serves its device.
 // Throws std::runtime_error for a CUDA tensor under Tier::Disk.
 Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options);
+
+// profile() on or off, for the engines there are and those that come.
+void start_profile();
+bool is_profiling();
+// What each engine saw, with its device; empty where profile() was off.
+struct EngineProfile {
+  std::string device;
+  std::vector<Timeline::Entry> entries;
+};
+std::vector<EngineProfile> stop_profile();
 
 // Every engine made so far.
 const std::vector<Engine*>& all_engines();

@@ -16,6 +16,7 @@ struct TapeRow {
   uint64_t records_reloaded = 0, bytes_reloaded = 0;
   uint64_t records_deduplicated = 0, bytes_deduplicated = 0;
   std::array<uint64_t, kKeptReasonCount> records_kept{}, bytes_kept{};
+  uint64_t bytes_away = 0;  // of device memory given up by the tape's end
   uint64_t window_waits = 0;
   uint64_t passed_by = 0;
 };

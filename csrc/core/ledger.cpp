@@ -63,6 +63,14 @@ const char* to_string(KeptReason reason) {
       return "borrowed";
     case KeptReason::Pending:
       return "pending";
+    case KeptReason::LivesOn:
+      return "lives_on";
+    case KeptReason::NeededSoon:
+      return "needed_soon";
+    case KeptReason::TapeEnd:
+      return "tape_end";
+    case KeptReason::SmallCopy:
+      return "small_copy";
   }
   return "?";
 }

@@ -41,8 +41,13 @@ enum class KeptReason : uint8_t {
   Pending,    // asked for before its copy was enqueued
   Capturing,  // a CUDA graph was being captured
   Borrowed,   // the memory is not the storage's own
+  // Learned from earlier steps; see Learner.
+  LivesOn,     // the program holds the storage through backward
+  NeededSoon,  // asked for before it could be out and back
+  TapeEnd,     // backward begins with it
+  SmallCopy,   // too small for the link's rate
 };
-inline constexpr size_t kKeptReasonCount = 13;
+inline constexpr size_t kKeptReasonCount = 17;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as

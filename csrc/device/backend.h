@@ -15,6 +15,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/types.h"
@@ -27,6 +28,12 @@ class StorageImpl;
 namespace torchoffload {
 
 enum class PointStatus : uint8_t { Pending, Reached };
+
+// A place in a stream's order whose time is wanted. Its backend's own; give_back() ends it.
+struct TimedPoint {
+  uint32_t id = 0;
+  bool is_set() const { return id != 0; }
+};
 
 class Backend {
  public:
@@ -67,6 +74,17 @@ class Backend {
 
   // Nobody asks for the failure of this copy any more.
   virtual void forget(Point) {}
+
+  // Times: taken in a step that is timed, and in no other. Where tells_time() is false, no point is set and no time
+  // known.
+  virtual bool tells_time() const { return false; }
+  virtual TimedPoint record_timed(StreamId /*stream*/) { return {}; }
+  // From one to the other; nullopt while either was not reached yet.
+  virtual std::optional<double> seconds_between(TimedPoint /*from*/, TimedPoint /*to*/) { return std::nullopt; }
+  virtual void give_back(TimedPoint) {}  // an unset one: nothing
+
+  // Of the device's allocator, in use now.
+  virtual uint64_t allocated_bytes() { return 0; }
 
   // True for I/O: the memory of a copy must be held until status() says that its point was reached, since no stream
   // order protects it. False where waiting on a stream is enough (R9).

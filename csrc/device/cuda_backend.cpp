@@ -108,6 +108,51 @@ class StreamTable {
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_;
 };
 
+// Events that tell time, by number from 1; those given back are used again.
+class TimedEvents {
+ public:
+  explicit TimedEvents(c10::DeviceIndex device) : device_(device) {}
+
+  TimedPoint record(cudaStream_t stream) {
+    const c10::cuda::CUDAGuard guard(device_);
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) {
+      cudaEvent_t event = nullptr;
+      C10_CUDA_CHECK(cudaEventCreate(&event));
+      events_.push_back(event);
+      free_.push_back(static_cast<uint32_t>(events_.size()));
+    }
+    const uint32_t id = free_.back();
+    C10_CUDA_CHECK(cudaEventRecord(events_[id - 1], stream));
+    free_.pop_back();
+    return {id};
+  }
+
+  std::optional<double> seconds_between(TimedPoint from, TimedPoint to) {
+    const std::lock_guard lock(mutex_);
+    float milliseconds = 0;
+    const cudaError_t error = cudaEventElapsedTime(&milliseconds, events_.at(from.id - 1), events_.at(to.id - 1));
+    if (error == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // no failure of anybody's
+      return std::nullopt;
+    }
+    C10_CUDA_CHECK(error);
+    return static_cast<double>(milliseconds) / 1000;
+  }
+
+  void give_back(TimedPoint point) {
+    if (!point.is_set()) return;
+    const std::lock_guard lock(mutex_);
+    free_.push_back(point.id);
+  }
+
+ private:
+  const c10::DeviceIndex device_;
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> events_;
+  std::vector<uint32_t> free_;
+};
+
 // An allocation whose address was moved to another place modulo kAlignmentBytes; owns the one it lies in.
 void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
 
@@ -115,6 +160,7 @@ class CudaBackend final : public Backend {
  public:
   explicit CudaBackend(c10::DeviceIndex device)
       : device_(device),
+        timed_(device),
         offload_(StreamTable::instance().make_own(device)),
         reload_(StreamTable::instance().make_own(device)) {}
 
@@ -182,8 +228,21 @@ class CudaBackend final : public Backend {
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }
 
+  bool tells_time() const override { return true; }
+  TimedPoint record_timed(StreamId stream) override { return timed_.record(StreamTable::instance().at(stream).raw()); }
+  std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
+    return timed_.seconds_between(from, to);
+  }
+  void give_back(TimedPoint point) override { timed_.give_back(point); }
+  uint64_t allocated_bytes() override {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+    return static_cast<uint64_t>(
+        stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+  }
+
  private:
   const c10::DeviceIndex device_;
+  TimedEvents timed_;
   const StreamId offload_;
   const StreamId reload_;
 };

@@ -105,6 +105,11 @@ Point LoggingBackend::record(StreamId stream) {
   return point;
 }
 
+TimedPoint LoggingBackend::record_timed(StreamId stream) {
+  if (seam_log().is_on()) seam_log().write("record_timed " + name(stream));
+  return inner_.record_timed(stream);
+}
+
 void LoggingBackend::wait(StreamId waiter, Point point) {
   if (seam_log().is_on()) seam_log().write("wait " + name(waiter) + " <- " + name(point));
   inner_.wait(waiter, point);

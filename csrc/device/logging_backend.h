@@ -72,9 +72,17 @@ class LoggingBackend final : public Backend {
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   std::string failure(Point point) override { return inner_.failure(point); }
+  void forget(Point point) override { inner_.forget(point); }
   bool is_lasting(StreamId stream) override { return inner_.is_lasting(stream); }
   bool is_graph_memory(const void* address) override { return inner_.is_graph_memory(address); }
   bool is_capturing() override { return inner_.is_capturing(); }
+  bool tells_time() const override { return inner_.tells_time(); }
+  TimedPoint record_timed(StreamId stream) override;
+  std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
+    return inner_.seconds_between(from, to);
+  }
+  void give_back(TimedPoint point) override { inner_.give_back(point); }
+  uint64_t allocated_bytes() override { return inner_.allocated_bytes(); }
   bool completes_in_background() const override { return inner_.completes_in_background(); }
   bool may_block(StreamId stream) const override { return inner_.may_block(stream); }
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;

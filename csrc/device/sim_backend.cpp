@@ -4,6 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <utility>
@@ -91,10 +92,12 @@ c10::DataPtr SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
 }
 
 void SimBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
+  take_link(stream, nbytes);
   world().copy_out(slot.address, source, nbytes, stream);
 }
 
 void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
+  take_link(stream, nbytes);
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
@@ -110,6 +113,21 @@ void SimBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId strea
 
 void SimBackend::saw_operators_end() { world().end_operators(); }
 
+TimedPoint SimBackend::record_timed(StreamId stream) {
+  if (!tells_time()) return {};
+  timed_s_.push_back(std::max(now_s_, free_s_[stream]));
+  return {static_cast<uint32_t>(timed_s_.size())};
+}
+
+std::optional<double> SimBackend::seconds_between(TimedPoint from, TimedPoint to) {
+  return timed_s_.at(to.id - 1) - timed_s_.at(from.id - 1);
+}
+
+void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
+  if (!tells_time()) return;
+  free_s_[stream] = std::max(now_s_, free_s_[stream]) + static_cast<double>(nbytes) / link_bytes_per_s_;
+}
+
 void start_simulation(SimOptions options) {
   if (options.sequence_number == nullptr) options.sequence_number = &at::sequence_number::peek;
   world().start(options);
@@ -124,15 +142,22 @@ void stop_simulation() {
 
 SimWorld* active_simulation() { return world().is_running() ? &world() : nullptr; }
 
-Backend* simulated_backend(int device_index) {
+namespace {
+
+LoggedBackend& logged_backend(int device_index) {
   static std::mutex* const mutex = new std::mutex;
   static auto* const backends = new std::deque<LoggedBackend>;
   std::lock_guard<std::mutex> lock(*mutex);
   while (static_cast<int>(backends->size()) <= device_index) {
     backends->emplace_back(static_cast<int>(backends->size()));
   }
-  return &(*backends)[static_cast<size_t>(device_index)].logged;
+  return (*backends)[static_cast<size_t>(device_index)];
 }
+
+}  // namespace
+
+Backend* simulated_backend(int device_index) { return &logged_backend(device_index).logged; }
+SimBackend& simulated_device(int device_index) { return logged_backend(device_index).inner; }
 
 Backend* simulated_backend_for(const void* data) {
   const auto device_index = world().device_index_of(data);

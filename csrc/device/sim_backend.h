@@ -11,7 +11,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "device/backend.h"
 #include "device/sim_world.h"
@@ -34,14 +37,28 @@ class SimBackend final : public Backend {
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
+  bool tells_time() const override { return link_bytes_per_s_ > 0; }
+  TimedPoint record_timed(StreamId stream) override;
+  std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override;
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
   void saw_operators_end() override;
 
+  // Simulated time, for tests of what is learned: computing takes what advance() says, a copy its bytes over the rate,
+  // and a wait nothing. A rate of 0, as at first: this device tells no time.
+  void set_link(double bytes_per_s) { link_bytes_per_s_ = bytes_per_s; }
+  void advance(double seconds) { now_s_ += seconds; }
+
  private:
+  void take_link(StreamId stream, uint64_t nbytes);
+
   const int device_index_;
+  double link_bytes_per_s_ = 0;
+  double now_s_ = 0;
+  std::map<StreamId, double> free_s_;  // when a stream's last copy ends
+  std::vector<double> timed_s_;        // by TimedPoint::id, less one
 };
 
 // Runs before each allocation at the seam, as an allocator that is written in Python would; null for none.
@@ -58,6 +75,7 @@ SimWorld* active_simulation();
 // The backend (logged; see LoggingBackend) of the device that the memory at `data` belongs to, or null.
 Backend* simulated_backend_for(const void* data);
 Backend* simulated_backend(int device_index);
+SimBackend& simulated_device(int device_index);
 
 // What simulated_register answers from here on; empty: it registers.
 void refuse_registration(std::string why);

@@ -70,7 +70,10 @@ class OffloadActivations(saved_tensors_hooks):
     on_host_full : {"keep", "error"}
         Over budget, or with the disk full: keep the tensor and warn once, or raise RuntimeError.
     offload_window_bytes, reload_window_bytes : int, optional
-        Bytes in flight each way; 0 means least memory. Default: chosen from what was seen.
+        Bytes in flight each way, with what is kept because of what was learned; 0 means least memory. Default: chosen
+        from what was seen.
+    learn : bool
+        Let one step teach the next: which saved tensors are not worth moving, and how large the windows should be.
 
     Raises
     ------
@@ -104,6 +107,7 @@ class OffloadActivations(saved_tensors_hooks):
         on_host_full: str = "keep",
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
+        learn: bool = True,
     ) -> None:
         self.options = OffloadOptions(
             use_pin_memory=use_pin_memory,
@@ -116,6 +120,7 @@ class OffloadActivations(saved_tensors_hooks):
             on_host_full=on_host_full,
             offload_window_bytes=offload_window_bytes,
             reload_window_bytes=reload_window_bytes,
+            learn=learn,
         )
         if model is not None:
             check_module("model", model)

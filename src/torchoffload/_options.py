@@ -130,6 +130,7 @@ class OffloadOptions:
 
     use_pin_memory: bool = True
     use_streams: bool = True
+    learn: bool = True
     max_fwd_stash_size: int | None = None
     min_offload_size: int | None = None
     tier: str = "host"
@@ -142,6 +143,7 @@ class OffloadOptions:
     def __post_init__(self) -> None:
         check_bool("use_pin_memory", self.use_pin_memory)
         check_bool("use_streams", self.use_streams)
+        check_bool("learn", self.learn)
         _check_count("max_fwd_stash_size", self.max_fwd_stash_size, least=1, unit="saved tensors")
         _check_count("min_offload_size", self.min_offload_size, least=0, unit="bytes")
         _check_choice("tier", self.tier, _TIERS)
@@ -177,6 +179,7 @@ class OffloadOptions:
             "tier": self.tier,
             "use_pin_memory": self.use_pin_memory,
             "use_streams": self.use_streams,
+            "learn": self.learn,
             "min_offload_bytes": self.min_offload_bytes,
             "offload_window_bytes": self.offload_window_bytes,
             "offload_window_records": self.max_fwd_stash_size,

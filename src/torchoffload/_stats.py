@@ -18,6 +18,7 @@ class _Counts:
     bytes_deduplicated: int
     records_kept: dict[str, int]
     bytes_kept: dict[str, int]
+    bytes_away: int
     window_waits: int
     passed_by: int
 
@@ -36,8 +37,11 @@ class TapeStats(_Counts):
         Saved again, and joined to a record that was there: moved once.
     records_kept, bytes_kept : dict of str to int
         Not moved, by reason: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``,
-        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``,
-        ``borrowed``.
+        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, and as learned from
+        earlier steps ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``.
+    bytes_away : int
+        Device memory that the tape had given up when it closed (as its context was left, or as its backward began): what
+        the memory at the loss is smaller by.
     window_waits : int
         How often a full offload window made the compute stream wait.
     passed_by : int

@@ -93,21 +93,10 @@ void bind_core_testing(py::module_& module) {
              return keys;
            });
 
-  py::class_<Schedule>(module, "Schedule")
-      .def(py::init<>())
-      .def("saw_record", &Schedule::saw_record)
-      .def("offload_window_bytes",
-           [](Schedule& self, std::optional<uint64_t> bytes, std::optional<uint64_t> records) {
-             return self.offload_window_bytes({bytes, records, std::nullopt});
-           })
-      .def("reload_window_bytes",
-           [](Schedule& self, std::optional<uint64_t> bytes) {
-             return self.reload_window_bytes({std::nullopt, std::nullopt, bytes});
-           })
-      .def_static("span_to_move", [](uint64_t begin, uint64_t end, uint64_t storage_bytes) {
-        const Span moved = Schedule::span_to_move({begin, end}, storage_bytes);
-        return std::pair(moved.begin, moved.end);
-      });
+  module.def("span_to_move", [](uint64_t begin, uint64_t end, uint64_t storage_bytes) {
+    const Span moved = Schedule::span_to_move({begin, end}, storage_bytes);
+    return std::pair(moved.begin, moved.end);
+  });
 }
 
 }  // namespace torchoffload

@@ -8,12 +8,14 @@ namespace py = pybind11;
 namespace torchoffload {
 
 void bind_core_testing(py::module_& module);
+void bind_plan_testing(py::module_& module);
 void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
 
 void bind_testing(py::module_& module) {
   py::module_ testing = module.def_submodule("testing", "For tests only.");
   bind_core_testing(testing);
+  bind_plan_testing(testing);
   bind_storage_testing(testing);
   bind_simulated_testing(testing);
   testing.def("check_invariants", [] {

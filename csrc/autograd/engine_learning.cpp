@@ -1,0 +1,179 @@
+// What the engine tells the Learner of each tape, and keeps because of what was learned.
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+#include "autograd/engine.h"
+
+namespace torchoffload {
+
+namespace {
+
+constexpr double kLatencyS = 20e-6;                    // of a copy, beside its bytes
+constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size tell the link's rate
+
+}  // namespace
+
+// ---- forward ----
+
+void Engine::begin_trace(TapeInfo& tape) {
+  learn_times();
+  if (tape.context->options.learn) tape.trace = learner_.begin(tape.context->options.windows);
+  tape.windows = default_windows(tape.context->options.windows, largest_record_bytes_);
+}
+
+// Why the tape's next record is to stay, or None.
+KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes) {
+  tape.latest_record = ++records_added_;
+  largest_record_bytes_ = std::max(largest_record_bytes_, nbytes);
+  const bool is_first = tape.record_count == 0;
+  KeptReason reason = tape.context->options.learn ? learner_.next(tape.trace, nbytes) : KeptReason::None;
+  if (is_first && tape.trace.is_timed && backend_.tells_time()) {
+    tape.is_timed = true;
+    timeline_.start();
+    tape.first_entry = timeline_.entry_count();
+  } else if (tape.is_timed && !tape.trace.is_timed) {
+    stop_timing(tape, /*is_complete=*/false);
+  }
+  tape.windows =
+      learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, largest_record_bytes_));
+  // L1: what lives on elsewhere frees nothing by being moved.
+  if (tape.context->options.learn && lives_on_.contains(tensor.storage().unsafeGetStorageImpl()))
+    return KeptReason::LivesOn;
+  const bool is_bounded = reason == KeptReason::TapeEnd || reason == KeptReason::SmallCopy;
+  if (is_bounded && learned_bytes_ + nbytes > tape.windows.reload_bytes) return KeptReason::None;
+  return reason;
+}
+
+void Engine::keep_learned(RecordId id, KeptReason reason) {
+  const Record& record = ledger_.record(id);
+  ledger_.keep(id, reason);
+  count_kept(row(record.tape), reason, record.nbytes());
+  if (reason == KeptReason::LivesOn) return;
+  holdings(id).learned_bytes = record.nbytes();
+  tapes_[record.tape.index].learned_bytes += record.nbytes();
+  if (reason != KeptReason::NeededSoon) learned_bytes_ += record.nbytes();
+}
+
+void Engine::forget_learned(RecordId id) {
+  const Record& record = ledger_.record(id);
+  const uint64_t nbytes = std::exchange(holdings(id).learned_bytes, 0);
+  tapes_[record.tape.index].learned_bytes -= nbytes;
+  if (record.kept != KeptReason::NeededSoon) learned_bytes_ -= nbytes;
+}
+
+// The tape closes: what it was, what of its storages lives on without us, and what it freed.
+void Engine::learn_tape(TapeId id) {
+  TapeInfo& info = tapes_[id.index];
+  const Tape& tape = ledger_.tape(id);
+  std::vector<uint64_t> last_save(info.record_count, 0);
+  std::unordered_set<const void*> freed;
+  for (uint64_t number = tape.first_save; number < tape.end_save(); ++number) {
+    const RecordId record_id = tape.save(number).record;
+    if (!ledger_.is_live(record_id)) continue;
+    const Holdings& held = holdings(record_id);
+    last_save[held.number] = number;
+    const Record& record = ledger_.record(record_id);
+    if (!held.identity || record.kept != KeptReason::None) continue;
+    const bool is_held = record.state == RecordState::Resident || record.state == RecordState::Offloading;
+    const c10::intrusive_ptr<c10::StorageImpl> alive = held.identity->lock();
+    if (!alive && !is_held && freed.insert(record.identity.storage).second)
+      count(info.row, &TapeRow::bytes_away, record.identity.nbytes);
+    // Ours, and the one that was made to look; a graph holds handles, no storage.
+    const bool lives_on = alive && alive.use_count() > (is_held ? 2U : 1U);
+    if (!lives_on || !info.context->options.learn) continue;
+    const c10::Storage storage(alive);
+    if (lived_on_.contains(alive.get())) lives_on_.insert(storage);
+    lived_on_.insert(storage);
+  }
+  if (info.context->options.learn) info.shape = learner_.learn(info.trace, std::move(last_save));
+}
+
+void Engine::forget_learned_steps() {
+  learner_ = {};
+  lived_on_ = {};
+  lives_on_ = {};
+  largest_record_bytes_ = 0;
+}
+
+// ---- backward ----
+
+void Engine::backward_begins(TapeInfo& tape) {
+  if (std::exchange(tape.has_backward_begun, true) || !tape.shape) return;
+  learner_.backward_began(*tape.shape, tape.latest_record == records_added_);
+}
+
+// ---- times ----
+
+Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {
+  Timeline::Entry entry;
+  if (!timeline_.is_on()) return entry;
+  const Record& record = ledger_.record(id);
+  entry.kind = kind;
+  entry.is_kept = record.kept != KeptReason::None;
+  entry.tape = tapes_[record.tape.index].number;
+  entry.record = holdings(id).number;
+  entry.nbytes = record.nbytes();
+  entry.out_bytes = offload_window_bytes_;
+  entry.in_bytes = reload_window_bytes_;
+  return entry;
+}
+
+void Engine::mark(EntryKind kind, RecordId id, StreamId stream) {
+  if (!timeline_.is_on() || backend_.is_capturing()) return;
+  Timeline::Entry moment = entry(kind, id);
+  moment.begin = timeline_.now(stream);
+  if (moment.begin.is_set()) timeline_.add(moment);
+}
+
+void Engine::stop_timing(TapeInfo& tape, bool is_complete) {
+  if (!std::exchange(tape.is_timed, false)) return;
+  if (!is_complete || !tape.shape || !tape.has_backward_begun) return timeline_.stop();
+  timed_tapes_.push_back({*tape.shape, tape.number, tape.record_count, tape.first_entry, timeline_.entry_count()});
+}
+
+// Reads the times of timed tapes as far as the device has come. Asks the device only while there is such a tape.
+void Engine::learn_times() {
+  if (timed_tapes_.empty() || is_inherited() || backend_.is_capturing()) return;
+  const uint64_t read_count = timeline_.read();
+  while (!timed_tapes_.empty() && timed_tapes_.front().end_entry <= read_count) {
+    const TimedTape tape = timed_tapes_.front();
+    timed_tapes_.erase(timed_tapes_.begin());
+    StepTimes times;
+    times.records.resize(tape.record_count);
+    struct Rate {
+      double bytes = 0;
+      double seconds = 0;
+    } out, in;
+    double stalled_s = 0;
+    std::optional<double> began_s;
+    for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+      const Timeline::Entry& entry = timeline_.entry(number);
+      const double span_s = entry.end_s - entry.begin_s;
+      if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
+        stalled_s += span_s;
+      } else if (entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn) {
+        if (entry.nbytes < std::min(kTellingBytes, largest_record_bytes_)) continue;
+        Rate& rate = entry.kind == EntryKind::CopyOut ? out : in;
+        rate.bytes += static_cast<double>(entry.nbytes);
+        rate.seconds += span_s;
+      } else if (entry.tape == tape.number) {
+        const double pure_s = entry.begin_s - stalled_s;
+        if (!began_s) began_s = pure_s;
+        StepTimes::Record& record = times.records.at(entry.record);
+        (entry.kind == EntryKind::Ready ? record.ready_s : record.needed_s) = pure_s - *began_s;
+        times.compute_s = std::max(times.compute_s, pure_s - *began_s);
+      }
+    }
+    if (out.seconds > 0) link_.out_bytes_per_s = out.bytes / out.seconds;
+    if (in.seconds > 0) link_.in_bytes_per_s = in.bytes / in.seconds;
+    link_.latency_s = kLatencyS;
+    times.link = link_;
+    learner_.learn_times(tape.shape, std::move(times));
+    timeline_.stop();
+  }
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,124 @@
+// The plan and the learner, driven from Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd/registry.h"
+#include "core/learner.h"
+#include "core/plan.h"
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+namespace {
+
+using Sizes = std::vector<uint64_t>;
+using Options = std::tuple<std::optional<uint64_t>, std::optional<uint64_t>, std::optional<uint64_t>>;
+
+WindowOptions window_options(const Options& options) {
+  return {std::get<0>(options), std::get<1>(options), std::get<2>(options)};
+}
+
+StepTimes step_times(const std::vector<std::pair<double, double>>& records, double compute_s, double out_rate,
+                     double in_rate, double latency_s) {
+  StepTimes times;
+  for (const auto& [ready_s, needed_s] : records) times.records.push_back({ready_s, needed_s});
+  times.compute_s = compute_s;
+  times.link = {out_rate, in_rate, latency_s};
+  return times;
+}
+
+py::dict to_dict(const Plan& plan) {
+  py::list kept;
+  for (const KeptReason reason : plan.kept) kept.append(to_string(reason));
+  py::dict dict;
+  dict["kept"] = kept;
+  dict["offload_window_bytes"] = plan.windows.offload_bytes;
+  dict["reload_window_bytes"] = plan.windows.reload_bytes;
+  return dict;
+}
+
+py::dict to_dict(const PlannedStep& step) {
+  py::dict dict;
+  dict["step_s"] = step.step_s;
+  dict["bound_s"] = step.bound_s;
+  dict["moved_bytes"] = step.moved_bytes;
+  dict["kept_bytes"] = step.kept_bytes;
+  dict["peak_held_bytes"] = step.peak_held_bytes;
+  return dict;
+}
+
+}  // namespace
+
+void bind_plan_testing(py::module_& module) {
+  module.def("largest_sum_within", &largest_sum_within);
+  module.def("default_windows", [](const Options& options, uint64_t largest_record_bytes) {
+    const Windows windows = default_windows(window_options(options), largest_record_bytes);
+    return std::pair(windows.offload_bytes, windows.reload_bytes);
+  });
+
+  py::class_<StepTimes>(module, "StepTimes")
+      .def(py::init(&step_times), py::arg("records"), py::arg("compute_s"), py::arg("out_rate"), py::arg("in_rate"),
+           py::arg("latency_s") = 0.0);
+  // The plan, and what a step under it takes where there are times.
+  module.def(
+      "plan_step",
+      [](const Sizes& nbytes, const Sizes& last_save, const StepTimes* times, const Options& options, bool keeps_end) {
+        const StepShape shape{nbytes, last_save};
+        const Plan plan = make_plan(shape, times, window_options(options), keeps_end);
+        const std::optional<PlannedStep> step =
+            times != nullptr ? std::optional(simulate(shape, *times, plan)) : std::nullopt;
+        return std::pair(to_dict(plan), step ? py::object(to_dict(*step)) : py::none());
+      },
+      py::arg("nbytes"), py::arg("last_save"), py::arg("times").none(true), py::arg("options") = Options{},
+      py::arg("keeps_end") = true);
+  // What a step takes under a plan that was made elsewhere.
+  module.def("simulate",
+             [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
+                uint64_t offload_window_bytes, uint64_t reload_window_bytes) {
+               Plan plan;
+               for (const bool is_kept : kept) plan.kept.push_back(is_kept ? KeptReason::TapeEnd : KeptReason::None);
+               plan.windows = {offload_window_bytes, reload_window_bytes};
+               return to_dict(simulate({nbytes, last_save}, times, plan));
+             });
+
+  py::class_<Learner::Trace>(module, "Trace").def_readonly("is_timed", &Learner::Trace::is_timed);
+  py::class_<Learner>(module, "Learner")
+      .def(py::init<>())
+      .def(
+          "begin", [](Learner& self, const Options& options) { return self.begin(window_options(options)); },
+          py::arg("options") = Options{})
+      .def("next", [](Learner& self, Learner::Trace& trace,
+                      uint64_t nbytes) { return std::string(to_string(self.next(trace, nbytes))); })
+      .def("windows",
+           [](Learner& self, const Learner::Trace& trace) {
+             const auto windows = self.windows(trace);
+             return windows ? std::optional(std::pair(windows->offload_bytes, windows->reload_bytes)) : std::nullopt;
+           })
+      .def("learn", &Learner::learn)
+      .def("backward_began", &Learner::backward_began)
+      .def("learn_times", [](Learner& self, uint32_t shape, const StepTimes& times) { self.learn_times(shape, times); })
+      .def("shape_count", &Learner::shape_count)
+      .def("plan_of", [](Learner& self, uint32_t shape) -> py::object {
+        const Plan* const plan = self.plan_of(shape);
+        if (plan == nullptr) return py::none();
+        return to_dict(*plan);
+      });
+  module.attr("shape_limit") = Learner::kShapeLimit;
+  module.attr("learned_record_limit") = Learner::kRecordLimit;
+  module.def("forget_learned", [] {
+    for (Engine* const engine : all_engines()) engine->forget_learned_steps();
+  });
+  module.def("shapes_learned", [] {
+    size_t count = 0;
+    for (const Engine* const engine : all_engines()) count += engine->learner().shape_count();
+    return count;
+  });
+}
+
+}  // namespace torchoffload

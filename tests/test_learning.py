@@ -1,0 +1,400 @@
+"""Learning: what one step teaches the next, from the Learner alone to whole training steps on disk and simulated device."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import torchoffload
+from devices import Device
+from gradients import assert_same_gradients
+
+testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
+
+MIB = 1 << 20
+NOTHING_KNOWN = (None, None, None)
+
+
+# ---- the Learner ----
+
+
+def walk(learner: Any, nbytes: list[int], options: Any = NOTHING_KNOWN) -> tuple[Any, list[str]]:
+    trace = learner.begin(options)
+    return trace, [learner.next(trace, size) for size in nbytes]
+
+
+def see(learner: Any, nbytes: list[int], *, is_next: bool = True, options: Any = NOTHING_KNOWN) -> int:
+    trace, _ = walk(learner, nbytes, options)
+    shape = learner.learn(trace, list(range(len(nbytes))))
+    learner.backward_began(shape, is_next)
+    return shape
+
+
+def test_the_end_of_a_known_tape_stays():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10)
+    assert walk(learner, [MIB] * 10)[1] == ["none"] * 6 + ["tape_end"] * 4
+
+
+def test_a_tape_that_goes_another_way_is_on_its_own_at_once():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10)
+    trace, kept = walk(learner, [MIB] * 8 + [3 * MIB] + [MIB] * 5)
+    assert kept == ["none"] * 6 + ["tape_end"] * 2 + ["none"] * 6
+    assert learner.windows(trace) is None
+    learner.learn(trace, list(range(14)))
+    assert learner.shape_count() == 2
+
+
+def test_several_shapes_are_known_at_a_time():
+    learner = testing.Learner()
+    for size in (1, 2, 3):
+        see(learner, [size * MIB] * 10)
+    for size in (2, 1, 3):
+        assert walk(learner, [size * MIB] * 10)[1].count("tape_end") == 4
+
+
+def test_of_two_shapes_that_begin_alike_the_later_seen_is_followed_while_it_fits():
+    learner = testing.Learner()
+    see(learner, [MIB] * 8)
+    see(learner, [MIB] * 6 + [2 * MIB] * 6)
+    assert walk(learner, [MIB] * 8)[1] == ["none"] * 6 + ["tape_end"] * 2, "the end of the longer one lies further on"
+    assert walk(learner, [MIB] * 6 + [2 * MIB] * 6)[1] == ["none"] * 8 + ["tape_end"] * 4
+
+
+def test_no_end_is_kept_where_another_tape_came_in_between():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10, is_next=False)
+    assert walk(learner, [MIB] * 10)[1] == ["none"] * 10
+    see(learner, [MIB] * 10, is_next=True)
+    assert walk(learner, [MIB] * 10)[1].count("tape_end") == 4
+    see(learner, [MIB] * 10, is_next=False)
+    assert walk(learner, [MIB] * 10)[1] == ["none"] * 10
+
+
+def test_other_windows_make_another_shape():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10, options=(None, None, 2 * MIB))
+    assert walk(learner, [MIB] * 10)[1] == ["none"] * 10
+    assert walk(learner, [MIB] * 10, (None, None, 2 * MIB))[1].count("tape_end") == 2
+
+
+def test_what_is_learned_is_bounded():
+    learner = testing.Learner()
+    for size in range(1, testing.shape_limit + 5):
+        see(learner, [size * MIB] * 10)
+    assert learner.shape_count() == testing.shape_limit
+    assert walk(learner, [MIB] * 10)[1] == ["none"] * 10, "the oldest was forgotten"
+    assert "tape_end" in walk(learner, [testing.shape_limit * MIB] * 10)[1]
+
+
+def test_a_tape_past_the_limit_is_not_learned():
+    learner = testing.Learner()
+    trace, _ = walk(learner, [1] * (testing.learned_record_limit + 1))
+    assert learner.learn(trace, []) is None
+
+
+def test_an_empty_tape_is_not_learned():
+    learner = testing.Learner()
+    assert learner.learn(learner.begin(), []) is None
+
+
+def test_shapes_that_come_and_go_while_a_tape_is_open():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10)
+    trace = learner.begin()
+    kept = [learner.next(trace, MIB) for _ in range(5)]
+    for size in range(2, testing.shape_limit + 4):
+        see(learner, [size * MIB] * 10)
+    kept += [learner.next(trace, MIB) for _ in range(5)]
+    assert kept == ["none"] * 10, "its shape was forgotten under it"
+    assert learner.windows(trace) is None
+
+
+def test_second_and_fifth_sighting_are_timed():
+    learner = testing.Learner()
+    timed = []
+    for _ in range(7):
+        trace, _ = walk(learner, [MIB] * 10)
+        timed.append(trace.is_timed)
+        learner.learn(trace, list(range(10)))
+    assert timed == [False, True, False, False, True, False, False]
+
+
+def test_a_timed_tape_that_goes_another_way_is_not_timed_any_more():
+    learner = testing.Learner()
+    see(learner, [MIB] * 10)
+    assert not walk(learner, [MIB] * 5 + [2 * MIB])[0].is_timed
+
+
+def test_times_of_a_forgotten_shape_are_left():
+    learner = testing.Learner()
+    shape = see(learner, [MIB])
+    for size in range(2, testing.shape_limit + 4):
+        see(learner, [size * MIB] * 2)
+    learner.learn_times(shape, testing.StepTimes([(0.0, 1.0)], 2.0, 1e9, 1e9))
+    learner.backward_began(shape, True)
+    assert learner.plan_of(shape) is None
+
+
+# ---- whole steps ----
+
+WIDTH = 64
+RECORD_BYTES = WIDTH * WIDTH * 4
+
+
+class Chain(torch.autograd.Function):
+    """Saves its input, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+def chain(run, x, length):
+    for _ in range(length):
+        x = Chain.apply(x)
+    return x
+
+
+@pytest.fixture(autouse=True)
+def _nothing_learned_before():
+    testing.forget_learned()
+    yield
+    testing.forget_learned()
+
+
+def learning(run, **options):
+    """The program's context, with learning, and with windows that are chosen."""
+    chosen = {"learn": True, "offload_window_bytes": None, "reload_window_bytes": None}
+    return run.offload(**(chosen | options))
+
+
+def rows_of(program: Any, device: Device, count: int) -> list[torchoffload.TapeStats]:
+    """Runs `program` as stock and offloaded, and returns what its last tapes did, the oldest first."""
+    stats = assert_same_gradients(program, device=device, min_moved_fraction=0.01)
+    return list(stats.tapes[-count:])
+
+
+def steps(
+    device: Device, lengths: list[int], widths: list[int] | None = None, **options: Any
+) -> list[torchoffload.TapeStats]:
+    """Steps over chains of these lengths, and of records of these widths, in contexts that learn. One row each."""
+
+    def program(run):
+        for length, width in zip(lengths, widths or [WIDTH] * len(lengths), strict=True):
+            x = run.leaf(width, width)
+            with learning(run, **options):
+                loss = chain(run, x, length).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    return rows_of(program, device, len(lengths))
+
+
+def test_the_second_step_keeps_the_end(device_under_test):
+    rows = steps(device_under_test, [20, 20, 20])
+    assert [row.records_offloaded for row in rows] == [20, 16, 16]
+    assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 4, 4]
+
+
+def test_another_length_is_learned_beside_the_first(device_under_test):
+    rows = steps(device_under_test, [20, 12, 20, 12], widths=[64, 32, 64, 32])
+    assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 0, 4, 4]
+
+
+def test_no_window_keeps_nothing(device_under_test):
+    rows = steps(device_under_test, [10, 10, 10], reload_window_bytes=0)
+    assert all(row.records_kept == {} for row in rows)
+
+
+def test_kept_bytes_stay_within_the_window(device_under_test):
+    rows = steps(
+        device_under_test, [20, 20], offload_window_bytes=3 * RECORD_BYTES, reload_window_bytes=3 * RECORD_BYTES
+    )
+    assert rows[1].bytes_kept == {"tape_end": 3 * RECORD_BYTES}
+    assert torchoffload.stats().peak_reload_window_bytes <= 3 * RECORD_BYTES
+
+
+def test_learn_false_learns_nothing(device_under_test):
+    rows = steps(device_under_test, [10, 10, 10], learn=False)
+    assert all(row.records_kept == {} for row in rows)
+    assert testing.shapes_learned() == 0
+
+
+def test_two_forwards_before_their_backwards_keep_no_end(device_under_test):
+    def program(run):
+        for _ in range(3):
+            inputs = [run.leaf(WIDTH, WIDTH) for _ in range(2)]
+            losses = []
+            for x in inputs:
+                with learning(run):
+                    losses.append(chain(run, x, 12).sum())
+            for loss in losses:
+                loss.backward()
+            run.check(**{f"grad{i}": x.grad for i, x in enumerate(inputs)})
+
+    rows = rows_of(program, device_under_test, 6)
+    assert sum(row.records_kept.get("tape_end", 0) for row in rows) <= 4 * 3, "one tape's end at a time"
+
+
+def test_what_the_program_holds_is_kept_from_its_third_tape_on(device_under_test):
+    def program(run):
+        table = run.tensor(WIDTH, WIDTH)
+        for _ in range(4):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run, reload_window_bytes=0):
+                loss = (chain(run, x, 3) * table).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    rows = rows_of(program, device_under_test, 4)
+    assert [row.records_kept.get("lives_on", 0) for row in rows] == [0, 0, 1, 1]
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_kept(device_under_test):
+    def program(run):
+        for is_used in (True, True, False, True):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run):
+                loss = chain(run, x, 20).sum()
+            if is_used:
+                loss.backward()
+                run.check(grad=x.grad)
+            del loss
+
+    rows = rows_of(program, device_under_test, 4)
+    assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 4, 4, 4], "the dropped one gave its share back"
+
+
+def test_a_tape_may_keep_all_of_it(device_under_test):
+    def program(run):
+        for _ in range(3):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run):
+                loss = chain(run, x, 3).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    rows = rows_of(program, device_under_test, 3)
+    assert [row.records_offloaded for row in rows] == [3, 0, 0]
+
+
+def test_retained_graphs_go_on_working(device_under_test):
+    def program(run):
+        for _ in range(3):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run):
+                loss = chain(run, x, 20).sum()
+            for _ in range(3):
+                loss.backward(retain_graph=True)
+            run.check(grad=x.grad)
+
+    rows_of(program, device_under_test, 3)
+
+
+def test_a_write_after_the_save_is_stocks_error_for_what_is_kept_too(device_under_test):
+    def program(run):
+        for step in range(3):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run):
+                hidden = chain(run, x, 19)
+                loss = Chain.apply(hidden).sum()
+            if step == 2:
+                with torch.no_grad():
+                    hidden.add_(1)
+            with run.raising(f"step {step}") if step == 2 else contextlib.nullcontext():
+                loss.backward()
+
+    rows_of(program, device_under_test, 3)
+
+
+def test_bytes_away_are_what_the_device_memory_is_smaller_by(device_under_test):
+    def program(run):
+        x = run.leaf(WIDTH, WIDTH)
+        with learning(run, offload_window_bytes=0, reload_window_bytes=0):
+            loss = chain(run, x, 20).sum()
+        loss.backward()
+        run.check(grad=x.grad)
+
+    (row,) = rows_of(program, device_under_test, 1)
+    assert row.bytes_away == 19 * RECORD_BYTES, "all but the input, which the program holds"
+
+
+# ---- with times ----
+
+TURN_S = 1e-6
+SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
+
+
+class Tick(torch.autograd.Function):
+    """Computes for a while, on the way forward and on the way back, on the simulated device."""
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.backward_s = backward_s
+        testing.advance(0, forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        testing.advance(0, ctx.backward_s)
+        return grad, None, None
+
+
+@pytest.fixture
+def _link():
+    """Copies of the chain's records take 1 ms."""
+    testing.set_link(0, RECORD_BYTES / 1e-3)
+    yield
+    testing.set_link(0, 0.0)
+
+
+def timed_steps(device: Device, count: int, layer_s: float, **options: Any) -> list[torchoffload.TapeStats]:
+    """Chains of 20 layers that compute for `layer_s` forward, twice that backward, and a loss that returns at once."""
+
+    def program(run):
+        for _ in range(count):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run, **options):
+                hidden = x
+                for _ in range(20):
+                    hidden = Chain.apply(hidden)
+                    hidden = Tick.apply(hidden, layer_s, 2 * layer_s)
+                loss = Tick.apply(Chain.apply(hidden), TURN_S, TURN_S).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    return rows_of(program, device, count)
+
+
+@SIMULATED
+def test_what_is_needed_before_it_could_be_back_stays_from_the_third_step_on(device_under_test, _link):
+    rows = timed_steps(device_under_test, 4, layer_s=5e-3)
+    assert [row.records_kept.get("needed_soon", 0) for row in rows] == [0, 0, 1, 1]
+
+
+@SIMULATED
+def test_where_everything_hides_a_window_of_one_record_will_do(device_under_test, _link):
+    timed_steps(device_under_test, 4, layer_s=5e-3)
+    torchoffload.reset_stats()
+    rows = timed_steps(device_under_test, 4, layer_s=5e-3)
+    assert rows[-1].records_kept["tape_end"] == 1
+
+
+@SIMULATED
+def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test, _link):
+    from simulated import seam_log
+
+    timed_steps(device_under_test, 6, layer_s=5e-3)
+    with seam_log() as lines:
+        timed_steps(device_under_test, 1, layer_s=5e-3)
+    assert lines
+    assert not [line for line in lines if line.startswith("record_timed")]
