@@ -1,4 +1,4 @@
-"""Learning: what one step teaches the next, from the Learner alone to whole training steps on disk and simulated device."""
+"""Learning: what one step teaches the next, from the Learner alone to whole training steps."""
 
 import contextlib
 from typing import Any
@@ -138,8 +138,9 @@ def test_times_of_a_forgotten_shape_are_left():
     assert learner.plan_of(shape) is None
 
 
-# ---- whole steps ----
+# ---- whole steps, where no time is told ----
 
+UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded")
 WIDTH = 64
 RECORD_BYTES = WIDTH * WIDTH * 4
 
@@ -199,12 +200,14 @@ def steps(
     return rows_of(program, device, len(lengths))
 
 
+@UNTIMED
 def test_the_second_step_keeps_the_end(device_under_test):
     rows = steps(device_under_test, [20, 20, 20])
     assert [row.records_offloaded for row in rows] == [20, 16, 16]
     assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 4, 4]
 
 
+@UNTIMED
 def test_another_length_is_learned_beside_the_first(device_under_test):
     rows = steps(device_under_test, [20, 12, 20, 12], widths=[64, 32, 64, 32])
     assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 0, 4, 4]
@@ -215,6 +218,7 @@ def test_no_window_keeps_nothing(device_under_test):
     assert all(row.records_kept == {} for row in rows)
 
 
+@UNTIMED
 def test_kept_bytes_stay_within_the_window(device_under_test):
     rows = steps(
         device_under_test, [20, 20], offload_window_bytes=3 * RECORD_BYTES, reload_window_bytes=3 * RECORD_BYTES
@@ -229,6 +233,7 @@ def test_learn_false_learns_nothing(device_under_test):
     assert testing.shapes_learned() == 0
 
 
+@UNTIMED
 def test_two_forwards_before_their_backwards_keep_no_end(device_under_test):
     def program(run):
         for _ in range(3):
@@ -245,6 +250,7 @@ def test_two_forwards_before_their_backwards_keep_no_end(device_under_test):
     assert sum(row.records_kept.get("tape_end", 0) for row in rows) <= 4 * 3, "one tape's end at a time"
 
 
+@UNTIMED
 def test_what_the_program_holds_is_kept_from_its_third_tape_on(device_under_test):
     def program(run):
         table = run.tensor(WIDTH, WIDTH)
@@ -259,6 +265,7 @@ def test_what_the_program_holds_is_kept_from_its_third_tape_on(device_under_test
     assert [row.records_kept.get("lives_on", 0) for row in rows] == [0, 0, 1, 1]
 
 
+@UNTIMED
 def test_a_graph_that_is_dropped_leaves_nothing_kept(device_under_test):
     def program(run):
         for is_used in (True, True, False, True):
@@ -274,6 +281,7 @@ def test_a_graph_that_is_dropped_leaves_nothing_kept(device_under_test):
     assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 4, 4, 4], "the dropped one gave its share back"
 
 
+@UNTIMED
 def test_a_tape_may_keep_all_of_it(device_under_test):
     def program(run):
         for _ in range(3):
@@ -316,6 +324,7 @@ def test_a_write_after_the_save_is_stocks_error_for_what_is_kept_too(device_unde
     rows_of(program, device_under_test, 3)
 
 
+@UNTIMED
 def test_bytes_away_are_what_the_device_memory_is_smaller_by(device_under_test):
     def program(run):
         x = run.leaf(WIDTH, WIDTH)
@@ -376,13 +385,15 @@ def timed_steps(device: Device, count: int, layer_s: float, **options: Any) -> l
 
 
 @SIMULATED
-def test_what_is_needed_before_it_could_be_back_stays_from_the_third_step_on(device_under_test, _link):
+@pytest.mark.usefixtures("_link")
+def test_what_is_needed_before_it_could_be_back_stays_from_the_third_step_on(device_under_test):
     rows = timed_steps(device_under_test, 4, layer_s=5e-3)
     assert [row.records_kept.get("needed_soon", 0) for row in rows] == [0, 0, 1, 1]
 
 
 @SIMULATED
-def test_where_everything_hides_a_window_of_one_record_will_do(device_under_test, _link):
+@pytest.mark.usefixtures("_link")
+def test_where_everything_hides_a_window_of_one_record_will_do(device_under_test):
     timed_steps(device_under_test, 4, layer_s=5e-3)
     torchoffload.reset_stats()
     rows = timed_steps(device_under_test, 4, layer_s=5e-3)
@@ -390,7 +401,8 @@ def test_where_everything_hides_a_window_of_one_record_will_do(device_under_test
 
 
 @SIMULATED
-def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test, _link):
+@pytest.mark.usefixtures("_link")
+def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test):
     from simulated import seam_log
 
     timed_steps(device_under_test, 6, layer_s=5e-3)
@@ -398,3 +410,46 @@ def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test, _link):
         timed_steps(device_under_test, 1, layer_s=5e-3)
     assert lines
     assert not [line for line in lines if line.startswith("record_timed")]
+
+
+# ---- on a GPU, whose times are its own ----
+
+
+@pytest.mark.devices("cuda")
+def test_steps_on_a_gpu_are_the_same_while_they_are_learned(device_under_test):
+    """Eight steps: two are timed, and what is kept changes with them."""
+
+    def program(run):
+        for _ in range(8):
+            x = run.leaf(512, 512)
+            with learning(run):
+                hidden = x
+                for _ in range(12):
+                    hidden = torch.tanh(hidden @ hidden.t())
+                loss = hidden.log_softmax(-1).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+            torch.cuda.synchronize()
+
+    rows = rows_of(program, device_under_test, 8)
+    assert rows[0].records_kept == {}
+    assert rows[-1].records_kept["needed_soon"] >= 1
+
+
+@pytest.mark.devices("cuda")
+def test_bytes_away_are_what_the_loss_has_less_on_a_gpu(device_under_test):
+    def at_loss(context):
+        x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with context:
+            loss = chain(None, x, 20).sum()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return held
+
+    plain = at_loss(contextlib.nullcontext())
+    offloaded = at_loss(device_under_test.context(learn=False))
+    away = torchoffload.stats().tapes[-1].bytes_away
+    assert away > 0
+    assert plain - offloaded == away

@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
@@ -241,7 +242,9 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
   if (in_backward) {
-    backward_begins(tapes_[ledger_.record(id).tape.index]);
+    const TapeId tape = ledger_.record(id).tape;
+    reloading() = {this, tape, torch::autograd::get_current_graph_task_id()};
+    backward_begins(tapes_[tape.index]);
     if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
     let_pass(handle);
   }
@@ -260,7 +263,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
       case RecordState::Offloading:
         // The source is still here: use it. In backward its copy, if still pending, has become pointless.
         if (!std::exchange(is_prefetched_for, true)) {
-          prefetch(id);
+          prefetch(record.tape);
           break;
         }
         if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, version, held.bytes);
@@ -292,7 +295,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
       }
       case RecordState::Reloading: {
         if (!std::exchange(is_prefetched_for, true)) {
-          prefetch(id);
+          prefetch(record.tape);
           break;
         }
         const Point reload_end = held.reload_end;
@@ -304,7 +307,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
         break;
       }
       case RecordState::Reloaded: {
-        if (!std::exchange(is_prefetched_for, true)) prefetch(id);
+        if (!std::exchange(is_prefetched_for, true)) prefetch(record.tape);
         const DeviceBytes bytes = holdings(id).bytes;
         // A consumer on another stream than the first waits as the first did (R7). The source, where it served, was
         // never written by us.

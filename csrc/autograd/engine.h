@@ -80,6 +80,9 @@ class Engine {
   at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, const c10::VariableVersion& version,
                     bool in_backward);
 
+  // A backward of this thread asked for a saved tensor that is no engine's: reloads go on for the tape that it is in.
+  static void go_on_reloading();
+
   // A handle died.
   void release(const RecordHandle& handle);
 
@@ -131,6 +134,13 @@ class Engine {
     uint64_t first_entry = 0;
     uint64_t end_entry = 0;
   };
+  // The tape that a backward of this thread asked for last.
+  struct Reloading {
+    Engine* engine = nullptr;
+    TapeId tape;
+    int graph_task = -1;
+  };
+  static Reloading& reloading();
   struct PendingCopy;
   static std::vector<PendingCopy>& pending_copies();
 
@@ -173,7 +183,7 @@ class Engine {
   void begin_reload(const Schedule::Ahead& started, Reload why);
   void finish_reload(RecordId id);
   void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
-  void prefetch(RecordId asked_for);
+  void prefetch(TapeId tape);
   void let_pass(const RecordHandle& asked_for);
   void pass_by(RecordId id);
   void make_room();

@@ -1,6 +1,7 @@
 // The engine's bookkeeping: tapes, saves, budget, slots, statistics. Nothing here waits or enqueues a copy.
 #include <ATen/SequenceNumber.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <string>
@@ -252,9 +253,23 @@ void Engine::leave_windows(RecordId id) {
   if (record.prefetched) leave_reload_window(id);
 }
 
+Engine::Reloading& Engine::reloading() {
+  thread_local Reloading latest;
+  return latest;
+}
+
+// The window may have room by now: what was kept has died, or was asked for.
+void Engine::go_on_reloading() {
+  const auto [engine, tape, graph_task] = reloading();
+  if (engine == nullptr || graph_task != torch::autograd::get_current_graph_task_id()) return;
+  if (engine->is_inherited() || !engine->ledger_.has_tape(tape)) return;
+  engine->reap();
+  engine->prefetch(tape);
+}
+
 // Reloads ahead of the consumer, once per unpack in backward.
-void Engine::prefetch(RecordId asked_for) {
-  const TapeId tape = ledger_.record(asked_for).tape;
+void Engine::prefetch(TapeId tape) {
+  if (ledger_.tape(tape).reload_cursor == ledger_.tape(tape).first_save || backend_.is_capturing()) return;
   const TapeInfo& info = tapes_[tape.index];
   auto wanted =
       Schedule::take_reloads(ledger_, tape, reload_window_bytes_ + info.learned_bytes, info.windows.reload_bytes);

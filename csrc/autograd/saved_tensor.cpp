@@ -155,8 +155,11 @@ at::Tensor SavedTensor::unpack(Versions versions) {
 }
 
 at::Tensor SavedTensor::unpacked() {
-  if (engine_ == nullptr) return is_itself_ ? kept_ : detached_alias(kept_);
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (engine_ == nullptr) {
+    if (in_backward) Engine::go_on_reloading();
+    return is_itself_ ? kept_ : detached_alias(kept_);
+  }
   if (in_backward) engine_->close_tape_of(handle_.record);
   return engine_->unpack(handle_, layout_, version_check_.version(), in_backward);
 }

@@ -107,9 +107,12 @@ bool Ledger::is_open(TapeId id) const {
   return id.index < tapes_.size() && tapes_[id.index].generation == id.generation && tapes_[id.index].open;
 }
 
+bool Ledger::has_tape(TapeId id) const {
+  return id.index < tapes_.size() && tapes_[id.index].generation == id.generation && tapes_[id.index].in_use;
+}
+
 Tape& Ledger::tape(TapeId id) {
-  if (id.index >= tapes_.size() || tapes_[id.index].generation != id.generation || !tapes_[id.index].in_use)
-    broken("a tape was used after it was gone");
+  if (!has_tape(id)) broken("a tape was used after it was gone");
   return tapes_[id.index];
 }
 

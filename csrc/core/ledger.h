@@ -114,6 +114,7 @@ class Ledger {
   };
   ClosedTape close_tape(TapeId id);
   bool is_open(TapeId id) const;
+  bool has_tape(TapeId id) const;
   Tape& tape(TapeId id);
 
   // Records.
