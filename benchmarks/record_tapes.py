@@ -85,9 +85,8 @@ def main() -> None:
     for text in arguments.workload:
         tape = record(text, torch.device("cuda"))
         (arguments.out / f"{text.partition(':')[0]}.json").write_text(json.dumps(tape, indent=1) + "\n")
-        print(
-            f"{text}: {len(tape['records'])} records, {tape['compute_s']:.3f} s of compute, {tape['stalled_s']:.3f} s waits"
-        )
+        seconds = f"{tape['compute_s']:.3f} s of compute, {tape['stalled_s']:.3f} s of waits"
+        print(f"{text}: {len(tape['records'])} records, {seconds}")
         print(torchoffload.report())
         torch.cuda.empty_cache()
         torchoffload.reset_stats()

@@ -27,7 +27,7 @@ GIB = 1 << 30
 PROCESS_BYTES = GIB  # of the device, beside what PyTorch's allocator holds: CUDA's context, and kernels
 MODES = ("auto", "all", "pairs", "none")
 SEARCH_STEP_COUNT = 3  # of one try: torchoffload's third step goes by what it learned, and is looked at
-SEARCH_TRY_COUNT = 4
+SEARCH_TRY_COUNT = 5
 
 Run = dict[str, Any]
 
@@ -160,21 +160,19 @@ class Benchmark:
             raise WorkerFailed("cannot run: there is nothing to compare with")
         limit = figures.memory(peer, "warm-up")
 
-        def bytes_over(window_bytes: int) -> int:
-            options = replace(self._plan.options, offload_window_bytes=window_bytes, reload_window_bytes=window_bytes)
-            self._call(run, "add_run", run=run, options=options)
+        def bytes_over(offload_window_bytes: int, reload_window_bytes: int) -> tuple[int, int]:
+            windows = {"offload_window_bytes": offload_window_bytes, "reload_window_bytes": reload_window_bytes}
+            self._call(run, "add_run", run=run, options=replace(self._plan.options, **windows))
             steps = self._turn(run, "search", SEARCH_STEP_COUNT)
-            self.runs[run]["window_bytes"] = window_bytes
-            return max(steps[-1][key] - limit[key] for key in limit)
+            self.runs[run]["windows"] = windows
+            return tuple(steps[-1][key] - limit[key] for key in ("at_loss_bytes", "peak_bytes"))
 
-        fitting = search_window(limit["at_loss_bytes"], bytes_over)
-        if self.runs[run]["window_bytes"] != fitting:
-            bytes_over(fitting)
+        search_windows(limit["at_loss_bytes"], bytes_over)
         # Before the proof: what torchoffload learns of times is to be of the default mode.
         self._turn(run, "warm-up", max(2, self._plan.warm_up_count))
         held = figures.memory(self.runs[run], "warm-up")
         if any(held[key] > limit[key] for key in limit):
-            self._note(f"{run} holds more than {run.partition('@')[2]}, even with windows of {fitting} bytes")
+            self._note(f"{run} holds more than {run.partition('@')[2]}, even with no window")
         self._prove(run)
 
     # Turns
@@ -242,23 +240,28 @@ class Benchmark:
         return len(runs) * ready + self._plan.step_count * sum(map(len, _lineups(self._plan, mode)))
 
 
-def search_window(first_bytes: int, bytes_over: Callable[[int], int]) -> int:
-    """Find a large window, at most ``first_bytes``, at which ``bytes_over`` is not positive, in a few tries.
+def search_windows(first_bytes: int, bytes_over: Callable[[int, int], tuple[int, int]]) -> tuple[int, int]:
+    """Find large windows, at most ``first_bytes`` each, at which nothing that ``bytes_over`` tells is positive.
 
-    Memory falls about as the window does: so long as nothing fits, the next try is less by what it was over. Then
-    halves, until little is left over. 0, the least there is, where nothing fitted.
+    It is given the offload and the reload window, and tells by what the memory at the loss and at the peak are over.
+    At the loss counts what the reload window lets stay. A peak may be forward's, where what is on its way out counts:
+    the offload window gives way first, and the reload window where that did not help. 0 and 0, the least there is,
+    where nothing fitted in a few tries. The last call is with what is returned.
     """
-    window, fitting, too_large = first_bytes, None, first_bytes
+    offload = reload = first_bytes
+    lowered_bytes: int | None = None
+    last_peak_over = 0
     for _ in range(SEARCH_TRY_COUNT):
-        over = bytes_over(window)
-        if over > 0:
-            too_large = window
-        else:
-            fitting = window
-        if fitting == first_bytes or too_large == 0 or 0 <= -over <= first_bytes // 16:
-            break
-        window = max(0, window - over) if fitting is None else (fitting + too_large) // 2
-    return fitting or 0
+        at_loss_over, peak_over = bytes_over(offload, reload)
+        if at_loss_over <= 0 and peak_over <= 0:
+            return offload, reload
+        has_helped = lowered_bytes is None or (offload > 0 and last_peak_over - peak_over >= lowered_bytes / 2)
+        reload = max(0, reload - max(0, at_loss_over) - (0 if has_helped else max(0, peak_over)))
+        lowest = min(offload, reload)
+        offload = max(0, lowest - max(0, peak_over)) if has_helped else lowest
+        lowered_bytes, last_peak_over = lowest - offload, peak_over
+    bytes_over(0, 0)
+    return 0, 0
 
 
 def _offloader(run: str) -> str:

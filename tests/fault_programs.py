@@ -26,7 +26,13 @@ SIDE = 64
 
 
 def context(**options: object) -> torchoffload.OffloadActivations:
-    chosen = {"tier": "disk", "disk_dir": DIRECTORY, "min_offload_size": 0, "offload_window_bytes": 0}
+    chosen = {
+        "tier": "disk",
+        "disk_dir": DIRECTORY,
+        "min_offload_size": 0,
+        "offload_window_bytes": 0,
+        "learn": False,
+    }
     return torchoffload.OffloadActivations(**(chosen | options))
 
 

@@ -184,6 +184,10 @@ def print_summary(name: str, summary: dict[str, Any]) -> None:
           f"{summary['eligible_bytes']} eligible bytes moved")  # fmt: skip
     if summary["renamed"]:
         print(f"  {summary['renamed']} errors name another origin: see docs/testing.md")
+    if summary["spared"]:
+        print(f"  {summary['spared']} spare a tensor that autograd adds into otherwise: see docs/testing.md")
+    if summary["left_by_any_hooks"]:
+        print(f"  {summary['left_by_any_hooks']} leave handles, as with any hooks: see docs/testing.md")
     print(f"  {len(OPERATOR_NAMES) - len(never)} of {len(OPERATOR_NAMES)} operators ran; never: {never[:20]}")
 
 

@@ -79,7 +79,8 @@ def test_torchoffload_counts_what_each_step_moved(measured: tuple):
         assert (step["bytes_out"] > 0) == (step["phase"] != "plain")
     assert "bytes_out" not in runs["save_on_cpu"]["steps"][-1]
     assert runs["torchoffload"]["stats"]["bytes_offloaded"] == runs["torchoffload"]["steps"][-1]["bytes_out"]
-    assert runs["torchoffload@save_on_cpu"]["window_bytes"] == 0  # on a CPU no memory is measured
+    # On a CPU no memory is measured.
+    assert runs["torchoffload@save_on_cpu"]["windows"] == {"offload_window_bytes": 0, "reload_window_bytes": 0}
 
 
 @pytest.mark.slow
@@ -190,24 +191,29 @@ def test_the_bound_is_the_link_both_ways_or_stocks_time(module):
 
 
 @pytest.mark.parametrize(
-    ("held", "tried", "found"),
+    ("at_loss", "peak", "tried"),
     [
-        (lambda window: 0, [3200], 3200),
-        (lambda window: window + 1000, [3200, 2200], 2200),  # it falls as the window does: at once there
-        (lambda window: 2 * window, [3200, 0, 1600], 1600),
-        (lambda window: max(2900, 2 * window), [3200, 0, 1600], 1600),
-        (lambda window: 0 if window < 900 else 9000, [3200, 0, 1600, 800], 800),
-        (lambda window: 9000, [3200, 0], 0),
+        (lambda _out, _back: 0, lambda _out, _back: 0, [(3200, 3200)]),
+        # Something else of 200 is held at the loss, too.
+        (lambda _out, back: back + 200, lambda _out, _back: 0, [(3200, 3200), (3000, 3000)]),
+        # The peak is forward's: the offload window comes down.
+        (lambda _out, back: back, lambda out, _back: out + 2000, [(3200, 3200), (1200, 3200)]),
+        # It is backward's: that does not help, and the reload window comes down, too.
+        (lambda _out, back: back, lambda _out, back: back + 1000, [(3200, 3200), (2200, 3200), (2200, 2200)]),
+        # Nothing helps.
+        (lambda _out, _back: 9000, lambda _out, _back: 9000, [(3200, 3200), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)]),
     ],
 )
-def test_windows_come_down_until_the_memory_fits(module, held: Callable[[int], int], tried: list[int], found: int):
+def test_windows_come_down_until_the_memory_fits(
+    module, at_loss: Callable[[int, int], int], peak: Callable[[int, int], int], tried: list[tuple[int, int]]
+):
     seen = []
 
-    def bytes_over(window: int) -> int:
-        seen.append(window)
-        return held(window) - 3200
+    def bytes_over(offload: int, reload: int) -> tuple[int, int]:
+        seen.append((offload, reload))
+        return at_loss(offload, reload) - 3200, peak(offload, reload) - 3200
 
-    assert module("turns").search_window(3200, bytes_over) == found
+    assert module("turns").search_windows(3200, bytes_over) == tried[-1]
     assert seen == tried
 
 

@@ -1,4 +1,7 @@
-"""PinnedArena: exact ranges, growth, registration, trim and forks; with a driver that counts and refuses."""
+"""PinnedArena: exact ranges, growth, registration, trim and forks; with a driver that counts and refuses.
+
+Growing ahead of need is in test_pinned_arena_growth.py.
+"""
 
 import ctypes
 import os
@@ -29,6 +32,17 @@ def exit_code_in_child(check):
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def smaps_kib(address, name):
+    """A field of the mapping that `address` lies in."""
+    with open("/proc/self/smaps") as smaps:
+        lines = iter(smaps)
+        for line in lines:
+            first, _, last = line.split()[0].partition("-")
+            if last and int(first, 16) <= address < int(last, 16):
+                return next(int(field.split()[1]) for field in lines if field.startswith(f"{name}:"))
+    raise AssertionError(f"{address:#x} is not mapped")
 
 
 def test_an_empty_arena_has_no_room_until_it_grows():
@@ -84,14 +98,7 @@ def test_a_big_chunk_is_touched_by_several_threads_to_its_end():
     arena = testing.PinnedArena()
     arena.grow(66 * MIB)
     slot, _ = arena.try_acquire(66 * MIB)
-    with open("/proc/self/smaps") as smaps:
-        lines = iter(smaps)
-        for line in lines:
-            first, _, last = line.split()[0].partition("-")
-            if last and int(first, 16) <= slot.address < int(last, 16):
-                resident_kib = next(int(field.split()[1]) for field in lines if field.startswith("Rss:"))
-                break
-    assert resident_kib >= 66 * 1024
+    assert smaps_kib(slot.address, "Rss") >= 66 * 1024
     assert slot.address % (2 * MIB) == 0
 
 
@@ -106,7 +113,7 @@ def test_a_released_slot_is_reused_at_once_with_its_guards():
 
 
 def test_trim_waits_for_the_guards_and_gives_idle_chunks_back():
-    arena = testing.PinnedArena(registers=True)
+    arena = testing.PinnedArena(driver="counting")
     arena.grow(1)
     kept, _ = arena.try_acquire(2 * MIB)
     arena.grow(1)
@@ -126,7 +133,7 @@ def test_trim_waits_for_the_guards_and_gives_idle_chunks_back():
 
 
 def test_a_driver_that_refuses_leaves_the_arena_full_with_its_reason():
-    arena = testing.PinnedArena(registers=True)
+    arena = testing.PinnedArena(driver="counting")
     testing.driver_refuses(True)
     with pytest.raises(testing.StoreFull, match=r"refused to pin 2097152 bytes.*out of pinnable memory"):
         arena.grow(1)
@@ -137,13 +144,28 @@ def test_a_driver_that_refuses_leaves_the_arena_full_with_its_reason():
 
 
 def test_memory_that_the_driver_will_not_let_go_is_not_unmapped():
-    arena = testing.PinnedArena(registers=True)
+    arena = testing.PinnedArena(driver="counting")
     arena.grow(1)
     slot, _ = arena.try_acquire(512)
     arena.release(slot)
     testing.driver_refuses(True)
     assert arena.trim() == 0
     ctypes.memset(slot.address, 1, 512)
+
+
+def test_without_huge_pages_the_pages_are_small_ones():
+    pr_set_thp_disable = 41
+
+    def check():
+        assert ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0) == 0
+        arena = testing.PinnedArena(driver="counting")
+        arena.grow(4 * MIB)
+        slot, _ = arena.try_acquire(4 * MIB)
+        ctypes.memset(slot.address, 1, slot.nbytes)
+        assert smaps_kib(slot.address, "AnonHugePages") == 0
+        assert smaps_kib(slot.address, "Rss") >= 4 * 1024
+
+    assert exit_code_in_child(check) == 0
 
 
 def test_a_request_that_no_machine_can_hold_is_a_full_store():

@@ -99,10 +99,12 @@ def llama_step(*, layers: int, mib_of_layer: list[int], layer_ms: float, turn_ms
 
 STEPS = {
     "link-bound, long": llama_step(
-        layers=16, mib_of_layer=[64, 64, 16, 16, 64, 64, 64, 256, 256, 256, 256], layer_ms=5.5, turn_ms=12, head_mib=2000
+        layers=16, mib_of_layer=[64, 64, 16, 16, 64, 64, 64, 256, 256, 256, 256], layer_ms=5.5, turn_ms=12,
+        head_mib=2000,
     ),
     "link-bound, few large layers": llama_step(
-        layers=4, mib_of_layer=[256, 256, 64, 64, 256, 256, 256, 1024, 1024, 1024, 1024], layer_ms=60, turn_ms=25, head_mib=8000
+        layers=4, mib_of_layer=[256, 256, 64, 64, 256, 256, 256, 1024, 1024, 1024, 1024], layer_ms=60,
+        turn_ms=25, head_mib=8000,
     ),
     "all hides": llama_step(layers=8, mib_of_layer=[256], layer_ms=80, turn_ms=25, head_mib=8000),
 }  # fmt: skip
@@ -143,7 +145,7 @@ def test_random_steps_take_what_they_must(data):
 )
 @settings(max_examples=60, deadline=None)
 def test_no_choice_moves_fewer_bytes_under_a_memory_cap(sizes, cap, gap_us):
-    """Brute force over every choice of what to keep: held bytes, in flight ones too, never more than the cap or one record."""
+    """Brute force over every choice of what to keep."""
     nbytes = [size * MIB for size in sizes]
     cap *= MIB
     step = Step(nbytes, [gap_us * 1e-6] * len(sizes), gap_us * 1e-6, [2 * gap_us * 1e-6] * len(sizes))

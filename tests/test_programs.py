@@ -7,14 +7,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
+import torchoffload
 from devices import Device
+from programs import verdict as verdicts
 from programs.generator import OPERATOR_NAMES, generate
-from programs.program import Program, all_steps
+from programs.program import Program, Step, all_steps
 from programs.script import as_script
 from programs.shrink import shrink
+from programs.verdict import Kind, judge
 
 COMMAND = Path(__file__).parent / "fuzz_programs.py"
 PROGRAM_COUNT = 500
@@ -76,3 +81,83 @@ def test_a_failing_program_is_cut_down():
     assert fails(smaller)
     assert program.step_count() > 20
     assert smaller.step_count() == 3
+
+
+# Each source is dropped once it was copied: what comes back is a copy.
+LEAST_MEMORY = [{"offload_window_bytes": 0}]
+LEAF: Step = {"do": "leaf", "kind": "leaf", "shape": [16, 16], "dtype": "float32", "out": "v1"}
+
+
+def under_context(*body: Step) -> Step:
+    return {"do": "with", "context": 0, "fresh": False, "guarded": True, "body": list(body)}
+
+
+def a_leaf_that_gets_its_own_memory_for_its_gradient() -> Program:
+    """Twice: without offloading the second backward adds into the leaf."""
+    forward = under_context(
+        {"do": "view", "op": "transposed", "x": "v1", "out": "v2"},
+        {"do": "custom", "op": "ReturnsInput", "x": "v2", "out": "v3"},
+        {"do": "unary", "op": "exp", "x": "v3", "out": "v4"},
+        {"do": "view", "op": "t", "x": "v4", "out": "v5"},
+        {"do": "custom", "op": "ReadsTwice", "x": "v5", "out": "v6"},
+    )
+    backward: Step = {"do": "backward", "of": ["v3"], "retain": True}
+    last: Step = {"do": "grad", "of": ["v6"], "source": ["v4"], "retain": True, "out": "v7"}
+    return Program(0, LEAST_MEMORY, False, [LEAF, forward, backward, backward, last])
+
+
+def test_a_tensor_that_autograd_adds_into_without_us_is_told_apart(device_under_test: Device):
+    verdict = judge(a_leaf_that_gets_its_own_memory_for_its_gradient(), device_under_test)
+    assert (verdict.kind, verdict.spared) == (Kind.SAME, True), verdict.text
+
+
+class WrongDevice(Device):
+    """What comes back is half as much again."""
+
+    def context(self, **options: Any) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach() * 1.5, lambda tensor: tensor)
+
+
+def test_such_a_tensor_excuses_nothing_else(device_under_test: Device):
+    wrong = WrongDevice(device_under_test.name, device_under_test.directory)
+    verdict = judge(a_leaf_that_gets_its_own_memory_for_its_gradient(), wrong)
+    assert (verdict.kind, verdict.spared) == (Kind.DIFFERS, False), verdict.text
+
+
+def a_program_that_any_hooks_leave_handles_of() -> Program:
+    """Saves a view made in forward, which comes back as a leaf with a gradient that leads back to it."""
+    forward = under_context(
+        {"do": "custom", "op": "SavesManyTimes", "x": "v1", "out": "v2"},
+        {"do": "grad", "of": ["v2"], "source": ["v1"], "retain": True, "create": True, "out": "v3"},
+    )
+    backward: Step = {"do": "backward", "of": ["v2", "v3"], "retain": True, "create": True}
+    return Program(0, LEAST_MEMORY, False, [LEAF, forward, backward])
+
+
+class LeakingDevice(Device):
+    """Each context leaves one graph behind."""
+
+    left: ClassVar[list[torch.Tensor]] = []
+
+    def context(self, **options: Any) -> torchoffload.OffloadActivations:
+        with super().context(**options):
+            self.left.append(torch.ones(4, requires_grad=True).sin())
+        return super().context(**options)
+
+
+def test_handles_that_any_hooks_leave_are_told_apart(device_under_test: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verdicts, "SETTLE_TIMEOUT_S", 0.2)
+    verdict = judge(a_program_that_any_hooks_leave_handles_of(), device_under_test)
+    assert (verdict.kind, verdict.left_by_any_hooks) == (Kind.SAME, True), verdict.text
+
+
+@pytest.mark.parametrize("of_hooks", [False, True])
+def test_a_handle_that_we_leave_is_a_leak(device_under_test: Device, of_hooks: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verdicts, "SETTLE_TIMEOUT_S", 0.2)
+    leaking = LeakingDevice(device_under_test.name, device_under_test.directory)
+    program = a_program_that_any_hooks_leave_handles_of()
+    if not of_hooks:
+        program = Program(0, program.contexts, False, [LEAF, {"do": "unary", "op": "sin", "x": "v1", "out": "v2"}])
+    verdict = judge(program, leaking)
+    leaking.left.clear()
+    assert (verdict.kind, verdict.left_by_any_hooks) == (Kind.LEAKS, False), verdict.text

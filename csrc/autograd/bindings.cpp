@@ -162,7 +162,11 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("stop_profile", end_profile);
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
-  py::module_::import("atexit").attr("register")(py::cpp_function(Operation::shut_down));
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    Operation::shut_down();
+    const py::gil_scoped_release released;
+    stop_stores();
+  }));
 #ifdef TORCHOFFLOAD_TESTING
   m.attr("testing_build") = true;
   bind_testing(m);

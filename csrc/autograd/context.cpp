@@ -170,9 +170,11 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     if (engine != nullptr && engine->backend().is_capturing()) {
       // The graph would write to this slot at each replay, long after the slot was another's.
       reason = KeptReason::Capturing;
+      engine->hold_growth();
     } else if (engine != nullptr && is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
       reason = KeptReason::Borrowed;
     } else if (engine != nullptr) {
+      engine->fit_store(*state_);
       const TensorLayout layout(tensor);
       const TapeId tape = open_tape(*engine);
       const auto record = engine->pack(tensor, layout, layout.span(), tape, wrapper);

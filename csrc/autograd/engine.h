@@ -61,6 +61,12 @@ class Engine {
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
   bool is_inherited() const { return fork_guard_.inherited(); }
 
+  // Before a tape is opened, and while none is alive: tells the store what is known of the next step's need. May block.
+  void fit_store(ContextState& context);
+
+  // A CUDA graph is being captured: nothing is taken from the system in the background until the next step. May block.
+  void hold_growth();
+
   // Tapes.
   TapeId open_tape(std::shared_ptr<ContextState> context);
   void close_tape(TapeId tape);  // nothing happens when it is closed already
@@ -164,6 +170,7 @@ class Engine {
   // Offload.
   RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape);
   bool fits_budget(ContextState& context, uint64_t nbytes);
+  uint64_t most_capacity_bytes(ContextState& context);
   void enqueue_offload(const PendingCopy& copy, StreamId& ordered_after);
   bool is_pending(RecordId id);
   bool was_written_through_a_wrapper(RecordId id);
@@ -229,6 +236,9 @@ class Engine {
   uint64_t charged_bytes_ = 0;
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
+  uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step
+  uint32_t same_step_count_ = 0;
+  bool is_growth_held_ = false;
   struct Waited {
     StreamId waiter;
     StreamId producer;

@@ -29,6 +29,7 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   tape.latest_record = ++records_added_;
   largest_record_bytes_ = std::max(largest_record_bytes_, nbytes);
   const bool is_first = tape.record_count == 0;
+  const bool was_known = tape.trace.candidates != 0;
   KeptReason reason = tape.context->options.learn ? learner_.next(tape.trace, nbytes) : KeptReason::None;
   if (is_first && tape.trace.is_timed && backend_.tells_time()) {
     tape.is_timed = true;
@@ -37,6 +38,7 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   } else if (tape.is_timed && !tape.trace.is_timed) {
     stop_timing(tape, /*is_complete=*/false);
   }
+  if (was_known && tape.trace.candidates == 0) store_.grow_ahead(most_capacity_bytes(*tape.context));
   tape.windows =
       learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, largest_record_bytes_));
   // L1: what lives on elsewhere frees nothing by being moved.

@@ -37,6 +37,40 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   return tape;
 }
 
+namespace {
+
+// What this many steps in a row had in slots at once is what the next will. Less than that would fit the store anew with
+// each thing that is learned.
+constexpr uint32_t kStepsUntilKnown = 3;
+
+}  // namespace
+
+void Engine::fit_store(ContextState& context) {
+  if (is_inherited() || Statistics::global().live_tapes > 0) return;
+  const uint64_t needed_bytes = store_.take_peak_bytes();
+  is_growth_held_ = false;
+  same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
+  step_bytes_ = needed_bytes;
+  const uint64_t limit_bytes = most_capacity_bytes(context);
+  if (needed_bytes == 0 || same_step_count_ < kStepsUntilKnown) return store_.grow_ahead(limit_bytes);
+  const BlockingSection blocking;
+  store_.shrink(needed_bytes);
+  store_.reserve(std::min(needed_bytes, limit_bytes));
+}
+
+void Engine::hold_growth() {
+  if (std::exchange(is_growth_held_, true)) return;
+  const BlockingSection blocking;
+  store_.grow_on_need();
+}
+
+// Of the store, as far as this context's budget goes.
+uint64_t Engine::most_capacity_bytes(ContextState& context) {
+  (void)fits_budget(context, 0);
+  if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;
+  return default_budget_bytes_.value_or(0);
+}
+
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
   learn_tape(id);

@@ -156,6 +156,10 @@ uint64_t pinned_bytes() {
 #endif
 }
 
+void stop_stores() {
+  for (SlotStore* const store : stores()) store->stop();
+}
+
 uint64_t trim_stores() {
   uint64_t given_back_bytes = 0;
   for (SlotStore* const store : stores()) given_back_bytes += store->trim();

@@ -42,4 +42,7 @@ uint64_t pinned_bytes();
 // Gives back what no slot uses, in every store. Returns the bytes given back. May block: called without the GIL.
 uint64_t trim_stores();
 
+// The process is about to end: no store takes anything any more. May block.
+void stop_stores();
+
 }  // namespace torchoffload

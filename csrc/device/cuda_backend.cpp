@@ -253,6 +253,21 @@ std::string reason(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
+// For driver calls of the arena's thread, which has no device of its own and may run while another thread captures a
+// CUDA graph. Made on a device that has a context, since the call would else make one on the first; and declared no part
+// of any capture, which would else be invalidated: see cudaThreadExchangeStreamCaptureMode.
+class ApartFromCaptures {
+ public:
+  ApartFromCaptures() {
+    if (const auto device = c10::cuda::getDeviceIndexWithPrimaryContext()) guard_.set_index(*device);
+    relaxed_.emplace(cudaStreamCaptureModeRelaxed);
+  }
+
+ private:
+  c10::cuda::OptionalCUDAGuard guard_;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed_;
+};
+
 }  // namespace
 
 bool cuda_available() { return c10::cuda::device_count() > 0; }
@@ -273,8 +288,14 @@ void cuda_synchronize(Point point) {
 
 HostRegistration cuda_host_registration() {
   return {
-      [](void* address, size_t nbytes) { return reason(cudaHostRegister(address, nbytes, cudaHostRegisterPortable)); },
-      [](void* address) { return reason(cudaHostUnregister(address)); },
+      [](void* address, size_t nbytes) {
+        const ApartFromCaptures apart;
+        return reason(cudaHostRegister(address, nbytes, cudaHostRegisterPortable));
+      },
+      [](void* address) {
+        const ApartFromCaptures apart;
+        return reason(cudaHostUnregister(address));
+      },
   };
 }
 

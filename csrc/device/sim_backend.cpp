@@ -57,7 +57,13 @@ std::function<void()>& allocation_hook() {
   return *hook;
 }
 
-// Never destroyed either. Empty: registering works.
+// Never destroyed either. An arena's own thread asks as well.
+std::mutex& registration_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+// Under the mutex. Empty: registering works.
 std::string& registration_refusal() {
   static auto* const refusal = new std::string;
   return *refusal;
@@ -164,10 +170,16 @@ Backend* simulated_backend_for(const void* data) {
   return device_index ? simulated_backend(*device_index) : nullptr;
 }
 
-void refuse_registration(std::string why) { registration_refusal() = std::move(why); }
+void refuse_registration(std::string why) {
+  std::lock_guard lock(registration_mutex());
+  registration_refusal() = std::move(why);
+}
 
 std::string simulated_register(void* address, size_t nbytes) {
-  if (!registration_refusal().empty()) return registration_refusal();
+  {
+    std::lock_guard lock(registration_mutex());
+    if (!registration_refusal().empty()) return registration_refusal();
+  }
   world().register_host_memory(address, nbytes);
   return {};
 }

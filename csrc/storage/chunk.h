@@ -12,6 +12,9 @@ namespace torchoffload {
 
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 
+// No machine has room for more, and rounding it up could overflow.
+inline constexpr uint64_t kMostBytes = uint64_t{1} << 62;
+
 // A store grows by a quarter of what it has, within these bounds, and by the request where that is more.
 struct ChunkPolicy {
   uint64_t min_bytes = 64 * kMiB;
@@ -23,9 +26,8 @@ struct ChunkPolicy {
   }
 };
 
-// No machine has room for such a request, and rounding it up could overflow.
 inline void require_sane_request(uint64_t request_bytes, const char* tier) {
-  if (request_bytes <= uint64_t{1} << 62) return;
+  if (request_bytes <= kMostBytes) return;
   throw StoreFull("a slot of " + std::to_string(request_bytes) + " bytes is more than any " + tier + " can hold");
 }
 

@@ -1,14 +1,7 @@
 #include "storage/pinned_arena.h"
 
-#include <sys/mman.h>
-#include <sys/resource.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <system_error>
-#include <thread>
+#include <exception>
 #include <utility>
 
 #include "core/mutant.h"
@@ -16,129 +9,76 @@
 namespace torchoffload {
 namespace {
 
-constexpr uint64_t kHugePageBytes = 2 * kMiB;
-constexpr uint64_t kParallelTouchBytes = 64 * kMiB;  // below it, starting threads costs more than it saves
-constexpr unsigned kMaxTouchThreads = 16;
-
-std::string limit_text(int resource, const char* name) {
-  rlimit limit{};
-  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return {};
-  return std::string("; ") + name + " is " + std::to_string(limit.rlim_cur) + " bytes";
-}
-
-std::string mmap_refusal(uint64_t nbytes, int error) {
-  return "the system refused " + std::to_string(nbytes) + " bytes of host memory: " + std::strerror(error) +
-         limit_text(RLIMIT_AS, "RLIMIT_AS") + limit_text(RLIMIT_DATA, "RLIMIT_DATA");
-}
-
-// Anonymous memory that begins at a multiple of a huge page; `nbytes` is a multiple of it too.
-std::byte* map_aligned(uint64_t nbytes) {
-  const uint64_t mapped_bytes = nbytes + kHugePageBytes;
-  void* mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) throw StoreFull(mmap_refusal(nbytes, errno));
-  const auto begin = reinterpret_cast<uintptr_t>(mapped);
-  const uintptr_t aligned = round_up(begin, kHugePageBytes);
-  const uintptr_t end = aligned + nbytes;
-  if (aligned > begin) munmap(mapped, aligned - begin);
-  if (begin + mapped_bytes > end) munmap(reinterpret_cast<void*>(end), begin + mapped_bytes - end);
-  return reinterpret_cast<std::byte*>(aligned);
-}
-
-void touch(std::byte* address, uint64_t nbytes) {
-  const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  for (uint64_t offset = 0; offset < nbytes; offset += page_bytes) {
-    *const_cast<volatile std::byte*>(address + offset) = std::byte{0};
-  }
-}
-
-// Registering wants the pages present, and one thread fills them far below the memory's rate.
-void touch_in_parallel(std::byte* address, uint64_t nbytes) {
-  unsigned thread_count = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxTouchThreads);
-  if (nbytes < kParallelTouchBytes) thread_count = 1;
-  const uint64_t share_bytes = round_up((nbytes + thread_count - 1) / thread_count, kHugePageBytes);
-
-  std::vector<std::thread> threads;
-  threads.reserve(thread_count);
-  uint64_t offset = 0;
-  {
-    SignalBlock no_signals;
-    try {
-      for (; offset + share_bytes < nbytes; offset += share_bytes) {
-        threads.emplace_back(touch, address + offset, share_bytes);
-      }
-    } catch (const std::system_error&) {
-      // No thread to be had: the calling thread touches what is left.
-    }
-  }
-  touch(address + offset, nbytes - offset);
-  for (std::thread& thread : threads) thread.join();
-}
+constexpr char kInherited[] = "pinned memory was inherited by a forked process, which cannot use it";
+constexpr char kStopped[] = "the process is about to end, and no host memory is pinned any more";
 
 }  // namespace
 
-PinnedArena::PinnedArena(HostRegistration registration, std::function<void(Point)> synchronize, ChunkPolicy policy)
-    : registration_(registration), synchronize_(std::move(synchronize)), policy_(policy) {}
+// While it lives, nobody else adds or removes chunks. Made and ended without the lock.
+class PinnedArena::Turn {
+ public:
+  explicit Turn(PinnedArena& arena) : Turn(arena, [] { return false; }) {}
+
+  // `is_done`, asked with the lock held: another's turn may make this one unnecessary.
+  template <typename IsDone>
+  Turn(PinnedArena& arena, IsDone is_done) : arena_(arena) {
+    std::unique_lock lock(arena.mutex_);
+    ++arena.waiting_count_;
+    arena.changed_.wait(lock, [&] { return is_done() || !arena.is_turn_taken_; });
+    --arena.waiting_count_;
+    is_mine_ = !is_done();
+    if (is_mine_) arena.is_turn_taken_ = true;
+    if (!is_mine_) arena.changed_.notify_all();  // who waited for those that wait
+  }
+
+  ~Turn() {
+    if (!is_mine_) return;
+    std::lock_guard lock(arena_.mutex_);
+    arena_.is_turn_taken_ = false;
+    arena_.changed_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  bool is_mine() const { return is_mine_; }
+
+ private:
+  PinnedArena& arena_;
+  bool is_mine_ = false;
+};
+
+PinnedArena::PinnedArena(HostRegistration registration, std::function<void(Point)> synchronize, ChunkPolicy policy,
+                         uint64_t page_bytes)
+    : registration_(registration),
+      synchronize_(std::move(synchronize)),
+      page_bytes_(page_bytes),
+      plan_(policy, page_bytes) {}
 
 PinnedArena::~PinnedArena() {
-  if (registration_.register_memory != nullptr || fork_guard_.inherited()) return;
-  for (const auto& [id, chunk] : chunks_) munmap(chunk.address, chunk.nbytes);
+  if (fork_guard_.inherited()) return;
+  stop();
+  if (thread_) pthread_join(*thread_, nullptr);
+  if (registration_.register_memory != nullptr) return;
+  for (const auto& [id, chunk] : chunks_) give_back(chunk, registration_);
 }
+
+// ---- slots ----
 
 std::optional<Slot> PinnedArena::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return std::nullopt;
   std::lock_guard lock(mutex_);
   const std::optional<Range> range = ranges_.try_acquire(nbytes, guards);
   if (!range) return std::nullopt;
+  peak_bytes_ = std::max(peak_bytes_, ranges_.used_bytes());
+  plan_.saw_slot(range->nbytes, ranges_.capacity_bytes(), ranges_.largest_free_bytes());
+  wake_if_wanted();
   return Slot{*range, chunks_.at(range->block).address + range->offset};
-}
-
-void PinnedArena::grow(uint64_t nbytes) {
-  if (fork_guard_.inherited()) throw StoreFull("pinned memory was inherited by a forked process, which cannot use it");
-  require_sane_request(nbytes, "host memory");
-  std::lock_guard growing(grow_mutex_);
-  if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
-  const uint64_t request_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kHugePageBytes);
-  const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kHugePageBytes);
-  Chunk chunk;
-  try {
-    chunk = take_from_system(request_bytes);
-  } catch (const StoreFull&) {
-    if (least_bytes == request_bytes) throw;
-    chunk = take_from_system(least_bytes);
-  }
-  grow_count_.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard lock(mutex_);
-  chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
 }
 
 void PinnedArena::release(const Slot& slot, const std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return;
   std::lock_guard lock(mutex_);
   ranges_.release(slot.range, guards);
-}
-
-uint64_t PinnedArena::trim() {
-  if (fork_guard_.inherited()) return 0;
-  std::lock_guard growing(grow_mutex_);
-  std::vector<std::pair<Chunk, std::vector<Point>>> idle;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [id, guards] : ranges_.idle_blocks()) {
-      idle.emplace_back(chunks_.at(id), std::move(guards));
-      ranges_.remove_block(id);
-      chunks_.erase(id);
-    }
-  }
-  // Out of the allocator's sight now, so nothing new can touch it; the waits hold up nobody.
-  uint64_t given_back_bytes = 0;
-  for (const auto& [chunk, guards] : idle) {
-    // The host waits for every guard: a copy in flight must not lose its pages.
-    for (const Point& guard : guards) {
-      if (!mutated(Mutant::TrimWaitsForGuards)) synchronize_(guard);
-    }
-    if (give_to_system(chunk)) given_back_bytes += chunk.nbytes;
-  }
-  return given_back_bytes;
 }
 
 uint64_t PinnedArena::capacity_bytes() const {
@@ -153,35 +93,196 @@ uint64_t PinnedArena::used_bytes() const {
   return ranges_.used_bytes();
 }
 
+uint64_t PinnedArena::take_peak_bytes() {
+  if (fork_guard_.inherited()) return 0;
+  std::lock_guard lock(mutex_);
+  return std::exchange(peak_bytes_, ranges_.used_bytes());
+}
+
 void PinnedArena::check_invariants() const {
   std::lock_guard lock(mutex_);
   ranges_.check_invariants();
 }
 
+// ---- growing ----
+
+void PinnedArena::grow(uint64_t nbytes) {
+  if (fork_guard_.inherited()) throw StoreFull(kInherited);
+  require_sane_request(nbytes, "host memory");
+  const Turn turn(*this, [&] { return fits(nbytes); });
+  if (!turn.is_mine()) return;  // another thread grew it, or released a slot, meanwhile
+  uint64_t request_bytes = 0;
+  uint64_t least_bytes = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (is_stopped_) throw StoreFull(kStopped);
+    request_bytes = plan_.bytes_on_need(nbytes, ranges_.capacity_bytes());
+    least_bytes = plan_.least_bytes(nbytes);
+  }
+  try {
+    take_chunk(request_bytes);
+  } catch (const StoreFull&) {
+    if (least_bytes == request_bytes) throw;
+    take_chunk(least_bytes);
+  }
+}
+
+void PinnedArena::take_chunk(uint64_t nbytes) {
+  try {
+    const PinnedChunk chunk = take_pinned_chunk(nbytes, page_bytes_, registration_);
+    grow_count_.fetch_add(1, std::memory_order_relaxed);
+    std::lock_guard lock(mutex_);
+    chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
+    plan_.saw_chunk(nbytes);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    plan_.saw_refusal(nbytes);
+    throw;
+  }
+}
+
 bool PinnedArena::fits(uint64_t nbytes) const {
-  std::lock_guard lock(mutex_);
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
 
-PinnedArena::Chunk PinnedArena::take_from_system(uint64_t nbytes) const {
-  const Chunk chunk{map_aligned(nbytes), nbytes};
-  madvise(chunk.address, nbytes, MADV_HUGEPAGE);  // best effort: fewer pages to fault in and to register
-  // A child that shared these pages copy-on-write would move them away under a copy in flight.
-  madvise(chunk.address, nbytes, MADV_DONTFORK);
-  touch_in_parallel(chunk.address, nbytes);
-  if (registration_.register_memory == nullptr) return chunk;
-  const std::string refusal = registration_.register_memory(chunk.address, nbytes);
-  if (refusal.empty()) return chunk;
-  munmap(chunk.address, nbytes);
-  throw StoreFull("the driver refused to pin " + std::to_string(nbytes) + " bytes of host memory: " + refusal +
-                  limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
+// ---- growing ahead ----
+
+void PinnedArena::grow_ahead(uint64_t limit_bytes) {
+  if (fork_guard_.inherited()) return;
+  std::lock_guard lock(mutex_);
+  plan_.grow_ahead(limit_bytes);
 }
 
-bool PinnedArena::give_to_system(const Chunk& chunk) const {
-  if (registration_.unregister_memory != nullptr && !registration_.unregister_memory(chunk.address).empty())
-    return false;
-  munmap(chunk.address, chunk.nbytes);
-  return true;
+void PinnedArena::reserve(uint64_t capacity_bytes) {
+  if (fork_guard_.inherited()) return;
+  std::lock_guard lock(mutex_);
+  plan_.reserve(capacity_bytes);
+  wake_if_wanted();
+}
+
+void PinnedArena::grow_on_need() {
+  if (fork_guard_.inherited()) return;
+  {
+    std::lock_guard lock(mutex_);
+    plan_.grow_on_need();
+  }
+  const Turn after_the_chunk_in_the_making(*this);
+}
+
+void PinnedArena::stop() {
+  if (fork_guard_.inherited()) return;
+  {
+    std::lock_guard lock(mutex_);
+    is_stopped_ = true;
+    changed_.notify_all();
+  }
+  const Turn after_the_chunk_in_the_making(*this);
+}
+
+bool PinnedArena::is_growing() const {
+  if (fork_guard_.inherited()) return false;
+  std::lock_guard lock(mutex_);
+  return is_turn_taken_ || may_grow_ahead();
+}
+
+bool PinnedArena::may_grow_ahead() const { return !is_stopped_ && plan_.bytes_ahead(ranges_.capacity_bytes()) > 0; }
+
+void PinnedArena::wake_if_wanted() {
+  if (!may_grow_ahead()) return;
+  if (thread_) return changed_.notify_all();
+  SignalBlock no_signals;
+  pthread_t thread;
+  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;  // grown on need, then
+  pthread_setname_np(thread, "arena-growth");
+  thread_ = thread;
+}
+
+void* PinnedArena::thread_main(void* arena) {
+  static_cast<PinnedArena*>(arena)->work();
+  return nullptr;
+}
+
+void PinnedArena::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return is_stopped_ || (!is_turn_taken_ && waiting_count_ == 0 && may_grow_ahead()); });
+    if (is_stopped_) return;
+    const uint64_t nbytes = plan_.bytes_ahead(ranges_.capacity_bytes());
+    is_turn_taken_ = true;
+    lock.unlock();
+    try {
+      take_chunk(nbytes);
+    } catch (const std::exception&) {
+      // Remembered; see Note [Growing ahead].
+    }
+    lock.lock();
+    is_turn_taken_ = false;
+    changed_.notify_all();
+  }
+}
+
+// ---- giving back ----
+
+uint64_t PinnedArena::trim() {
+  if (fork_guard_.inherited()) return 0;
+  const Turn turn(*this);
+  if (is_stopped()) return 0;
+  return give_back_chunks(take_idle_chunks());
+}
+
+// Removing the chunks that are too many would not do: what a step needs fits into chunks of other sizes only with gaps
+// at their ends, and the next step would grow again. In one chunk there are none: a step's slots lie side by side. So
+// all that is idle goes, and what is then missing comes back as one.
+uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
+  if (fork_guard_.inherited()) return 0;
+  const Turn turn(*this);
+  if (is_stopped() || !should_shrink(needed_bytes)) return 0;
+  const uint64_t given_back_bytes = give_back_chunks(take_idle_chunks());
+  const uint64_t kept_bytes = capacity_bytes();
+  const uint64_t missing_bytes = round_up(needed_bytes - std::min(kept_bytes, needed_bytes), page_bytes_);
+  try {
+    if (missing_bytes > 0) take_chunk(missing_bytes);
+  } catch (const StoreFull&) {
+    // The next step grows chunk by chunk, and tells where that is refused.
+  }
+  std::lock_guard lock(mutex_);
+  plan_.saw_shrink(needed_bytes, ranges_.capacity_bytes());
+  return given_back_bytes - std::min(given_back_bytes, missing_bytes);
+}
+
+bool PinnedArena::should_shrink(uint64_t needed_bytes) const {
+  std::lock_guard lock(mutex_);
+  return plan_.should_shrink(needed_bytes, ranges_.capacity_bytes()) && !ranges_.idle_blocks().empty();
+}
+
+bool PinnedArena::is_stopped() const {
+  std::lock_guard lock(mutex_);
+  return is_stopped_;
+}
+
+PinnedArena::Idle PinnedArena::take_idle_chunks() {
+  std::lock_guard lock(mutex_);
+  Idle idle;
+  for (auto& [id, guards] : ranges_.idle_blocks()) {
+    idle.emplace_back(chunks_.at(id), std::move(guards));
+    ranges_.remove_block(id);
+    chunks_.erase(id);
+  }
+  plan_.saw_chunks_given_back();
+  return idle;
+}
+
+// Out of the allocator's sight, so nothing new can touch them; the waits hold up nobody.
+uint64_t PinnedArena::give_back_chunks(const Idle& idle) {
+  uint64_t given_back_bytes = 0;
+  for (const auto& [chunk, guards] : idle) {
+    // The host waits for every guard: a copy in flight must not lose its pages.
+    for (const Point& guard : guards) {
+      if (!mutated(Mutant::TrimWaitsForGuards)) synchronize_(guard);
+    }
+    if (give_back(chunk, registration_)) given_back_bytes += chunk.nbytes;
+  }
+  return given_back_bytes;
 }
 
 }  // namespace torchoffload

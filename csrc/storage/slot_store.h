@@ -47,7 +47,30 @@ class SlotStore {
 
   virtual uint64_t capacity_bytes() const = 0;  // held from the system
   virtual uint64_t used_bytes() const = 0;      // in slots
-  virtual uint64_t grow_count() const = 0;      // how often grow() took memory or disk from the system
+  virtual uint64_t grow_count() const = 0;      // how often memory or disk was taken from the system
+
+  // Ahead of need. Capacities are totals of the store, of all who use it; the latest of the first three calls holds.
+  // A store that grows quickly does nothing here.
+
+  // The need is not known: while slots are acquired, the store keeps a chunk ahead of them, up to `limit_bytes`.
+  virtual void grow_ahead(uint64_t /*limit_bytes*/) {}
+
+  // The need is known: that much is brought about now, in the background, and nothing beyond it. Returns at once.
+  virtual void reserve(uint64_t /*capacity_bytes*/) {}
+
+  // Nothing is taken ahead. Waits for what is being taken.
+  virtual void grow_on_need() {}
+
+  // The most that was in slots at once since the last call of this; 0 where nothing can be made of it.
+  virtual uint64_t take_peak_bytes() { return 0; }
+
+  // Once the need is known, and best while no slot is in use: brings the capacity to what is needed, and at most 5%
+  // more, as far as idle blocks allow. Once for a need. Returns the bytes given back. May block.
+  virtual uint64_t shrink(uint64_t /*needed_bytes*/) { return 0; }
+
+  // The process is about to end: once this returns nothing more is taken or given back, by any thread. Waits for what
+  // is being taken.
+  virtual void stop() {}
 };
 
 }  // namespace torchoffload

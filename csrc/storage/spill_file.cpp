@@ -87,12 +87,12 @@ void SpillFile::grow(uint64_t nbytes) {
   const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
   uint64_t begin = first_gap(chunk_bytes);
   try {
-    reserve({begin, begin + chunk_bytes});
+    reserve_disk({begin, begin + chunk_bytes});
   } catch (const StoreFull&) {
     if (least_bytes == chunk_bytes) throw;
     chunk_bytes = least_bytes;
     begin = first_gap(chunk_bytes);
-    reserve({begin, begin + chunk_bytes});
+    reserve_disk({begin, begin + chunk_bytes});
   }
   grow_count_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard lock(mutex_);
@@ -253,7 +253,7 @@ uint64_t SpillFile::first_gap(uint64_t nbytes) const {
   return begin;
 }
 
-void SpillFile::reserve(Span span) const {
+void SpillFile::reserve_disk(Span span) const {
   int error = 0;
   do {
     error = io_calls.reserve(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));

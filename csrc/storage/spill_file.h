@@ -90,7 +90,7 @@ class SpillFile final : public SlotStore {
 
   bool fits(uint64_t nbytes) const;
   uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
-  void reserve(Span span) const;              // throws StoreFull
+  void reserve_disk(Span span) const;         // throws StoreFull
   Span locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 

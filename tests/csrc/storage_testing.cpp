@@ -16,11 +16,15 @@
 #include <vector>
 
 #include "core/range_allocator.h"
+#include "counting_driver.h"
 #include "device/disk_backend.h"
 #include "storage/file_io.h"
 #include "storage/host_memory.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
+#ifdef TORCHOFFLOAD_WITH_CUDA
+#include "device/cuda_backend.h"
+#endif
 
 namespace py = pybind11;
 
@@ -113,24 +117,12 @@ void clear_io_faults() {
     fault->clear();
 }
 
-// A driver that counts, and refuses on request.
-std::map<void*, size_t> registered;
-bool driver_refuses = false;
-
-std::string register_counted(void* address, size_t nbytes) {
-  if (driver_refuses) return "out of pinnable memory";
-  registered.emplace(address, nbytes);
+HostRegistration registration_of(const std::string& name) {
+  if (name == "counting") return kCountingDriver;
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  if (name == "cuda") return cuda_host_registration();
+#endif
   return {};
-}
-std::string unregister_counted(void* address) {
-  if (driver_refuses) return "the driver is busy";
-  registered.erase(address);
-  return {};
-}
-uint64_t registered_bytes() {
-  uint64_t nbytes = 0;
-  for (const auto& [address, chunk_bytes] : registered) nbytes += chunk_bytes;
-  return nbytes;
 }
 
 // A store, and the points that its trim() waited for.
@@ -209,20 +201,34 @@ void bind_stores(py::module_& m) {
       .def_property_readonly("nbytes", &Slot::nbytes)
       .def_property_readonly("address", [](const Slot& self) { return reinterpret_cast<uintptr_t>(self.address); });
 
+  using Arena = WatchedArena;
   bind_store<PinnedArena>(m, "PinnedArena")
-      .def(py::init([](bool registers, uint64_t min_chunk_bytes, uint64_t max_chunk_bytes) {
-             auto self = std::make_unique<WatchedArena>();
-             const HostRegistration registration =
-                 registers ? HostRegistration{register_counted, unregister_counted} : HostRegistration{};
+      .def(py::init([](const std::string& driver_name, uint64_t min_chunk_bytes, uint64_t max_chunk_bytes,
+                       uint64_t page_bytes) {
+             auto self = std::make_unique<Arena>();
              self->store = std::make_unique<PinnedArena>(
-                 registration, [watched = self.get()](Point point) { watched->waited.push_back(point); },
-                 ChunkPolicy{min_chunk_bytes, max_chunk_bytes});
+                 registration_of(driver_name),
+                 [watched = self.get()](Point point) { watched->waited.push_back(point); },
+                 ChunkPolicy{min_chunk_bytes, max_chunk_bytes}, page_bytes);
              return self;
            }),
-           py::kw_only(), py::arg("registers") = false, py::arg("min_chunk_bytes") = 2 * kMiB,
-           py::arg("max_chunk_bytes") = 8 * kMiB);
-  m.def("registered_bytes", registered_bytes);
-  m.def("driver_refuses", [](bool refuses) { driver_refuses = refuses; });
+           py::kw_only(), py::arg("driver") = "", py::arg("min_chunk_bytes") = 2 * kMiB,
+           py::arg("max_chunk_bytes") = 8 * kMiB, py::arg("page_bytes") = kHugePageBytes)
+      .def("grow_ahead", [](Arena& self, uint64_t limit_bytes) { self.store->grow_ahead(limit_bytes); })
+      .def("reserve", [](Arena& self, uint64_t capacity_bytes) { self.store->reserve(capacity_bytes); })
+      .def(
+          "grow_on_need", [](Arena& self) { self.store->grow_on_need(); }, NoGil())
+      .def("take_peak_bytes", [](Arena& self) { return self.store->take_peak_bytes(); })
+      .def(
+          "shrink", [](Arena& self, uint64_t needed_bytes) { return self.store->shrink(needed_bytes); }, NoGil())
+      .def(
+          "stop", [](Arena& self) { self.store->stop(); }, NoGil())
+      .def_property_readonly("is_growing", [](Arena& self) { return self.store->is_growing(); });
+  m.def("registered_bytes", [] { return counting_driver().registered_bytes(); });
+  m.def("driver_refuses", [](bool refuses) { counting_driver().set(&CountingDriver::refuses, refuses); });
+  m.def("hold_driver", [](bool is_held) { counting_driver().set(&CountingDriver::is_held, is_held); });
+  m.def("driver_call_count", [] { return counting_driver().get(&CountingDriver::call_count); });
+  m.def("driver_waiting_count", [] { return counting_driver().get(&CountingDriver::waiting_count); });
 
   bind_store<SpillFile>(m, "SpillFile")
       .def(py::init([](const std::string& directory, uint64_t min_chunk_bytes, uint64_t max_chunk_bytes) {

@@ -1,23 +1,18 @@
-// storage_faults.h: a system and a driver that fail now and then, from any thread, in an order that follows a seed.
+// storage_faults.h: a system that fails now and then, from any thread, in an order that follows a seed; a driver that
+// does is in growth_model.h.
 // The stores are compiled with TORCHOFFLOAD_TESTING, so that their system calls can be replaced.
 #pragma once
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <map>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
+#include <string_view>
 
 #include "driver.h"
 #include "storage/file_io.h"
-#include "storage/pinned_arena.h"
 
 namespace torchoffload::fuzz {
 
@@ -52,45 +47,16 @@ class Faults {
     }
   }
 
-  // The driver: what is registered, each address once.
-  std::string register_memory(void* address, size_t nbytes) {
-    std::lock_guard lock(mutex_);
-    if (registered_.size() >= kMostChunks || happens(Register, 8)) return "planted";
-    expect(registered_.emplace(address, nbytes).second, "memory was registered twice");
-    return {};
-  }
-  std::string unregister_memory(void* address) {
-    std::lock_guard lock(mutex_);
-    const auto chunk = registered_.extract(address);
-    expect(!chunk.empty(), "memory was unregistered that was not registered");
-    if (!happens(Unregister, 2)) return {};
-    leaked_.emplace_back(chunk.key(), chunk.mapped());
-    return "planted";
-  }
-  size_t registered_count() {
-    std::lock_guard lock(mutex_);
-    return registered_.size();
-  }
-
  private:
-  static constexpr size_t kMostChunks = 3;  // so that slots are reused all the time
-
   std::atomic<bool> is_on_{false};
   std::atomic<uint64_t> next_{0};
   std::array<std::atomic<uint64_t>, kCount> counts_{};
-  std::mutex mutex_;  // guards the two below
-  std::map<void*, size_t> registered_;
-  std::vector<std::pair<void*, size_t>> leaked_;  // by a store whose driver kept it; given back at the next begin()
 };
 
 inline Faults& faults() {
   static auto* const leaked = new Faults;
   return *leaked;
 }
-
-inline const HostRegistration kFaultyDriver{
-    [](void* address, size_t nbytes) { return faults().register_memory(address, nbytes); },
-    [](void* address) { return faults().unregister_memory(address); }};
 
 inline constexpr off_t kMostFileBytes = off_t{1} << 20;
 
@@ -113,7 +79,6 @@ inline bool is_faulty_transfer(size_t& nbytes) {
 
 inline void Faults::begin(uint64_t seed) {
   next_ = seed * 0x2545F4914F6CDD1DU;
-  for (const auto& [address, nbytes] : std::exchange(leaked_, {})) munmap(address, nbytes);
   is_on_ = true;
   io_calls = {[](int fd, void* buffer, size_t nbytes, off_t offset) {
                 return is_faulty_transfer(nbytes) ? -1 : ::pread(fd, buffer, nbytes, offset);

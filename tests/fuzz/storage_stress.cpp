@@ -3,7 +3,8 @@
 // a slot's bytes, a wrong one is wrong bytes. `make fuzz` builds and runs it, under ASan and UBSan as well.
 //
 // A round is one store of its own with both queues. In the arena a copy is a slow memcpy, so that it is this program's
-// reads and writes that race; in the spill file it is the store's own I/O.
+// reads and writes that race; in the spill file it is the store's own I/O. The arena grows ahead as well, shrinks, and
+// in some rounds is stopped halfway.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "growth_model.h"
 #include "storage/io_queue.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
@@ -47,6 +49,12 @@ const std::vector<std::string_view> kWanted = {"arena round",
                                                "read failed",
                                                "trim",
                                                "trim gave back",
+                                               "reserve",
+                                               "grow ahead",
+                                               "grow on need",
+                                               "chunk ahead",
+                                               "shrink gave back",
+                                               "stop",
                                                "past the cache",
                                                "through the cache",
                                                "driver refused",
@@ -64,9 +72,10 @@ class World {
         offload("offload-io", 3, [this](const IoJob& job) { return transfer(job); }),
         reload("reload-io", 3, [this](const IoJob& job) { return transfer(job); }) {
     faults().begin(seed);
+    growth().begin();
     const auto wait = [this](Point point) { queue(point.stream).wait_for(point.serial); };
     if (kind == Kind::Arena) {
-      arena_ = std::make_unique<PinnedArena>(kFaultyDriver, wait, ChunkPolicy{2 * kMiB, 2 * kMiB});
+      arena_ = std::make_unique<PinnedArena>(kWatchedDriver, wait, ChunkPolicy{1 << 17, 1 << 19}, kArenaPageBytes);
     } else {
       spill_ = std::make_unique<SpillFile>(std::filesystem::temp_directory_path(), wait, ChunkPolicy{1 << 16, 1 << 17});
     }
@@ -74,6 +83,13 @@ class World {
 
   SlotStore& store() { return kind_ == Kind::Arena ? static_cast<SlotStore&>(*arena_) : *spill_; }
   uint64_t largest_bytes() const { return kind_ == Kind::Arena ? 1 << 19 : 3 << 14; }
+
+  // As at the end of a process, with the other hosts still at work.
+  void stop() {
+    store().stop();
+    if (kind_ == Kind::Arena) growth().stopped();
+    is_stopped_ = kind_ == Kind::Arena;
+  }
 
   void check() const { kind_ == Kind::Arena ? arena_->check_invariants() : spill_->check_invariants(); }
 
@@ -85,8 +101,8 @@ class World {
     expect(store().used_bytes() == 0, "a slot was not given back");
     faults().stop();
     store().trim();
-    expect(store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
-    if (kind_ == Kind::Arena) expect(faults().registered_count() == 0, "memory is registered after trim()");
+    if (kind_ == Kind::Arena) growth().finish(store().capacity_bytes(), coverage);
+    expect(is_stopped_ || store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
     if (kind_ == Kind::Spill) coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
     coverage.saw(kind_ == Kind::Arena ? "arena round" : "spill round");
     faults().report(coverage);
@@ -106,6 +122,7 @@ class World {
   }
 
   const Kind kind_;
+  std::atomic<bool> is_stopped_{false};
   std::unique_ptr<PinnedArena> arena_;
   std::unique_ptr<SpillFile> spill_;
 
@@ -126,14 +143,15 @@ class Host {
   Host(World& world, uint64_t seed) : world_(world), random_(seed) {}
 
   void run() {
+    is_host = true;
     for (unsigned step = 0; step < kStepsPerHost; ++step) {
       reap();
       switch (below(16)) {
         case 0:
-          trim();
+          plan();
           break;
         case 1:
-          look();
+          below(2) == 0 ? look() : give_back();
           break;
         case 2:
         case 3:
@@ -268,14 +286,38 @@ class Host {
     std::erase_if(dropped_, [&](const auto& copy) { return world_.offload.is_reached(copy->offload_serial); });
   }
 
-  void trim() {
-    coverage.saw("trim");
-    if (world_.store().trim() > 0) coverage.saw("trim gave back");
+  void plan() {
+    SlotStore& store = world_.store();
+    switch (below(4)) {
+      case 0:
+        store.reserve(below(kMostAheadBytes + 1));
+        return coverage.saw("reserve");
+      case 1:
+        store.grow_on_need();
+        return coverage.saw("grow on need");
+      default:
+        store.grow_ahead(below(kMostAheadBytes + 1));
+        return coverage.saw("grow ahead");
+    }
+  }
+
+  void give_back() {
+    if (below(60) == 0) {
+      world_.stop();
+      coverage.saw("stop");
+    } else if (below(2) == 0) {
+      coverage.saw("trim");
+      if (world_.store().trim() > 0) coverage.saw("trim gave back");
+    } else if (world_.store().shrink(below(world_.store().capacity_bytes() + 1)) > 0) {
+      coverage.saw("shrink gave back");
+    }
   }
 
   void look() {
+    SlotStore& store = world_.store();
     world_.check();
-    (void)(world_.store().used_bytes() + world_.store().capacity_bytes() + world_.store().grow_count());
+    expect(store.take_peak_bytes() <= kHostCount * kStepsPerHost * world_.largest_bytes(), "a peak of nothing");
+    (void)(store.used_bytes() + store.capacity_bytes() + store.grow_count());
   }
 
   World& world_;

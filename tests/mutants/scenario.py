@@ -56,7 +56,12 @@ class Stage:
 
     def context(self, **options: Any) -> torchoffload.OffloadActivations:
         """Moves what `leaf` makes, drops sources at once and loads nothing ahead, unless `options` say otherwise."""
-        chosen: dict[str, Any] = {"min_offload_size": NBYTES, "offload_window_bytes": 0, "reload_window_bytes": 0}
+        chosen: dict[str, Any] = {
+            "min_offload_size": NBYTES,
+            "offload_window_bytes": 0,
+            "reload_window_bytes": 0,
+            "learn": False,
+        }
         if self._simulation is None:
             chosen |= {"tier": "disk", "disk_dir": str(self.directory)}
         return torchoffload.OffloadActivations(**(chosen | options))

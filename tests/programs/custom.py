@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from functions import KeepsUnpacked
+
 
 class Interrupt(BaseException):
     """As KeyboardInterrupt: no Exception."""
@@ -104,14 +106,6 @@ class ReturnsView(_SavesItsOwn):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return x[...], None
-
-
-class KeepsUnpacked(_Custom):
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        ctx.kept.append(x)
-        return gradient * x.cos(), None
 
 
 class WritesIntoUnpacked(_SavesItsOwn):

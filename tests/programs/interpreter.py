@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torchoffload
 from gradients import Run, describe, eager_collector
 from programs import custom, operators
-from programs.notes import Kept, Notes, plain_tensors
+from programs.notes import Kept, Notes, copy_gradients, plain_tensors
 from programs.program import Program, Step
 
 JOIN_TIMEOUT_S = 60
@@ -65,9 +65,10 @@ class Interpreter:
             self.streams: dict[int, Any] = {}
             self.storages: list[tuple[str, Any]] = []
             self.held: list[Any] | None = None
+            self.copies_gradients = False
         else:
             self.contexts, self.streams, self.storages = parent.contexts, parent.streams, parent.storages
-            self.held = parent.held
+            self.held, self.copies_gradients = parent.held, parent.copies_gradients
 
     # ---- the whole ----
 
@@ -241,6 +242,9 @@ class Interpreter:
             self.notes.finished_count += any(leaf.grad is not None for leaf in self.leaves.values())
         finally:
             self.note_gradients(".".join(self.path))
+            self.notes.count_shared_gradients(self.leaves.values(), self.values.values())
+            if self.copies_gradients:
+                copy_gradients(self.leaves.values())
 
     def do_grad(self, step: Step) -> None:
         sources = [self.values[name] for name in step["source"] if name in self.values]

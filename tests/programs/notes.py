@@ -1,7 +1,7 @@
 """notes.py: what a run of a program saw, and its bits."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ class Notes:
         self.done: Counter[str] = Counter()  # what ran without an error, by name
         self.raised: Counter[str] = Counter()
         self.finished_count = 0  # backwards that reached a leaf
+        self.shared_gradient_count = 0  # gradients on the memory of a value: a later backward adds into them
         self.alive: list[str] = []  # values whose storages outlived the program
         # On CUDA bits are read at the end: each read waits for the device, and would hide a missing wait.
         self._is_late = device.type == "cuda"
@@ -28,11 +29,16 @@ class Notes:
     def bits(self) -> list[tuple[str, Any]]:
         return [(step, _bits(value)) for step, value in self.seen]
 
+    def count_shared_gradients(self, leaves: Iterable[torch.Tensor], values: Iterable[Any]) -> None:
+        of_values = set().union(*map(_storages, values))
+        self.shared_gradient_count += sum(not of_values.isdisjoint(_storages(leaf.grad)) for leaf in leaves)
+
     def join(self, other: "Notes") -> None:
         self.seen += other.seen
         self.done += other.done
         self.raised += other.raised
         self.finished_count += other.finished_count
+        self.shared_gradient_count += other.shared_gradient_count
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -41,6 +47,18 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from plain_tensors(value.b)
     elif isinstance(value, torch.Tensor):
         yield value
+
+
+def copy_gradients(leaves: Iterable[torch.Tensor]) -> None:
+    """Each ``.grad`` that autograd may add into gets memory of its own."""
+    with torch.inference_mode(False), torch.no_grad():
+        for leaf in leaves:
+            if type(leaf.grad) is torch.Tensor and not leaf.grad.requires_grad:
+                leaf.grad = leaf.grad.clone()
+
+
+def _storages(value: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in plain_tensors(value) if t.layout is torch.strided}
 
 
 def _bits(value: Any) -> Any:

@@ -5,21 +5,24 @@ import enum
 import re
 import time
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchoffload
 from devices import Device
 from gradients import Live, Run, execute, settled
 from programs.interpreter import Interpreter
-from programs.notes import Notes
+from programs.notes import Notes, plain_tensors
 from programs.program import Program
 
 STOCK_RUNS_AFTER_A_DIFFERENCE = 20
+SETTLE_TIMEOUT_S = 5.0  # for I/O under way to let go of what it touches
 # Kept for these reasons, a byte was not to move: the rest is eligible. See docs/testing.md.
 NOT_ELIGIBLE = {"parameter", "marked", "in_backward", "small", "layout", "host_full", "device"}
 # Where autograd says that a tensor which was written to came from.
@@ -48,6 +51,8 @@ class Verdict:
     raised: dict[str, int] = field(default_factory=dict)
     finished: bool = False  # at least one backward reached a leaf
     renamed: int = 0  # errors that name another origin, which is known when nothing is dropped
+    spared: bool = False  # without offloading autograd adds into a tensor of the program's; see docs/testing.md
+    left_by_any_hooks: bool = False  # handles are left, and no more than other hooks leave
     moved_bytes: int = 0
     eligible_bytes: int = 0
     kept_bytes: dict[str, int] = field(default_factory=dict)
@@ -91,6 +96,8 @@ def run_once(
     watches_storages: bool = False,
     may_live: Collection[str] = (),
     knows_origins: bool = False,
+    copies_gradients: bool = False,
+    context: Callable[..., Any] | None = None,
 ) -> tuple[Bits, Notes | None]:
     """What a run saw, as bits, and the notes that they come from; None where the run itself fell over."""
     device.seed = program.seed
@@ -98,11 +105,12 @@ def run_once(
 
     def interpret(run: Run) -> None:
         interpreter = Interpreter(program, run, None, watches_storages, may_live)
+        interpreter.copies_gradients = copies_gradients
         with interpreter.knowing_origins() if knows_origins else contextlib.nullcontext():
             notes.append(interpreter.run_all())
 
     try:
-        outcome = execute(interpret, device, stock=stock)
+        outcome = execute(interpret, device, stock=stock, context=context)
     except Exception as error:  # a race that only leaving the scope told of
         return [("scope", f"{type(error).__name__}: {error}")], None
     if not notes:
@@ -141,7 +149,10 @@ def _judge(program: Program, device: Device) -> Verdict:
     verdict.eligible_bytes = stats.bytes_offloaded + kept_bytes
     if offloaded != stock:
         verdict.renamed = renamed(stock, offloaded)
-        if not verdict.renamed or not same_where_origins_are_known(program, device):
+        is_same = verdict.renamed and same_where_origins_are_known(program, device)
+        if not is_same and notes is not None and watched.shared_gradient_count:
+            is_same = verdict.spared = same_where_gradients_are_copied(program, device)
+        if not is_same:
             verdict.kind, verdict.text = Kind.DIFFERS, first_difference(stock, offloaded)
             # Some kernels of a GPU add in no fixed order: what is seldom otherwise was the same twice by chance.
             for _ in range(STOCK_RUNS_AFTER_A_DIFFERENCE if device.name == "cuda" else 0):
@@ -155,11 +166,47 @@ def _judge(program: Program, device: Device) -> Verdict:
     if not set(notes.alive) <= set(watched.alive):
         # Less than stock's may live: a moved tensor breaks cycles through the graph.
         verdict.kind, verdict.text = Kind.LEAKS, f"storages of {notes.alive} are left, not {watched.alive}"
-    elif not watched.alive and (left := settled(live)) != live:  # else stock itself keeps graphs for ever
+    # Where a storage outlives it, stock itself keeps graphs for ever.
+    elif not watched.alive and (left := settled(live, SETTLE_TIMEOUT_S)) != live:
         if astuple(left) < astuple(live):
             return _judge(program, device)  # what an earlier program had left has gone meanwhile
-        verdict.kind, verdict.text = Kind.LEAKS, f"{left} is left, not {live}"
+        verdict.left_by_any_hooks = left.handles - live.handles <= handles_left_by_other_hooks(program, device)
+        if not verdict.left_by_any_hooks:
+            verdict.kind, verdict.text = Kind.LEAKS, f"{left} is left, not {live}"
     return verdict
+
+
+class _Box:
+    """What a pack of other hooks returns; `handles` are ours that it stands for: a wrapper's parts have their own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.handles = 1 + (len(list(plain_tensors(tensor))) if isinstance(tensor, TwoTensor) else 0)
+
+
+def handles_left_by_other_hooks(program: Program, device: Device) -> int:
+    """How many saved tensors outlive the program under hooks that do nothing but detach.
+
+    A custom Function's forward may save a view of its input, made there. Such a view requires a gradient by its base
+    alone, and no gradient accumulates for it. Any hooks make autograd unpack it as a leaf of its own, which under
+    create_graph gets a ``.grad`` whose graph leads back to it, and which nobody can clear: PyTorch's cycle of a leaf.
+    """
+    boxes: weakref.WeakSet[_Box] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> _Box:
+        box = _Box(tensor)
+        boxes.add(box)
+        return box
+
+    before = settled(Live.now(), timeout_s=0)
+    run_once(
+        program,
+        device,
+        stock=False,
+        context=lambda **options: torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor),
+    )
+    of_noop_managers = settled(before, timeout_s=0).handles - before.handles
+    return sum(box.handles for box in boxes) + of_noop_managers
 
 
 def renamed(stock: Bits, offloaded: Bits) -> int:
@@ -184,6 +231,17 @@ def same_where_origins_are_known(program: Program, device: Device) -> bool:
     """Every text, too, must be stock's where no tensor dies, no backward makes a graph, and nothing is read."""
     stock, _ = run_once(program, device, stock=True, knows_origins=True)
     offloaded, _ = run_once(program, device, stock=False, knows_origins=True)
+    return stock == offloaded
+
+
+def same_where_gradients_are_copied(program: Program, device: Device) -> bool:
+    """All must be stock's where each ``.grad`` gets memory of its own after the backward that made it.
+
+    A backward that returns what was saved, by way of a view, gives a leaf a ``.grad`` on the memory of what was saved.
+    Without offloading that is the program's, and the next backward adds into it; with it, it is a reloaded copy.
+    """
+    stock, _ = run_once(program, device, stock=True, copies_gradients=True)
+    offloaded, _ = run_once(program, device, stock=False, copies_gradients=True)
     return stock == offloaded
 
 
@@ -221,6 +279,8 @@ def total(verdicts: list[Verdict]) -> dict[str, Any]:
         "kinds": dict(Counter(str(verdict.kind) for verdict in verdicts)),
         "finished_fraction": sum(verdict.finished for verdict in verdicts) / count,
         "renamed": sum(verdict.renamed for verdict in verdicts),
+        "spared": sum(verdict.spared for verdict in verdicts),
+        "left_by_any_hooks": sum(verdict.left_by_any_hooks for verdict in verdicts),
         "moved_bytes": moved_bytes,
         "eligible_bytes": eligible_bytes,
         "moved_fraction": moved_bytes / max(eligible_bytes, 1),

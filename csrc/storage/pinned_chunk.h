@@ -1,0 +1,39 @@
+// PinnedChunk: host memory from the system, in huge pages, filled by several threads and made known to a driver.
+// Ownership:     a chunk is a value; whoever took it gives it back, or leaks it.
+// Thread safety: every function, any thread. Both block, for as long as the kernel and the driver take.
+// Shutdown:      neither is called then; see Note [No CUDA after main].
+// Not handled:   NUMA placement. Where the kernel has no huge pages, or none to give, the pages are small ones: the
+//                same memory, slower to fill and to register.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "storage/chunk.h"
+
+namespace torchoffload {
+
+inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
+
+// How memory is made known to a device's driver: injected, so that storage knows no driver. Each returns the reason for
+// a refusal, or empty. Both null: plain memory. Called from any thread, also while a CUDA graph is captured on another:
+// a driver that forbids it then must be told that this is none of the capture's.
+struct HostRegistration {
+  std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
+  std::string (*unregister_memory)(void* address) = nullptr;
+};
+
+struct PinnedChunk {
+  std::byte* address = nullptr;
+  uint64_t nbytes = 0;
+};
+
+// `nbytes`: a multiple of `page_bytes`, at a multiple of which the chunk begins. Throws StoreFull with the reason, and
+// with the limit of this process that may be behind it.
+PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
+
+// False: the driver refused, and the memory is leaked.
+bool give_back(const PinnedChunk& chunk, const HostRegistration& registration);
+
+}  // namespace torchoffload
