@@ -41,12 +41,21 @@ def tape_of(entries: list[tuple[Any, ...]]) -> dict[str, Any]:
             compute_s = max(compute_s, pure_s)
             known = records.setdefault(record, {"nbytes": nbytes, "ready_s": pure_s, "needed_s": -1.0})
             known["ready_s" if kind == "ready" else "needed_s"] = round(pure_s, 7)
+    shares = {}
+    for kind, (nbytes, seconds) in copies.items():
+        spans = [(begin_s, end_s) for name, begin_s, end_s, *_ in entries if name == kind]
+        elapsed_s = max(end_s for _, end_s in spans) - min(begin_s for begin_s, _ in spans) if spans else 0.0
+        moved = sum(entry[5] for entry in entries if entry[0] == kind)
+        shares[kind] = moved / (nbytes / seconds) / elapsed_s if seconds else 0.0
     rates = {name: nbytes / seconds if seconds else 0.0 for name, (nbytes, seconds) in copies.items()}
     return {
         "compute_s": round(compute_s, 7),
         "stalled_s": round(stalled_s, 7),
         "out_bytes_per_s": round(rates["copy_out"]),
         "in_bytes_per_s": round(rates["copy_in"]),
+        # Of the link, from the first copy's start to the last one's end.
+        "out_share": round(shares["copy_out"], 4),
+        "in_share": round(shares["copy_in"], 4),
         "records": [records[number] for number in sorted(records)],
     }
 
@@ -86,7 +95,7 @@ def main() -> None:
         tape = record(text, torch.device("cuda"))
         (arguments.out / f"{text.partition(':')[0]}.json").write_text(json.dumps(tape, indent=1) + "\n")
         seconds = f"{tape['compute_s']:.3f} s of compute, {tape['stalled_s']:.3f} s of waits"
-        print(f"{text}: {len(tape['records'])} records, {seconds}")
+        print(f"{text}: {len(tape['records'])} records, {seconds}; of the link {tape['out_share']}, {tape['in_share']}")
         print(torchoffload.report())
         torch.cuda.empty_cache()
         torchoffload.reset_stats()

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/mutant.h"
+#include "storage/host_memory.h"
 
 namespace torchoffload {
 namespace {
@@ -108,7 +109,9 @@ void PinnedArena::check_invariants() const {
 
 void PinnedArena::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kInherited);
-  require_sane_request(nbytes, "host memory");
+  // A system that promises more than it has would let it pass, and kill the process as the pages are touched.
+  if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
+    throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");
   const Turn turn(*this, [&] { return fits(nbytes); });
   if (!turn.is_mine()) return;  // another thread grew it, or released a slot, meanwhile
   uint64_t request_bytes = 0;
