@@ -21,6 +21,7 @@ from workloads import build_model, parse_workload, random_tokens
 WARM_UP_STEPS = 3
 TELLING_BYTES = 4 << 20  # smaller copies do not tell the link's rate
 WAITS = ("window_wait", "reload_wait")
+MOMENTS = ("ready", "needed")
 
 
 def tape_of(entries: list[tuple[Any, ...]]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def tape_of(entries: list[tuple[Any, ...]]) -> dict[str, Any]:
             if nbytes >= TELLING_BYTES:
                 copies[kind][0] += nbytes
                 copies[kind][1] += end_s - begin_s
-        else:
+        elif kind in MOMENTS:
             began_s = begin_s - stalled_s if began_s is None else began_s
             pure_s = begin_s - stalled_s - began_s
             compute_s = max(compute_s, pure_s)

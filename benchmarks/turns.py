@@ -27,7 +27,8 @@ GIB = 1 << 30
 PROCESS_BYTES = GIB  # of the device, beside what PyTorch's allocator holds: CUDA's context, and kernels
 MODES = ("auto", "all", "pairs", "none")
 SEARCH_STEP_COUNT = 3  # of one try: torchoffload's third step goes by what it learned, and is looked at
-SEARCH_TRY_COUNT = 5
+SEARCH_TRY_COUNT = 6
+SEARCH_MARGIN = 1 / 64  # of the first window, taken off beside what was over: memory moves in whole records
 
 Run = dict[str, Any]
 
@@ -255,10 +256,12 @@ def search_windows(first_bytes: int, bytes_over: Callable[[int, int], tuple[int,
         at_loss_over, peak_over = bytes_over(offload, reload)
         if at_loss_over <= 0 and peak_over <= 0:
             return offload, reload
+        margin = int(SEARCH_MARGIN * first_bytes)
+        at_loss_over, peak_over = (over + margin if over > 0 else 0 for over in (at_loss_over, peak_over))
         has_helped = lowered_bytes is None or (offload > 0 and last_peak_over - peak_over >= lowered_bytes / 2)
-        reload = max(0, reload - max(0, at_loss_over) - (0 if has_helped else max(0, peak_over)))
+        reload = max(0, reload - at_loss_over - (0 if has_helped else peak_over))
         lowest = min(offload, reload)
-        offload = max(0, lowest - max(0, peak_over)) if has_helped else lowest
+        offload = max(0, lowest - peak_over) if has_helped else lowest
         lowered_bytes, last_peak_over = lowest - offload, peak_over
     bytes_over(0, 0)
     return 0, 0

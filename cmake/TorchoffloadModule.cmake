@@ -27,7 +27,9 @@ function(torchoffload_add_module name)
   target_compile_definitions(${name} PRIVATE
     TORCHOFFLOAD_MODULE_NAME=${name}
     TORCHOFFLOAD_BUILT_TORCH_VERSION="${TORCH_VERSION}")
-  target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch Threads::Threads)
+  # The libstdc++ that torch uses, by name, also where the compiler is set up to link its own statically: two of them in
+  # one process share some of the names behind std::locale, and printing a number crashes.
+  target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch Threads::Threads -l:libstdc++.so.6)
   if(TORCH_CUDA_VERSION)
     target_link_libraries(${name} PRIVATE TargetTorch::cuda)
   endif()

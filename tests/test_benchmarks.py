@@ -195,13 +195,13 @@ def test_the_bound_is_the_link_both_ways_or_stocks_time(module):
     [
         (lambda _out, _back: 0, lambda _out, _back: 0, [(3200, 3200)]),
         # Something else of 200 is held at the loss, too.
-        (lambda _out, back: back + 200, lambda _out, _back: 0, [(3200, 3200), (3000, 3000)]),
+        (lambda _out, back: back + 200, lambda _out, _back: 0, [(3200, 3200), (2950, 2950)]),
         # The peak is forward's: the offload window comes down.
-        (lambda _out, back: back, lambda out, _back: out + 2000, [(3200, 3200), (1200, 3200)]),
+        (lambda _out, back: back, lambda out, _back: out + 2000, [(3200, 3200), (1150, 3200)]),
         # It is backward's: that does not help, and the reload window comes down, too.
-        (lambda _out, back: back, lambda _out, back: back + 1000, [(3200, 3200), (2200, 3200), (2200, 2200)]),
+        (lambda _out, back: back, lambda _out, back: back + 1000, [(3200, 3200), (2150, 3200), (2150, 2150)]),
         # Nothing helps.
-        (lambda _out, _back: 9000, lambda _out, _back: 9000, [(3200, 3200), (0, 0), (0, 0), (0, 0), (0, 0), (0, 0)]),
+        (lambda _out, _back: 9000, lambda _out, _back: 9000, [(3200, 3200)] + [(0, 0)] * 6),
     ],
 )
 def test_windows_come_down_until_the_memory_fits(

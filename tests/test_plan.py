@@ -1,8 +1,10 @@
 """Plan: what is kept, how large the windows are, and what a step takes then, beside brute force and the bound."""
 
 import itertools
+import json
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +193,31 @@ def test_without_times_the_end_alone_is_kept():
     plan, step = testing.plan_step(nbytes, list(range(40)), None)
     assert step is None
     assert plan["kept"] == ["none"] * 36 + ["tape_end"] * 4
+
+
+# ---- recorded steps ----
+
+TAPES = Path(__file__).parent / "data" / "tapes"
+
+
+@pytest.mark.parametrize("name", ["A", "B", "C"])
+def test_recorded_steps_take_their_bound(name):
+    """Llama training steps on an H200, as benchmarks/record_tapes.py wrote them."""
+    tape = json.loads((TAPES / f"{name}.json").read_text())
+    records = tape["records"]
+    nbytes = [record["nbytes"] for record in records]
+    # Reloads go from the last save to the first: here in the order in which backward asked.
+    asked = sorted(range(len(records)), key=lambda number: -records[number]["needed_s"])
+    last_save = [asked.index(number) for number in range(len(records))]
+    times = testing.StepTimes(
+        [(record["ready_s"], record["needed_s"]) for record in records],
+        tape["compute_s"],
+        tape["out_bytes_per_s"],
+        tape["in_bytes_per_s"],
+        20e-6,
+    )
+    plan, planned = testing.plan_step(nbytes, last_save, times)
+    assert planned["step_s"] <= 1.03 * planned["bound_s"]
+    assert planned["kept_bytes"] <= plan["reload_window_bytes"]
+    largest = max(range(len(records)), key=lambda number: nbytes[number])
+    assert plan["kept"][largest] == "needed_soon", "the log-softmax"

@@ -1,6 +1,8 @@
 """report(): one screen, in units, that says what to change when nothing moved."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 import torch
@@ -59,6 +61,10 @@ def test_a_report_on_nothing_says_how_to_begin():
         ("host_full", "Raise host_budget_bytes"),
         ("resized", "resizes these storages"),
         ("write_failed", "set disk_dir"),
+        ("lives_on", "let go of them before backward"),
+        ("needed_soon", "larger batches"),
+        ("tape_end", "a smaller reload_window_bytes"),
+        ("small_copy", "learn=False"),
     ],
 )
 def test_a_report_says_what_to_change_when_nothing_moved(reason, advice):
@@ -73,6 +79,51 @@ def test_a_report_says_what_to_change_when_nothing_moved(reason, advice):
 )
 def test_bytes_are_told_in_units(count, text):
     assert _report.human_bytes(count) == text
+
+
+def test_every_reason_is_told_in_words():
+    ledger = pathlib.Path(__file__).parent.parent / "csrc" / "core" / "ledger.cpp"
+    reasons = set(re.findall(r'case KeptReason::\w+:\s+return "(\w+)";', ledger.read_text())) - {"none"}
+    assert len(reasons) > 10
+    assert set(_report._REASONS) == set(_report._ADVICE) == reasons
+
+
+def tape(**counts):
+    """One tape's row."""
+    zeros = {field.name: 0 for field in dataclasses.fields(_stats.TapeStats)}
+    return _stats.TapeStats(**(zeros | {"records_kept": {}, "bytes_kept": {}} | counts))
+
+
+def test_what_is_freed_at_the_loss_is_the_latest_tape_that_closed():
+    text = _report.format_stats(made(tapes=(tape(bytes_away=2 << 20), tape(bytes_away=3 << 20), tape()), live_tapes=1))
+    assert "freed at the loss          3.0 MiB less device memory than without us" in text
+
+
+def test_pinned_memory_is_told_as_held_and_used():
+    text = _report.format_stats(made(pinned_bytes=4 << 20, peak_pinned_bytes=5 << 20, pinned_bytes_used=3 << 20))
+    assert "4.0 MiB now, 5.0 MiB at most; 3.0 MiB of it in use" in text
+
+
+def test_a_report_on_demand_tells_the_saved_tensors_that_are_alive(tmp_path):
+    context = torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=1024)
+    with context:
+        kept_alive = [torch.ones(61, 67, requires_grad=True).exp() for _ in range(3)]
+        kept_alive.append(torch.ones(7, requires_grad=True).exp())
+    assert "saved tensors alive" not in torchoffload.report()
+    text = torchoffload.report(holders=True)
+    assert re.search(r"saved tensors alive +4 of 2 kinds, the oldest \d+\.\d s old", text)
+    assert re.search(r" 3 x float32 \(61, 67\), 16\.0 KiB each, \d+\.\d to \d+\.\d s old", text)
+    assert re.search(r" 1 x float32 \(7,\), 28 B each", text)
+    kept_alive.clear()
+    assert "saved tensors alive" not in torchoffload.report(holders=True)
+
+
+def test_what_cannot_be_asked_for_its_shape_is_told_without_one(tmp_path):
+    with torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=0):
+        sparse = torch.eye(32).to_sparse()
+        product = torch.sparse.mm(sparse, torch.ones(32, 32, requires_grad=True))
+    assert "1 x float32 without plain storage" in torchoffload.report(holders=True)
+    del product
 
 
 def test_a_report_on_demand_names_what_holds_a_graph(tmp_path):

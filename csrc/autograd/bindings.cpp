@@ -9,6 +9,7 @@
 #include "autograd/hooks.h"
 #include "autograd/operation.h"
 #include "autograd/registry.h"
+#include "autograd/saved_tensor.h"
 #include "autograd/statistics.h"
 #include "storage/host_memory.h"
 
@@ -66,8 +67,8 @@ py::dict stats() {
     engine->append_live_rows(rows);
   }
   if (rows.size() > Statistics::kRowLimit) rows.erase(rows.begin(), rows.end() - Statistics::kRowLimit);
-  const uint64_t pinned = pinned_bytes();
-  statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned);
+  const PinnedMemory pinned = pinned_memory();
+  statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned.held_bytes);
   py::list tapes;
   for (const TapeRow& row : rows) tapes.append(to_dict(row));
   py::dict dict = to_dict(statistics.totals);
@@ -78,13 +79,23 @@ py::dict stats() {
   dict["live_tapes"] = statistics.live_tapes;
   dict["slot_bytes"] = statistics.slot_bytes;
   dict["peak_slot_bytes"] = statistics.peak_slot_bytes;
-  dict["pinned_bytes"] = pinned;
+  dict["pinned_bytes"] = pinned.held_bytes;
+  dict["pinned_bytes_used"] = pinned.used_bytes;
   dict["peak_pinned_bytes"] = statistics.peak_pinned_bytes;
   dict["peak_offload_window_bytes"] = statistics.peak_offload_window_bytes;
   dict["peak_reload_window_bytes"] = statistics.peak_reload_window_bytes;
   dict["budget_bytes_used"] = statistics.charged_bytes;
   dict["tapes"] = tapes;
   return dict;
+}
+
+py::list live_saves() {
+  py::list list;
+  for (const LiveSave& save : Saved::all_alive()) {
+    const py::object shape = save.sizes ? py::object(py::tuple(py::cast(*save.sizes))) : py::none();
+    list.append(py::make_tuple(save.dtype, shape, save.nbytes, save.age_s));
+  }
+  return list;
 }
 
 py::list end_profile() {
@@ -160,6 +171,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("trim", trim);
   m.def("start_profile", start_profile);
   m.def("stop_profile", end_profile);
+  m.def("live_saves", live_saves);
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
   py::module_::import("atexit").attr("register")(py::cpp_function([] {

@@ -11,6 +11,7 @@
 
 #include "autograd/operation.h"
 #include "autograd/pending.h"
+#include "autograd/profiler_range.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
@@ -97,6 +98,7 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   mark(EntryKind::Ready, id, held.bytes.stream);
   const auto* source = static_cast<const std::byte*>(held.bytes.storage.data()) + record.span.begin;
   {
+    const ProfilerRange range("torchoffload::offload", record.nbytes());
     const TimedSpan span(timeline_, stream, entry(EntryKind::CopyOut, id));
     backend_.copy_out(*slot, source, record.nbytes(), stream);
   }
@@ -200,6 +202,7 @@ void Engine::enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer)
   // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
   if (stream != held.reload_end.stream && !mutated(Mutant::ReloadWaitsForReload)) order(stream, held.reload_end);
   {
+    const ProfilerRange range("torchoffload::reload", record.nbytes());
     const TimedSpan span(timeline_, stream, entry(EntryKind::CopyIn, id));
     backend_.copy_in(target.get(), held.slot, record.nbytes(), stream);
   }

@@ -39,8 +39,8 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
 
 namespace {
 
-// What this many steps in a row had in slots at once is what the next will. Less than that would fit the store anew with
-// each thing that is learned.
+// What this many steps in a row had in slots at once is what the next will. Less than that would fit the store anew
+// with each thing that is learned.
 constexpr uint32_t kStepsUntilKnown = 3;
 
 }  // namespace
@@ -74,6 +74,7 @@ uint64_t Engine::most_capacity_bytes(ContextState& context) {
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
   learn_tape(id);
+  if (!is_inherited()) timeline_.note_close(tapes_[id.index].number);
   for (const Save& save : ledger_.tape(id).saves) {
     if (!ledger_.is_live(save.record)) continue;
     holdings(save.record).identity.reset();

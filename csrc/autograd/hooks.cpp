@@ -13,6 +13,7 @@
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
 #include "autograd/operation.h"
+#include "autograd/profiler_range.h"
 #include "autograd/saved_wrapper.h"
 
 namespace torchoffload {
@@ -114,6 +115,7 @@ bool check_tensor(PyObject* object, const char* function) {
 PyObject* context_pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!check_tensor(object, "pack") || !look_for_graph_trees()) return nullptr;
+  const ProfilerRange range("torchoffload::pack");
   const ContextObject& context = *reinterpret_cast<ContextObject*>(self);
   // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
   auto* const handle = PyObject_New(HandleObject, handle_type);
@@ -138,6 +140,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
     return nullptr;
   }
   if (!look_for_graph_trees()) return nullptr;
+  const ProfilerRange range("torchoffload::unpack");
   // The caller only lends it: a backward on another thread may release it while this one waits without the GIL.
   const THPObjectPtr held_meanwhile(Py_NewRef(object));
   // What was saved is no inference tensor, and where it is read makes it none.

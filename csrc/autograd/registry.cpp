@@ -114,6 +114,10 @@ Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
 }
 
 void start_profile() {
+  for (Engine* const engine : engines()) {
+    TORCH_CHECK(engine->is_inherited() || !engine->backend().is_capturing(),
+                "torchoffload: profile() cannot be entered while a CUDA graph is being captured.");
+  }
   is_profiling_flag = true;
   for (Engine* const engine : engines()) {
     if (!engine->is_inherited()) engine->timeline().start_profile();
@@ -145,14 +149,17 @@ bool accelerator_available() {
 #endif
 }
 
-uint64_t pinned_bytes() {
+PinnedMemory pinned_memory() {
+  [[maybe_unused]] const auto of = [](const PinnedArena& arena) {
+    return PinnedMemory{arena.capacity_bytes(), arena.used_bytes()};
+  };
 #ifdef TORCHOFFLOAD_WITH_CUDA
-  if (cuda_available()) return cuda_arena(true).capacity_bytes();
+  if (cuda_available()) return of(cuda_arena(true));
 #endif
 #ifdef TORCHOFFLOAD_TESTING
-  return simulated_arena().capacity_bytes();
+  return of(simulated_arena());
 #else
-  return 0;
+  return {};
 #endif
 }
 

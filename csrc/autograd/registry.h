@@ -36,8 +36,12 @@ const std::vector<Engine*>& all_engines();
 // Is there a device with an engine for Tier::Host?
 bool accelerator_available();
 
-// Bytes of pinned memory held.
-uint64_t pinned_bytes();
+// Bytes of pinned memory held, and of those that slots use.
+struct PinnedMemory {
+  uint64_t held_bytes = 0;
+  uint64_t used_bytes = 0;
+};
+PinnedMemory pinned_memory();
 
 // Gives back what no slot uses, in every store. Returns the bytes given back. May block: called without the GIL.
 uint64_t trim_stores();

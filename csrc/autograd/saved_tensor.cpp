@@ -4,12 +4,14 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <ctime>
 #include <utility>
 
 #include "autograd/held_tensor.h"
@@ -123,6 +125,66 @@ bool VersionCheck::is_held_without_us() const {
   return is_custom(node) && !is_output_of(node);  // of an output stock makes a new one, too
 }
 
+// ---- what is alive ----
+
+namespace {
+
+double coarse_now_s() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);  // read at every save: it takes a fraction of the exact one's time
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+}  // namespace
+
+Saved*& Saved::newest() {
+  static Saved* newest = nullptr;
+  return newest;
+}
+
+Saved::Saved() : older_(newest()), born_s_(coarse_now_s()) {
+  if (older_ != nullptr) older_->newer_ = this;
+  newest() = this;
+  ++Statistics::global().live_handles;
+}
+
+Saved::~Saved() {
+  leave_list();
+  --Statistics::global().live_handles;
+}
+
+void Saved::leave_list() {
+  if (!std::exchange(is_listed_, false)) return;
+  (newer_ != nullptr ? newer_->older_ : newest()) = older_;
+  if (older_ != nullptr) older_->newer_ = newer_;
+}
+
+std::vector<LiveSave> Saved::all_alive() {
+  std::vector<LiveSave> alive;
+  const double now_s = coarse_now_s();
+  for (const Saved* saved = newest(); saved != nullptr; saved = saved->older_) {
+    std::optional<LiveSave> found = saved->describe();
+    if (!found) continue;
+    found->age_s = now_s - saved->born_s_;
+    alive.push_back(std::move(*found));
+  }
+  return alive;
+}
+
+std::optional<LiveSave> SavedTensor::describe() const {
+  if (engine_ != nullptr) {
+    const c10::IntArrayRef sizes = layout_.sizes();
+    return LiveSave{layout_.dtype(), sizes.vec(), c10::multiply_integers(sizes) * layout_.itemsize(), 0};
+  }
+  LiveSave save{kept_.scalar_type(), std::nullopt, 0, 0};
+  if (!TensorLayout::is_plain(kept_)) return save;
+  save.sizes = kept_.sizes().vec();
+  save.nbytes = static_cast<uint64_t>(kept_.nbytes());
+  return save;
+}
+
+// ---- one saved tensor ----
+
 SavedTensor::SavedTensor(const at::Tensor& tensor)
     : version_check_(tensor), kept_(tensor.is_leaf() ? tensor : detached_alias(tensor)), is_itself_(tensor.is_leaf()) {}
 
@@ -130,6 +192,7 @@ SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, E
     : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {}
 
 SavedTensor::~SavedTensor() {
+  leave_list();  // while there is something to describe
   if (Operation::is_shut_down()) {
     (void)kept_.unsafeReleaseIntrusivePtr().release();
     return;

@@ -14,6 +14,7 @@
 #include <optional>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "autograd/context_state.h"
 #include "autograd/engine.h"
@@ -74,16 +75,40 @@ class VersionCheck {
 
 enum class Versions : uint8_t { Check, Ignore };
 
-// What one handle owns.
+// A saved tensor that is alive, for a report on what should not be.
+struct LiveSave {
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::optional<std::vector<int64_t>> sizes;  // nullopt where asking would run Python
+  uint64_t nbytes = 0;
+  double age_s = 0;  // exact to some milliseconds
+};
+
+// What one handle owns. All that are alive are in a list, the newest first.
 class Saved {
  public:
-  Saved() { ++Statistics::global().live_handles; }
-  virtual ~Saved() { --Statistics::global().live_handles; }
+  Saved();
+  virtual ~Saved();
   Saved(const Saved&) = delete;
   Saved& operator=(const Saved&) = delete;
 
   // May block. Throws autograd's own error for a tensor that was written to.
   virtual at::Tensor unpack(Versions versions) = 0;
+
+  // Runs no Python.
+  static std::vector<LiveSave> all_alive();
+
+ protected:
+  // What it stands for, but its age; nullopt where others stand for it.
+  virtual std::optional<LiveSave> describe() const { return std::nullopt; }
+  void leave_list();
+
+ private:
+  static Saved*& newest();
+
+  Saved* newer_ = nullptr;
+  Saved* older_ = nullptr;
+  bool is_listed_ = true;
+  double born_s_;
 };
 
 class SavedTensor final : public Saved {
@@ -98,6 +123,7 @@ class SavedTensor final : public Saved {
   at::Tensor unpack(Versions versions) override;
 
  private:
+  std::optional<LiveSave> describe() const override;
   at::Tensor unpacked();
 
   VersionCheck version_check_;

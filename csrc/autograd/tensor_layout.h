@@ -29,6 +29,8 @@ class TensorLayout {
   at::Tensor build(c10::Storage storage, uint64_t base_bytes, const c10::VariableVersion& version) const;
 
   uint64_t itemsize() const { return dtype_.itemsize(); }
+  at::ScalarType dtype() const { return dtype_.toScalarType(); }
+  c10::IntArrayRef sizes() const { return sizes_and_strides_.sizes_arrayref(); }
 
  private:
   c10::DispatchKeySet key_set_;

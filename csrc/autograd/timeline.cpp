@@ -21,6 +21,8 @@ const char* to_string(EntryKind kind) {
       return "window_wait";
     case EntryKind::ReloadWait:
       return "reload_wait";
+    case EntryKind::Closed:
+      return "closed";
   }
   return "?";
 }
@@ -41,22 +43,64 @@ void Timeline::stop() {
 
 void Timeline::start_profile() {
   if (is_profiled_ || !backend_.tells_time()) return;
-  is_profiled_ = true;
   start();
+  is_profiled_ = true;
   profile_begin_ = entries_.size();
+  profile_origin_ = now(backend_.current_stream());
+}
+
+void Timeline::note_close(uint64_t tape) {
+  if (!is_profiled_ || backend_.is_capturing()) return;
+  Entry entry;
+  entry.kind = EntryKind::Closed;
+  entry.tape = tape;
+  try {
+    entry.device_bytes = backend_.allocated_bytes();
+    entry.begin = now(backend_.current_stream());
+    closes_.push_back({entries_.size(), entry});
+  } catch (...) {  // tapes close in destructors, too; a failing device says so at the next call that matters
+  }
+}
+
+// Has the device come to all that profile() noted?
+bool Timeline::read_profile() {
+  const auto is_reached = [&](TimedPoint point) { return backend_.seconds_between(origin_, point).has_value(); };
+  return read() == entries_.size() && is_reached(profile_origin_) &&
+         std::all_of(closes_.begin(), closes_.end(), [&](const Close& close) { return is_reached(close.entry.begin); });
+}
+
+// Of a point that was reached, which goes back to its backend.
+double Timeline::take_seconds(TimedPoint& point) {
+  const double seconds = backend_.seconds_between(origin_, point).value();
+  backend_.give_back(std::exchange(point, {}));
+  return seconds;
 }
 
 std::vector<Timeline::Entry> Timeline::stop_profile() {
   if (!std::exchange(is_profiled_, false)) return {};
-  while (read() < entries_.size()) {
+  do {
     const StreamId streams[] = {backend_.current_stream(), backend_.offload_stream(), backend_.reload_stream()};
     for (const StreamId stream : streams) {
       const Point end = backend_.record(stream);
       const BlockingSection blocking;
       backend_.synchronize(end);
     }
+  } while (!read_profile());
+  std::vector<Entry> seen;
+  auto closed = closes_.begin();
+  for (uint64_t number = profile_begin_; number <= entries_.size(); ++number) {
+    for (; closed != closes_.end() && closed->entry_count == number; ++closed) {
+      seen.push_back(closed->entry);
+      seen.back().begin_s = seen.back().end_s = take_seconds(closed->entry.begin);
+    }
+    if (number < entries_.size()) seen.push_back(entries_[number]);
   }
-  std::vector<Entry> seen(entries_.begin() + static_cast<ptrdiff_t>(profile_begin_), entries_.end());
+  closes_.clear();
+  const double begin_s = take_seconds(profile_origin_);
+  for (Entry& entry : seen) {
+    entry.begin_s -= begin_s;
+    entry.end_s -= begin_s;
+  }
   stop();
   return seen;
 }

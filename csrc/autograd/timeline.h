@@ -20,6 +20,7 @@ enum class EntryKind : uint8_t {
   CopyIn,      // a span on reload_stream
   WindowWait,  // a span in which the compute_stream waits for a full window
   ReloadWait,  // a span in which it waits for a record on its way back
+  Closed,      // a tape closed, and no record is meant: a moment, noted for profile() alone
 };
 const char* to_string(EntryKind kind);
 
@@ -35,7 +36,7 @@ class Timeline {
     uint64_t in_bytes = 0;      // in the reload window
     uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where nobody asked
     TimedPoint begin, end;
-    double begin_s = 0;  // since start(); valid once read() got there
+    double begin_s = 0;  // since start(), in what stop_profile() returns since start_profile(); once read() got there
     double end_s = 0;
   };
 
@@ -49,9 +50,13 @@ class Timeline {
   // profile() is on: memory is noted with each entry, and nothing is forgotten until it is off. Does nothing where the
   // backend tells no time.
   void start_profile();
-  // What was seen since start_profile(). Blocks the host until the device has come to the last entry.
+  // What was seen since start_profile(), in the order of the host. Blocks the host until the device has come to all of
+  // it.
   std::vector<Entry> stop_profile();
   bool is_profiled() const { return is_profiled_; }
+
+  // For profile(): the tape of this number closed. Does nothing where profile() is off.
+  void note_close(uint64_t tape);
 
   TimedPoint now(StreamId stream) { return backend_.record_timed(stream); }
 
@@ -67,12 +72,21 @@ class Timeline {
   uint64_t read();
 
  private:
+  struct Close {
+    uint64_t entry_count = 0;  // when it came
+    Entry entry;
+  };
+
   void forget_unread();
+  bool read_profile();
+  double take_seconds(TimedPoint& point);
 
   Backend& backend_;
   uint32_t wanted_ = 0;
   bool is_profiled_ = false;
   uint64_t profile_begin_ = 0;
+  TimedPoint profile_origin_;
+  std::vector<Close> closes_;  // apart from the entries: the Learner knows none
   TimedPoint origin_;
   std::deque<Entry> entries_;
   uint64_t read_count_ = 0;

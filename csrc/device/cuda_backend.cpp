@@ -254,8 +254,8 @@ std::string reason(cudaError_t error) {
 }
 
 // For driver calls of the arena's thread, which has no device of its own and may run while another thread captures a
-// CUDA graph. Made on a device that has a context, since the call would else make one on the first; and declared no part
-// of any capture, which would else be invalidated: see cudaThreadExchangeStreamCaptureMode.
+// CUDA graph. Made on a device that has a context, since the call would else make one on the first; and declared no
+// part of any capture, which would else be invalidated: see cudaThreadExchangeStreamCaptureMode.
 class ApartFromCaptures {
  public:
   ApartFromCaptures() {

@@ -81,8 +81,20 @@ StreamId SimBackend::current_stream() { return world().current_stream(device_ind
 StreamId SimBackend::offload_stream() { return world().stream_of(device_index_, StreamRole::Offload); }
 StreamId SimBackend::reload_stream() { return world().stream_of(device_index_, StreamRole::Reload); }
 
-Point SimBackend::record(StreamId stream) { return world().record(stream); }
-void SimBackend::wait(StreamId waiter, Point point) { world().wait(waiter, point); }
+Point SimBackend::record(StreamId stream) {
+  const Point point = world().record(stream);
+  if (tells_time()) points_s_[{stream, point.serial}] = clock_s(stream);
+  return point;
+}
+
+void SimBackend::wait(StreamId waiter, Point point) {
+  world().wait(waiter, point);
+  const auto found = points_s_.find({point.stream, point.serial});
+  if (found == points_s_.end()) return;
+  double& clock = clock_s(waiter);
+  clock = std::max(clock, found->second);
+}
+
 void SimBackend::synchronize(Point point) { world().synchronize(point); }
 
 PointStatus SimBackend::status(Point) {
@@ -121,7 +133,7 @@ void SimBackend::saw_operators_end() { world().end_operators(); }
 
 TimedPoint SimBackend::record_timed(StreamId stream) {
   if (!tells_time()) return {};
-  timed_s_.push_back(std::max(now_s_, free_s_[stream]));
+  timed_s_.push_back(clock_s(stream));
   return {static_cast<uint32_t>(timed_s_.size())};
 }
 
@@ -129,9 +141,23 @@ std::optional<double> SimBackend::seconds_between(TimedPoint from, TimedPoint to
   return timed_s_.at(to.id - 1) - timed_s_.at(from.id - 1);
 }
 
+uint64_t SimBackend::allocated_bytes() { return world().allocated_bytes(device_index_); }
+
+void SimBackend::set_link(double bytes_per_s) {
+  link_bytes_per_s_ = bytes_per_s;
+  if (!tells_time()) points_s_.clear();
+}
+
+// A stream of ours goes on from where its work ends, and not before the host gives it more.
+double& SimBackend::clock_s(StreamId stream) {
+  if (stream != offload_stream() && stream != reload_stream()) return now_s_;
+  double& copied_s = copied_s_[stream];
+  copied_s = std::max(copied_s, now_s_);
+  return copied_s;
+}
+
 void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
-  if (!tells_time()) return;
-  free_s_[stream] = std::max(now_s_, free_s_[stream]) + static_cast<double>(nbytes) / link_bytes_per_s_;
+  if (tells_time()) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
 }
 
 void start_simulation(SimOptions options) {

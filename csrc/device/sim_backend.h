@@ -14,6 +14,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/backend.h"
@@ -40,25 +41,28 @@ class SimBackend final : public Backend {
   bool tells_time() const override { return link_bytes_per_s_ > 0; }
   TimedPoint record_timed(StreamId stream) override;
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override;
+  uint64_t allocated_bytes() override;
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
   void saw_operators_end() override;
 
-  // Simulated time, for tests of what is learned: computing takes what advance() says, a copy its bytes over the rate,
-  // and a wait nothing. A rate of 0, as at first: this device tells no time.
-  void set_link(double bytes_per_s) { link_bytes_per_s_ = bytes_per_s; }
+  // Simulated time: computing takes what advance() says, a copy its bytes over the rate, and a wait until its point.
+  // All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
+  void set_link(double bytes_per_s);
   void advance(double seconds) { now_s_ += seconds; }
 
  private:
   void take_link(StreamId stream, uint64_t nbytes);
+  double& clock_s(StreamId stream);
 
   const int device_index_;
   double link_bytes_per_s_ = 0;
-  double now_s_ = 0;
-  std::map<StreamId, double> free_s_;  // when a stream's last copy ends
-  std::vector<double> timed_s_;        // by TimedPoint::id, less one
+  double now_s_ = 0;                                          // of computing
+  std::map<StreamId, double> copied_s_;                       // when what a stream of ours was given ends
+  std::map<std::pair<StreamId, uint64_t>, double> points_s_;  // by stream and serial
+  std::vector<double> timed_s_;                               // by TimedPoint::id, less one
 };
 
 // Runs before each allocation at the seam, as an allocator that is written in Python would; null for none.

@@ -24,6 +24,7 @@ class Context:
         offload_window_bytes: int | None,  # None: chosen from what was seen
         offload_window_records: int | None,  # max_fwd_stash_size
         reload_window_bytes: int | None,
+        learn: bool,
         disk_dir: str | None,  # absolute path for tier="disk", else None
         host_budget_bytes: int | None,  # None: the default of host_memory()
         raise_on_full: bool,
@@ -46,6 +47,22 @@ def stats() -> dict[str, Any]:
     """Totals since reset_stats() and a list of rows under "tapes"; keys are the fields of ``OffloadStats``."""
 
 def reset_stats() -> None: ...
+def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:
+    """Saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.
+
+    No shape, and 0 bytes, where asking would run Python.
+    """
+
+def start_profile() -> None:
+    """Begin to note what happens when, on each device that tells time. RuntimeError: in a CUDA graph capture."""
+
+def stop_profile() -> list[tuple[str, list[tuple[str, float, float, int, int, int, bool, int, int, int]]]]:
+    """Wait for what was noted, and return it: for each device that tells time its name and its entries.
+
+    An entry: kind, begin_s, end_s, tape, record, nbytes, is_kept, offload_window_bytes, reload_window_bytes,
+    device_bytes; seconds since start_profile(), in the order of the host.
+    """
+
 def trim() -> int:
     """Give idle pinned memory and spill-file ranges back. Returns bytes."""
 

@@ -16,21 +16,32 @@ from torchoffload._offload import (
     never_offload,
     trim,
 )
+from torchoffload._plot import plot_memory
+from torchoffload._profile import Profile, profile
 from torchoffload._report import report
 from torchoffload._stats import OffloadStats, TapeStats, reset_stats, stats
+from torchoffload._timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
 
 __version__ = _build_info.version
 
 __all__ = [
+    "EntryKind",
     "HostMemory",
     "NoOpManager",
     "OffloadActivations",
     "OffloadStats",
+    "Profile",
+    "ProfileEntry",
     "TapeStats",
+    "TapeTiming",
+    "Timing",
+    "Transfers",
     "__version__",
     "get_act_offloading_ctx_manager",
     "host_memory",
     "never_offload",
+    "plot_memory",
+    "profile",
     "report",
     "reset_stats",
     "stats",

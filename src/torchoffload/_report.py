@@ -2,10 +2,15 @@
 
 import gc
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
-from torchoffload._stats import OffloadStats, stats
+from torchoffload._core import core
+from torchoffload._profile import latest_timing
+from torchoffload._stats import OffloadStats, TapeStats, stats
+from torchoffload._timing import Timing, Transfers
+from torchoffload._units import human_bytes
 
 __all__ = ["human_bytes", "report"]
 
@@ -25,6 +30,10 @@ _REASONS = {
     "capturing": "a CUDA graph was being captured",
     "borrowed": "in memory that the tensor does not own (CUDA graphs of torch.compile)",
     "pending": "asked for before the copy was enqueued: backward began right after",
+    "lives_on": "held by the program through backward: moving them frees nothing",
+    "needed_soon": "asked for again before they could be out and back",
+    "tape_end": "the last of the tape: backward begins with them",
+    "small_copy": "too small to be copied at the link's rate",
 }
 
 # What to change when a reason kept everything.
@@ -41,6 +50,10 @@ _ADVICE = {
     "capturing": "Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
     "borrowed": 'Memory of CUDA graphs stays: compile without mode="reduce-overhead" to have it moved.',
     "pending": "Leave the context before backward, so that the last copies are enqueued.",
+    "lives_on": "Whoever holds these tensors would have to let go of them before backward.",
+    "needed_soon": "Compute is done before the copies would be: larger batches or layers would change that.",
+    "tape_end": "All that was saved fits the reload window: a smaller reload_window_bytes has it moved.",
+    "small_copy": "Larger batches make larger copies; learn=False has them moved all the same.",
 }
 _NOTHING_SAVED = (
     "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
@@ -48,22 +61,16 @@ _NOTHING_SAVED = (
 )
 
 
-def human_bytes(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves a number of at least 1, such as ``"1.5 GiB"``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+def _row(name: str, value: str, rest: str) -> str:
+    return f"  {name:<22}{value:>12} {rest}"
 
 
 def _moved(name: str, nbytes: int, records: int) -> str:
-    return f"  {name:<22}{human_bytes(nbytes):>12} in {records} records"
+    return _row(name, human_bytes(nbytes), f"in {records} records")
 
 
 def _pair(name: str, now: int, peak: int) -> str:
-    return f"  {name:<22}{human_bytes(now):>12} now, {human_bytes(peak)} at most"
+    return _row(name, human_bytes(now), f"now, {human_bytes(peak)} at most")
 
 
 def _kept_lines(seen: OffloadStats) -> list[str]:
@@ -76,19 +83,56 @@ def _kept_lines(seen: OffloadStats) -> list[str]:
     return lines
 
 
+def _loss_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
+    """Tell what the latest tape that closed had given up by then: those that are open have given up nothing yet."""
+    if not tapes:
+        return []
+    away = next((tape.bytes_away for tape in reversed(tapes) if tape.bytes_away), 0)
+    rest = "less device memory than without us, of the latest tape that gave any up"
+    return [_row("freed at the loss", human_bytes(away), rest)]
+
+
 def _tape_lines(seen: OffloadStats) -> list[str]:
     tapes = seen.tapes
     if not tapes:
         return []
     shown = tapes[-_TAPES_SHOWN:]
-    titles = ("out", "back", "joined", "kept", "waits")
+    titles = ("out", "back", "joined", "kept", "freed", "waits")
     lines = [f"  {f'last {len(shown)} tapes':<22}" + "".join(f"{title:>12}" for title in titles)]
     for number, tape in enumerate(shown, start=1):
-        sizes = (tape.bytes_offloaded, tape.bytes_reloaded, tape.bytes_deduplicated, sum(tape.bytes_kept.values()))
+        kept_bytes = sum(tape.bytes_kept.values())
+        sizes = (tape.bytes_offloaded, tape.bytes_reloaded, tape.bytes_deduplicated, kept_bytes, tape.bytes_away)
         cells = [*(human_bytes(size) for size in sizes), str(tape.window_waits)]
         is_alive = len(shown) - number < seen.live_tapes  # those that are stand last
         lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells) + ("  alive" if is_alive else ""))
     return lines
+
+
+def _rate(name: str, way: Transfers) -> str:
+    used = f"while copying, for {way.link_use():.0%} of the {way.span_s:.3f} s from first to last copy"
+    return _row(name, f"{way.bytes_per_s / 1e9:.1f} GB/s", used)
+
+
+def _timing_lines(tape_count: int, timing: Timing) -> list[str]:
+    stalls = f"{timing.window_wait_s:.3f} s for a full window, {timing.reload_wait_s:.3f} s for reloads"
+    lines = [
+        f"  in the latest profile(), {tape_count} tapes:",
+        _row("  compute stood still", f"{timing.stall_s:.3f} s", f"in all: {stalls}"),
+    ]
+    ways = (("  rate out", timing.out), ("  rate back", timing.back))
+    lines += [_rate(name, way) for name, way in ways if way.copies]
+    loss_bytes = timing.loss_device_bytes
+    at_loss = "" if loss_bytes is None else f", {human_bytes(loss_bytes)} at the loss"
+    lines.append(_row("  device memory", human_bytes(timing.peak_device_bytes), f"at most{at_loss}"))
+    return lines
+
+
+def _device_lines() -> list[str]:
+    """What torch's allocator says of each CUDA device that was used."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    peaks = [(index, torch.cuda.max_memory_allocated(index)) for index in range(torch.cuda.device_count())]
+    return [_pair(f"memory of cuda:{index}", torch.cuda.memory_allocated(index), peak) for index, peak in peaks if peak]
 
 
 def _advice(seen: OffloadStats) -> list[str]:
@@ -111,35 +155,67 @@ def _holders() -> Counter[str]:
         try:
             origin = each.grad_fn
             if origin is not None:
-                found[f"{each.dtype} {tuple(each.shape)} of {origin.name()}".removeprefix("torch.")] += 1
+                found[f"{_kind(each.dtype, tuple(each.shape))} of {origin.name()}"] += 1
         except RuntimeError:  # a view that may not be asked any more
             continue
     return found
 
 
-def _holder_lines(holders: Counter[str]) -> list[str]:
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {shape}".removeprefix("torch.")
+
+
+def _holder_lines() -> list[str]:
+    holders = _holders()
     total = sum(holders.values())
-    lines = [f"  {'with a history':<22}{total:>12} tensors that Python objects hold, each with its graph"]
-    lines += [f"{count:>36} x {text}" for text, count in holders.most_common(_HOLDERS_SHOWN)]
-    return lines
+    lines = [_row("with a history", str(total), "tensors that Python objects hold, each with its graph")]
+    return lines + [f"{count:>36} x {text}" for text, count in holders.most_common(_HOLDERS_SHOWN)]
 
 
-def format_stats(seen: OffloadStats, holders: Counter[str] | None = None) -> str:
-    """``seen`` as the text that ``report()`` returns."""
+def _live_save_lines() -> list[str]:
+    """Tell the saved tensors that are alive, alike ones together, the kinds with the oldest first."""
+    ages_s: dict[str, list[float]] = {}
+    for dtype, shape, nbytes, age_s in core.live_saves():
+        if shape is None:
+            kind = f"{dtype} without plain storage".removeprefix("torch.")
+        else:
+            kind = f"{_kind(dtype, shape)}, {human_bytes(nbytes)} each"
+        ages_s.setdefault(kind, []).append(age_s)
+    if not ages_s:
+        return []
+    kinds = sorted(ages_s.items(), key=lambda kind: max(kind[1]), reverse=True)
+    total = sum(len(ages) for _, ages in kinds)
+    oldest_s = max(kinds[0][1])
+    lines = [_row("saved tensors alive", str(total), f"of {len(kinds)} kinds, the oldest {oldest_s:.1f} s old")]
+    return lines + [
+        f"{len(ages):>36} x {text}, {min(ages):.1f} to {max(ages):.1f} s old" for text, ages in kinds[:_HOLDERS_SHOWN]
+    ]
+
+
+def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
+    """``seen`` as the text that ``report()`` returns, with lines of other sources."""
     lines = [
         "torchoffload, since the last reset_stats():",
         _moved("offloaded", seen.bytes_offloaded, seen.records_offloaded),
         _moved("reloaded", seen.bytes_reloaded, seen.records_reloaded),
         _moved("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
         *_kept_lines(seen),
-        f"  {'waits':<22}{seen.window_waits:>12} for a full offload window; {seen.passed_by} reloads came too early",
-        f"  {'windows, at most':<22}{human_bytes(seen.peak_offload_window_bytes):>12} out, "
-        f"{human_bytes(seen.peak_reload_window_bytes)} back",
+        *_loss_lines(seen.tapes),
+        _row("waits", str(seen.window_waits), f"for a full offload window; {seen.passed_by} reloads came too early"),
+        _row(
+            "windows, at most",
+            human_bytes(seen.peak_offload_window_bytes),
+            f"out, {human_bytes(seen.peak_reload_window_bytes)} back",
+        ),
         _pair("slots", seen.slot_bytes, seen.peak_slot_bytes),
-        _pair("pinned memory", seen.pinned_bytes, seen.peak_pinned_bytes),
-        f"  {'alive':<22}{seen.live_handles:>12} of {seen.handles} handles, {seen.live_records} records, "
-        f"{seen.live_slots} slots, {seen.live_tapes} tapes",
-        *(_holder_lines(holders) if holders is not None else ()),
+        _pair("pinned memory", seen.pinned_bytes, seen.peak_pinned_bytes)
+        + f"; {human_bytes(seen.pinned_bytes_used)} of it in use",
+        _row(
+            "alive",
+            str(seen.live_handles),
+            f"of {seen.handles} handles, {seen.live_records} records, {seen.live_slots} slots, {seen.live_tapes} tapes",
+        ),
+        *more,
         *_tape_lines(seen),
         *_advice(seen),
     ]
@@ -147,17 +223,26 @@ def format_stats(seen: OffloadStats, holders: Counter[str] | None = None) -> str
 
 
 def report(*, holders: bool = False) -> str:
-    """One screen of text on what moved, what was kept and why, the latest tapes, and what is alive.
+    """One screen of text on what moved, what was kept and why, memory, the latest tapes, and what is alive.
+
+    After a ``profile()`` also how long computing stood still for the copies, the rates they reached, and the memory it
+    saw; until the next ``reset_stats()``.
 
     Parameters
     ----------
     holders : bool
-        Tell also which tensors with a history Python objects hold, by dtype, shape and operator, for when more is alive
-        than should be: a graph lives as long as any of them. Looks through all objects, and takes a while.
+        For when more is alive than should be. Tell also the saved tensors that are alive, by dtype, shape, bytes and
+        age, and which tensors with a history Python objects hold, by dtype, shape and operator: a graph, with all that
+        it saved, lives as long as any of them. Looks through all objects, and takes a while.
 
     Returns
     -------
     str
         Lines without a trailing newline. When nothing moved, the last one says what to change.
     """
-    return format_stats(stats(), _holders() if holders else None)
+    more = _device_lines()
+    if latest := latest_timing():
+        more += _timing_lines(*latest)
+    if holders:
+        more += [*_live_save_lines(), *_holder_lines()]
+    return format_stats(stats(), more=more)

@@ -1,11 +1,12 @@
 """Statistics: what moved, what was kept and why. The core counts; this gives the counts names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torchoffload._core import core
 
-__all__ = ["OffloadStats", "TapeStats", "reset_stats", "stats"]
+__all__ = ["OffloadStats", "TapeStats", "at_reset", "reset_stats", "stats"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class TapeStats(_Counts):
         ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, and as learned from
         earlier steps ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``.
     bytes_away : int
-        Device memory that the tape had given up when it closed (as its context was left, or as its backward began): what
-        the memory at the loss is smaller by.
+        Device memory that the tape had given up when it closed (as its context was left, or as its backward began):
+        what the memory at the loss is smaller by.
     window_waits : int
         How often a full offload window made the compute stream wait.
     passed_by : int
@@ -63,6 +64,8 @@ class OffloadStats(_Counts):
         Bytes of slots in use, now and at most.
     pinned_bytes, peak_pinned_bytes : int
         Pinned host memory held, now and at most; ``trim()`` gives idle memory back.
+    pinned_bytes_used : int
+        Of ``pinned_bytes``, what slots take up now.
     peak_offload_window_bytes, peak_reload_window_bytes : int
         The most bytes in flight each way.
     budget_bytes_used : int
@@ -80,6 +83,7 @@ class OffloadStats(_Counts):
     peak_slot_bytes: int
     pinned_bytes: int
     peak_pinned_bytes: int
+    pinned_bytes_used: int
     peak_offload_window_bytes: int
     peak_reload_window_bytes: int
     budget_bytes_used: int
@@ -97,6 +101,16 @@ def stats() -> OffloadStats:
     return OffloadStats(**counted)
 
 
+_forgetful: list[Callable[[], None]] = []
+
+
+def at_reset(forget: Callable[[], None]) -> None:
+    """Have ``forget`` called by each ``reset_stats()``."""
+    _forgetful.append(forget)
+
+
 def reset_stats() -> None:
-    """Set totals to zero, peaks to what is held now, and forget the rows of finished tapes."""
+    """Set totals to zero, peaks to what is held now, and forget the rows of finished tapes and the latest profile()."""
     core.reset_stats()
+    for forget in _forgetful:
+        forget()

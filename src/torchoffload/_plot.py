@@ -1,0 +1,176 @@
+"""plot_memory(): device memory over one training step, plain and offloaded, in one picture."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchoffload._stats import stats
+from torchoffload._warnings import warn_user
+
+__all__ = ["plot_memory"]
+
+_DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
+_GIB = 1 << 30
+_PLAIN, _OFFLOADED = "plain", "offloaded"
+_COLORS = {_PLAIN: "tab:gray", _OFFLOADED: "tab:blue"}
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes allocated on a CUDA device, or of a CPU the resident bytes of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Course:
+    """Device memory after each operator of a step, in bytes, and which of them was the first of backward."""
+
+    memory_bytes: list[int] = field(default_factory=list)
+    backward_begins: int | None = None
+    is_complete: bool = True
+
+
+class _Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at device memory after each operator, those of backward and of recomputation among them."""
+
+    def __init__(self, device: torch.device, course: Course) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._course = device, course
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # autograd's own, of which there are more under any saved-tensor hooks: both courses count the same operators
+        if func is not torch.ops.aten.detach.default:
+            if self._course.backward_begins is None and torch._C._current_graph_task_id() != -1:
+                self._course.backward_begins = len(self._course.memory_bytes)
+            self._course.memory_bytes.append(memory_bytes(self._device))
+        return result
+
+
+def sample(step: Callable[[], object], device: torch.device, warm_up_steps: int, *, may_run_out: bool) -> Course:
+    """Run ``step``, and look at the last run; at the one that ran out of memory, if one did and may."""
+    for _ in range(warm_up_steps + 1):
+        course = Course()
+        try:
+            with _Sampler(device, course):
+                step()
+        except torch.OutOfMemoryError:
+            if not may_run_out:
+                raise
+            course.is_complete = False
+            break
+    return course
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    before = os.environ.get(_DISABLE_VARIABLE)
+    os.environ[_DISABLE_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE_VARIABLE]
+        else:
+            os.environ[_DISABLE_VARIABLE] = before
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "torchoffload.plot_memory needs matplotlib. Install it, or torchoffload with its extra: torchoffload[plot]"
+        ) from error
+    return Figure
+
+
+def _draw(axes: Any, name: str, course: Course) -> None:
+    gibibytes = [nbytes / _GIB for nbytes in course.memory_bytes]
+    color = _COLORS[name]
+    note = "" if course.is_complete else ", then out of memory"
+    axes.plot(gibibytes, label=f"{name}: {max(gibibytes, default=0.0):.2f} GiB at most{note}", color=color)
+    axes.fill_between(range(len(gibibytes)), gibibytes, color=color, alpha=0.15)
+    if course.backward_begins is not None:
+        axes.axvline(course.backward_begins, color=color, linestyle=":", linewidth=1)
+
+
+def plot_memory(
+    step: Callable[[], object],
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    warm_up_steps: int = 2,
+) -> None:
+    """Draw device memory over one training step, without and with offloading.
+
+    ``step`` runs a few times with every context switched off (``TORCHOFFLOAD_DISABLE``), then as often as it is; of
+    each, memory is looked at after every operator of the last run. The horizontal axis counts operators, which are the
+    same in both, and a dotted line is where backward began. Plain steps that run out of memory are drawn until then.
+
+    Parameters
+    ----------
+    step : callable
+        Runs one whole training step: forward inside ``OffloadActivations``, backward, and what follows it. It is
+        called ``2 * (warm_up_steps + 1)`` times, and trains whatever it trains.
+    path : str or os.PathLike
+        Where the picture goes; its suffix chooses the format, as ``.png`` or ``.svg``.
+    device : torch.device or str, optional
+        Whose memory. Default: the current CUDA device, or without one the CPU. Of a CPU it is the resident memory of
+        the process, in which freed memory shows only when the C library gives it back; see docs/profiling.md.
+    warm_up_steps : int
+        Steps of each kind that run before the one that is drawn: optimizers make their state in the first, and the
+        contexts learn.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed; the extra ``torchoffload[plot]`` brings it.
+    ValueError
+        ``warm_up_steps`` is negative.
+
+    Notes
+    -----
+    Regions of ``torch.compile`` run without being compiled while operators are looked at one by one.
+
+    Examples
+    --------
+    >>> def step():
+    ...     with torchoffload.OffloadActivations():
+    ...         loss = model(batch).loss
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> torchoffload.plot_memory(step, "memory.png")
+    """
+    figure_class = _figure_class()
+    if warm_up_steps < 0:
+        raise ValueError(f"torchoffload: warm_up_steps must be at least 0, got {warm_up_steps}")
+    looked_at = torch.device(device) if device is not None else _default_device()
+    with switched_off():
+        plain = sample(step, looked_at, warm_up_steps, may_run_out=True)
+    moved_before = stats().records_offloaded
+    offloaded = sample(step, looked_at, warm_up_steps, may_run_out=False)
+    if stats().records_offloaded == moved_before:
+        warn_user("torchoffload.plot_memory: nothing was offloaded in these steps; report() says why.")
+
+    figure = figure_class(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, course in ((_PLAIN, plain), (_OFFLOADED, offloaded)):
+        _draw(axes, name, course)
+    axes.set(title=f"Memory over one training step, {looked_at}", xlabel="operators run", ylabel="GiB")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

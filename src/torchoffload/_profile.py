@@ -1,0 +1,206 @@
+"""profile(): when the copies of the contexts inside it ran, and how long computing stood still for them."""
+
+import enum
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Self
+
+from torchoffload._core import core
+from torchoffload._stats import OffloadStats, TapeStats, at_reset, stats
+from torchoffload._timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
+from torchoffload._trace import write_trace
+
+__all__ = ["Profile", "latest_timing", "profile"]
+
+_NO_TIMES = (
+    "torchoffload: this profile has no times: nothing was saved inside it on a device that tells time. CUDA does, the "
+    'disk tier (tier="disk") does not. What moved is in Profile.counts.'
+)
+
+
+class _State(enum.Enum):
+    NEW = "it was not entered yet"
+    OPEN = "it is still open: leave its `with` block first"
+    OVER = "it is over: each `with` takes a new profile()"
+
+
+_lock = threading.Lock()
+_open_profile: "Profile | None" = None  # guarded by _lock
+_latest_timing: tuple[int, Timing] | None = None
+
+
+def latest_timing() -> tuple[int, Timing] | None:
+    """Return the number of tapes of the latest profile that has times, and its total; None since ``reset_stats()``."""
+    return _latest_timing
+
+
+def _forget_latest() -> None:
+    global _latest_timing
+    _latest_timing = None
+
+
+at_reset(_forget_latest)
+
+
+def _difference(before: OffloadStats, after: OffloadStats) -> TapeStats:
+    """Count what came between; a ``reset_stats()`` meanwhile makes it what came after that."""
+    if after.handles < before.handles:
+        return TapeStats(**{field.name: getattr(after, field.name) for field in fields(TapeStats)})
+
+    def less(now: Any, then: Any) -> Any:
+        if not isinstance(now, Mapping):
+            return now - then
+        return {key: value - then.get(key, 0) for key, value in now.items() if value != then.get(key, 0)}
+
+    return TapeStats(
+        **{field.name: less(getattr(after, field.name), getattr(before, field.name)) for field in fields(TapeStats)}
+    )
+
+
+class Profile:
+    """What ``profile()`` returns: a context, and after it what was seen.
+
+    It looks at the whole process: all contexts, devices and threads. On CUDA the times are those of events on the
+    streams themselves, so they are the device's; leaving the profile waits until the device has come to the last one.
+
+    Raises
+    ------
+    RuntimeError
+        Entering: another profile is open in this process, this one was entered before, or a CUDA graph is being
+        captured. Reading anything before the ``with`` block was left. Reading times where there are none: under
+        ``tier="disk"``, or where nothing was saved; ``has_times`` tells.
+    """
+
+    def __init__(self) -> None:
+        self._state = _State.NEW
+        self._has_times = False
+
+    def __enter__(self) -> Self:
+        global _open_profile
+        with _lock:
+            if self._state is not _State.NEW:
+                raise RuntimeError(f"torchoffload: this profile cannot be entered, {self._state.value}")
+            if _open_profile is not None:
+                raise RuntimeError(
+                    "torchoffload: a profile() is open already in this process. It sees all contexts and threads: "
+                    "leave it before another is entered."
+                )
+            core.start_profile()
+            self._before = stats()
+            self._state, _open_profile = _State.OPEN, self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _open_profile, _latest_timing
+        with _lock:
+            self._state, _open_profile = _State.OVER, None
+            devices: list[Any] = []
+            try:
+                devices = core.stop_profile()
+            finally:
+                self._stats = stats()
+                self._counts = _difference(self._before, self._stats)
+                self._has_times = bool(devices)
+                self._entries = tuple(_entry(device, row) for device, rows in devices for row in rows)
+                self._tapes, self._total = sum_up_tapes(self._entries), sum_up(self._entries)
+            if self._has_times:
+                _latest_timing = (len(self._tapes), self._total)
+
+    def _check(self, *, times: bool) -> None:
+        if self._state is not _State.OVER:
+            raise RuntimeError(f"torchoffload: this profile has nothing to tell, {self._state.value}")
+        if times and not self._has_times:
+            raise RuntimeError(_NO_TIMES)
+
+    @property
+    def counts(self) -> TapeStats:
+        """What moved and what was kept inside the profile, over all tapes; on every tier."""
+        self._check(times=False)
+        return self._counts
+
+    @property
+    def stats(self) -> OffloadStats:
+        """``stats()`` as the profile was left: host memory held and used, the latest tapes; on every tier."""
+        self._check(times=False)
+        return self._stats
+
+    @property
+    def has_times(self) -> bool:
+        """Whether a device that tells time saved something inside the profile."""
+        self._check(times=False)
+        return self._has_times
+
+    @property
+    def entries(self) -> tuple[ProfileEntry, ...]:
+        """Everything that happened, device by device, in the order in which the host enqueued it."""
+        self._check(times=True)
+        return self._entries
+
+    @property
+    def total(self) -> Timing:
+        """Stalls, rates and memory of all tapes together."""
+        self._check(times=True)
+        return self._total
+
+    @property
+    def tapes(self) -> tuple[TapeTiming, ...]:
+        """The same of each tape, in the order of opening."""
+        self._check(times=True)
+        return self._tapes
+
+    def export_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
+
+        Each device has a track for the waits of its compute stream, one for offload copies and one for reload copies,
+        with tape, record and bytes of each; a mark where each tape closed; and counters for the fill of both windows
+        and for device memory.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            Where the JSON goes; a file that is there is replaced.
+        """
+        self._check(times=True)
+        write_trace(self._entries, path)
+
+
+def _entry(device: str, row: tuple[Any, ...]) -> ProfileEntry:
+    kind, begin_s, end_s, tape, record, nbytes, is_kept, out_bytes, in_bytes, device_bytes = row
+    return ProfileEntry(
+        device=device,
+        kind=EntryKind(kind),
+        begin_s=begin_s,
+        end_s=end_s,
+        tape=tape,
+        record=record,
+        nbytes=nbytes,
+        is_kept=is_kept,
+        offload_window_bytes=out_bytes,
+        reload_window_bytes=in_bytes,
+        device_bytes=device_bytes,
+    )
+
+
+def profile() -> Profile:
+    """Look at when copies run and how long computing stands still for them, while the ``with`` block runs.
+
+    One at a time in a process. Each record that moves has up to ten timing events then; outside of a profile nothing is
+    paid. The disk tier tells no time: there it counts, and that is all.
+
+    Returns
+    -------
+    Profile
+        The context; after it what was seen.
+
+    Examples
+    --------
+    >>> with torchoffload.profile() as profile:
+    ...     with torchoffload.OffloadActivations():
+    ...         loss = model(batch).loss
+    ...     loss.backward()
+    >>> profile.total.stall_s
+    >>> profile.export_timeline("step.json")
+    """
+    return Profile()
