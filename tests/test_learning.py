@@ -287,6 +287,29 @@ def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test):
     assert not [line for line in lines if line.startswith("record_timed")]
 
 
+@SIMULATED
+@pytest.mark.usefixtures("_link")
+def test_a_timed_tape_that_stays_alive_is_not_timed_for_ever(device_under_test):
+    from simulated import seam_log
+
+    def step(run, length):
+        x = run.leaf(WIDTH, WIDTH)
+        with learning(run):
+            return chain(run, x, length).sum()
+
+    def program(run):
+        for _ in range(2):
+            held = step(run, 20)  # the second is timed, and its backward never comes
+        for number in range(80):
+            step(run, 3 + number % 5).backward()
+            with seam_log() if number > 70 else contextlib.nullcontext([]) as lines:
+                step(run, 20).backward()
+            assert not [line for line in lines if line.startswith("record_timed")]
+        held.backward()
+
+    rows_of(program, device_under_test, 1)
+
+
 # ---- on a GPU, whose times are its own ----
 
 

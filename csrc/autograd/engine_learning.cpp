@@ -11,6 +11,7 @@ namespace torchoffload {
 
 namespace {
 
+constexpr uint64_t kTimedTapeLife = 64;                // in tapes: one that outlives as many later ones is not timed on
 constexpr double kLatencyS = 20e-6;                    // of a copy, beside its bytes
 constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size tell the link's rate
 
@@ -20,6 +21,11 @@ constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size te
 
 void Engine::begin_trace(TapeInfo& tape) {
   learn_times();
+  if (timeline_.is_on()) {
+    for (TapeInfo& known : tapes_) {
+      if (known.is_timed && known.number + kTimedTapeLife < tape.number) stop_timing(known, /*is_complete=*/false);
+    }
+  }
   if (tape.context->options.learn) tape.trace = learner_.begin(tape.context->options.windows);
   tape.windows = default_windows(tape.context->options.windows, largest_record_bytes_);
 }
