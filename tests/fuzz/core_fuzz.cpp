@@ -1,6 +1,6 @@
 // core_fuzz: random lives of records over Ledger, Schedule and RangeAllocator together, as an engine would lead them,
-// and now and then as it must not. After each step the invariants hold, and what the three say is what models of them
-// say, which are too simple to be wrong. `make fuzz` builds and runs it under ASan and UBSan.
+// and now and then as it must not; then random tapes through Learner and plan. After each step the invariants hold, and
+// models that are too simple to be wrong say the same. `make fuzz` builds and runs it under ASan and UBSan.
 #include <algorithm>
 #include <functional>
 #include <optional>
@@ -9,11 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/ledger.h"
-#include "core/range_allocator.h"
 #include "core/schedule.h"
 #include "driver.h"
 #include "ledger_model.h"
+#include "plan_fuzz.h"
 #include "range_model.h"
 
 namespace torchoffload::fuzz {
@@ -46,6 +45,7 @@ class World {
     check();
     expect(ledger_.live_records() == 0 && ledger_.live_tapes() == 0, "something outlives its last handle");
     expect(ranges_.used_bytes() == 0, "a slot outlives its record");
+    PlanFuzz(random_()).run();
   }
 
  private:
@@ -136,7 +136,7 @@ class World {
       const Span moved = Schedule::span_to_move(span, identity.nbytes);
       expect(moved.contains(span) && moved.end <= identity.nbytes, "what moves is less than what was saved, or more");
       id = ledger_.add_record(tape, identity, moved);
-      schedule_.saw_record(moved.nbytes());
+      largest_record_bytes_ = std::max(largest_record_bytes_, moved.nbytes());
       model_.add_record(*id, tape, identity, moved);
     } else if (!model_.holding(*id).has_source()) {
       coverage_.saw("join after its source");
@@ -299,7 +299,8 @@ class World {
     if (closed_tapes_.empty()) return;
     const TapeId id = pick(closed_tapes_);
     const Tape& tape = ledger_.tape(id);
-    const uint64_t window_bytes = below(4) == 0 ? below(kBlockBytes) : schedule_.reload_window_bytes({});
+    const uint64_t window_bytes =
+        below(4) == 0 ? below(kBlockBytes) : default_windows({}, largest_record_bytes_).reload_bytes;
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
       coverage_.saw("missed");
@@ -382,7 +383,7 @@ class World {
   std::mt19937_64 random_;
   Coverage& coverage_;
   Ledger ledger_;
-  Schedule schedule_;
+  uint64_t largest_record_bytes_ = 0;
   CheckedRanges ranges_;
   LedgerModel model_;
   std::vector<TapeId> open_tapes_, closed_tapes_;

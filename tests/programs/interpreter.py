@@ -61,7 +61,7 @@ class Interpreter:
         self.leaves: dict[str, torch.Tensor] = {}
         self.path: list[str] = []
         if parent is None:
-            self.contexts = [run.offload(**options) for options in program.contexts]
+            self.contexts = [self._context(options) for options in program.contexts]
             self.streams: dict[int, Any] = {}
             self.storages: list[tuple[str, Any]] = []
             self.held: list[Any] | None = None
@@ -69,6 +69,9 @@ class Interpreter:
         else:
             self.contexts, self.streams, self.storages = parent.contexts, parent.streams, parent.storages
             self.held, self.copies_gradients = parent.held, parent.copies_gradients
+
+    def _context(self, options: dict[str, Any]) -> Any:
+        return self.run.offload(**(options | {"learn": self.program.learns}))
 
     # ---- the whole ----
 
@@ -288,7 +291,7 @@ class Interpreter:
 
     def do_with(self, step: Step) -> None:
         if step["fresh"] and self.program.contexts and step["context"] >= 0:
-            context = self.run.offload(**self.program.contexts[step["context"] % len(self.program.contexts)])
+            context = self._context(self.program.contexts[step["context"] % len(self.program.contexts)])
         else:
             context = self.context(step["context"])
         with context:

@@ -34,6 +34,11 @@ class Program:
     watches_storages: bool
     steps: list[Step]
 
+    @property
+    def learns(self) -> bool:
+        """Whether its contexts let one run of it teach the next: in a third of the programs."""
+        return self.seed % 3 == 0
+
     def step_count(self) -> int:
         return sum(1 for _ in all_steps(self.steps))
 
