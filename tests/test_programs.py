@@ -107,7 +107,7 @@ def a_leaf_that_gets_its_own_memory_for_its_gradient() -> Program:
     )
     backward: Step = {"do": "backward", "of": ["v3"], "retain": True}
     last: Step = {"do": "grad", "of": ["v6"], "source": ["v4"], "retain": True, "out": "v7"}
-    return Program(0, LEAST_MEMORY, False, [LEAF, forward, backward, backward, last])
+    return Program(1, LEAST_MEMORY, False, [LEAF, forward, backward, backward, last])
 
 
 def test_a_tensor_that_autograd_adds_into_without_us_is_told_apart(device_under_test: Device):
@@ -135,7 +135,7 @@ def a_program_that_any_hooks_leave_handles_of() -> Program:
         {"do": "grad", "of": ["v2"], "source": ["v1"], "retain": True, "create": True, "out": "v3"},
     )
     backward: Step = {"do": "backward", "of": ["v2", "v3"], "retain": True, "create": True}
-    return Program(0, LEAST_MEMORY, False, [LEAF, forward, backward])
+    return Program(1, LEAST_MEMORY, False, [LEAF, forward, backward])
 
 
 class LeakingDevice(Device):
@@ -155,7 +155,7 @@ LEAVING: dict[str, tuple[type[Device], Callable[[], Program]]] = {
     "any hooks, and we": (LeakingDevice, a_program_that_any_hooks_leave_handles_of),
     "we": (
         LeakingDevice,
-        lambda: Program(0, LEAST_MEMORY, False, [LEAF, {"do": "unary", "op": "sin", "x": "v1", "out": "v2"}]),
+        lambda: Program(1, LEAST_MEMORY, False, [LEAF, {"do": "unary", "op": "sin", "x": "v1", "out": "v2"}]),
     ),
 }
 
