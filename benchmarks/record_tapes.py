@@ -15,71 +15,66 @@ from typing import Any
 
 import torch
 
+import torchoffload
 from hardware import hardware
 from workloads import build_model, parse_workload, random_tokens
 
 WARM_UP_STEPS = 3
 TELLING_BYTES = 4 << 20  # smaller copies do not tell the link's rate
-WAITS = ("window_wait", "reload_wait")
-MOMENTS = ("ready", "needed")
 
 
-def tape_of(entries: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """Sum up one step's timeline, as core.stop_profile() gives it, in the words of the plan."""
+def rate(profile: torchoffload.Profile, kind: str) -> float:
+    """Bytes per second of the copies that are large enough to tell."""
+    copies = [entry for entry in profile.entries if entry.kind == kind and entry.nbytes >= TELLING_BYTES]
+    seconds = sum(entry.duration_s for entry in copies)
+    return sum(entry.nbytes for entry in copies) / seconds if seconds else 0.0
+
+
+def tape_of(profile: torchoffload.Profile) -> dict[str, Any]:
+    """Sum up one step's profile in the words of the plan."""
     records: dict[int, dict[str, Any]] = {}
-    copies: dict[str, list[float]] = {"copy_out": [0.0, 0.0], "copy_in": [0.0, 0.0]}
     stalled_s, began_s, compute_s = 0.0, None, 0.0
-    for kind, begin_s, end_s, _tape, record, nbytes, *_ in entries:
-        if kind in WAITS:
-            stalled_s += end_s - begin_s
-        elif kind in copies:
-            if nbytes >= TELLING_BYTES:
-                copies[kind][0] += nbytes
-                copies[kind][1] += end_s - begin_s
-        elif kind in MOMENTS:
-            began_s = begin_s - stalled_s if began_s is None else began_s
-            pure_s = begin_s - stalled_s - began_s
+    for entry in profile.entries:
+        if entry.kind in ("window_wait", "reload_wait"):
+            stalled_s += entry.duration_s
+        elif entry.kind in ("ready", "needed"):
+            began_s = entry.begin_s - stalled_s if began_s is None else began_s
+            pure_s = entry.begin_s - stalled_s - began_s
             compute_s = max(compute_s, pure_s)
-            known = records.setdefault(record, {"nbytes": nbytes, "ready_s": pure_s, "needed_s": -1.0})
-            known["ready_s" if kind == "ready" else "needed_s"] = round(pure_s, 7)
-    shares = {}
-    for kind, (nbytes, seconds) in copies.items():
-        spans = [(begin_s, end_s) for name, begin_s, end_s, *_ in entries if name == kind]
-        elapsed_s = max(end_s for _, end_s in spans) - min(begin_s for begin_s, _ in spans) if spans else 0.0
-        moved = sum(entry[5] for entry in entries if entry[0] == kind)
-        shares[kind] = moved / (nbytes / seconds) / elapsed_s if seconds else 0.0
-    rates = {name: nbytes / seconds if seconds else 0.0 for name, (nbytes, seconds) in copies.items()}
+            known = records.setdefault(entry.record, {"nbytes": entry.nbytes, "ready_s": pure_s, "needed_s": -1.0})
+            known[f"{entry.kind}_s"] = round(pure_s, 7)
+    out_rate, in_rate = rate(profile, "copy_out"), rate(profile, "copy_in")
     return {
         "compute_s": round(compute_s, 7),
         "stalled_s": round(stalled_s, 7),
-        "out_bytes_per_s": round(rates["copy_out"]),
-        "in_bytes_per_s": round(rates["copy_in"]),
+        "out_bytes_per_s": round(out_rate),
+        "in_bytes_per_s": round(in_rate),
         # Of the link, from the first copy's start to the last one's end.
-        "out_share": round(shares["copy_out"], 4),
-        "in_share": round(shares["copy_in"], 4),
+        "out_share": round(profile.total.out.link_use(out_rate or None), 4),
+        "in_share": round(profile.total.back.link_use(in_rate or None), 4),
         "records": [records[number] for number in sorted(records)],
     }
 
 
 def record(text: str, device: torch.device) -> dict[str, Any]:
     """Train a few steps of a workload, and return the tape of one more."""
-    import torchoffload
-    from torchoffload._core import core
-
     workload = parse_workload(text)
     torch.manual_seed(0)
     model = build_model(workload, device, torch.bfloat16)
     tokens = random_tokens(workload, device)
     context = torchoffload.get_act_offloading_ctx_manager(model)
-    for number in range(WARM_UP_STEPS + 1):
-        if number == WARM_UP_STEPS:
-            torch.cuda.synchronize(device)
-            core.start_profile()
+
+    def step() -> None:
         with context:
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-    ((_, entries),) = core.stop_profile()
-    return {"workload": text, "hardware": hardware(device), **tape_of(entries)}
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    torch.cuda.synchronize(device)
+    with torchoffload.profile() as profile:
+        step()
+    return {"workload": text, "hardware": hardware(device), **tape_of(profile)}
 
 
 def main() -> None:
@@ -88,8 +83,6 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", default=["A", "B", "C", "D"], help="as for train_step.py")
     parser.add_argument("--out", type=Path, required=True, help="directory for one JSON file a workload")
     arguments = parser.parse_args()
-
-    import torchoffload
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     for text in arguments.workload:

@@ -1,5 +1,6 @@
 """arenas.py: pinned arenas for tests, small and without a GPU."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,3 +34,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def settle(arena: Any) -> None:
     wait_until(lambda: not arena.is_growing, "what is wanted ahead is there")
+
+
+def exit_code_in_child(check: Callable[[], None]) -> int:
+    """Runs `check` in a forked child: 0 if it returns, 1 if it raises."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

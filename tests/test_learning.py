@@ -288,6 +288,35 @@ def test_a_step_that_is_not_timed_sets_no_timed_point(device_under_test):
 
 
 @SIMULATED
+def test_reloads_go_on_at_saved_tensors_that_are_not_ours(device_under_test):
+    """The kept end fills the window of one record, and dies before a NoOp region's saved tensor is asked for."""
+    reloads_by_then: list[int] = []
+
+    class Asks(Chain):
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            reloads_by_then.append(sum(tape.records_reloaded for tape in torchoffload.stats().tapes[-1:]))
+            return grad * x
+
+    def program(run):
+        reloads_by_then.clear()
+        for _ in range(3):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run, offload_window_bytes=RECORD_BYTES, reload_window_bytes=RECORD_BYTES):
+                hidden = chain(run, x, 5)
+                with run.noop():
+                    hidden = Asks.apply(hidden)
+                loss = Chain.apply(hidden).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    rows = rows_of(program, device_under_test, 3)
+    assert rows[-1].bytes_kept == {"tape_end": RECORD_BYTES}
+    assert reloads_by_then[-1] == 1
+
+
+@SIMULATED
 @pytest.mark.usefixtures("_link")
 def test_a_timed_tape_that_stays_alive_is_not_timed_for_ever(device_under_test):
     from simulated import seam_log

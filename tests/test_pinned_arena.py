@@ -4,34 +4,18 @@ Growing ahead of need is in test_pinned_arena_growth.py.
 """
 
 import ctypes
-import os
 import resource
 import threading
 
 import pytest
 
-testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
-
-MIB = 1 << 20
+from arenas import MIB, exit_code_in_child, testing
 
 
 @pytest.fixture(autouse=True)
 def _driver_that_agrees():
     yield
     testing.driver_refuses(False)
-
-
-def exit_code_in_child(check):
-    """Runs `check` in a forked child: 0 if it returns, 1 if it raises."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            check()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def smaps_kib(address, name):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from arenas import CHUNK, MIB, acquire, arena_of_chunks, settle, testing, wait_until
+from arenas import CHUNK, MIB, acquire, arena_of_chunks, exit_code_in_child, settle, testing, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -234,15 +234,7 @@ def test_a_child_forked_with_a_chunk_in_the_making_touches_nothing_and_its_own_a
         assert mine.capacity_bytes == 4 * CHUNK
 
     with chunk_in_the_making(arena, 4 * CHUNK):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                check()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code_in_child(check) == 0
     settle(arena)
     assert arena.capacity_bytes == 4 * CHUNK
 

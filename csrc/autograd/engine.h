@@ -55,7 +55,9 @@ class Engine {
   SlotStore& store() { return store_; }
   const Ledger& ledger() const { return ledger_; }
   const Learner& learner() const { return learner_; }
+#ifdef TORCHOFFLOAD_TESTING
   void forget_learned_steps();
+#endif
   Timeline& timeline() { return timeline_; }
 
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
@@ -163,6 +165,7 @@ class Engine {
   void learn_tape(TapeId tape);
   void backward_begins(TapeInfo& tape);
   void stop_timing(TapeInfo& tape, bool is_complete);
+  StepTimes times_of(const TimedTape& tape);
   void learn_times();
   Timeline::Entry entry(EntryKind kind, RecordId id);
   void mark(EntryKind kind, RecordId id, StreamId stream);
@@ -218,7 +221,7 @@ class Engine {
   Ledger ledger_;
   Learner learner_;
   Timeline timeline_;
-  std::vector<TimedTape> timed_tapes_;
+  std::deque<TimedTape> timed_tapes_;
   LinkRates link_;                  // as last measured
   StorageSet lived_on_, lives_on_;  // storages alive without us at the end of one tape, of two
   uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes

@@ -2,7 +2,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <utility>
 
 #include "autograd/engine.h"
@@ -72,39 +71,43 @@ void Engine::forget_learned(RecordId id) {
   if (record.kept != KeptReason::NeededSoon) learned_bytes_ -= nbytes;
 }
 
-// The tape closes: what it was, what of its storages lives on without us, and what it freed.
+// The tape closes: what it was, what of its storages lives on without us, and what it freed. Storages are looked at,
+// not held: the last reference to one may be dropped by another thread meanwhile, and dropping it is not for here.
 void Engine::learn_tape(TapeId id) {
   TapeInfo& info = tapes_[id.index];
+  const bool learns = info.context->options.learn;
   const Tape& tape = ledger_.tape(id);
-  std::vector<uint64_t> last_save(info.record_count, 0);
-  std::unordered_set<const void*> freed;
+  std::vector<uint64_t> last_save(learns ? info.record_count : 0, 0);
+  uint64_t next_number = 0;  // records are numbered by their first saves
   for (uint64_t number = tape.first_save; number < tape.end_save(); ++number) {
     const RecordId record_id = tape.save(number).record;
     if (!ledger_.is_live(record_id)) continue;
     const Holdings& held = holdings(record_id);
-    last_save[held.number] = number;
+    if (learns) last_save[held.number] = number;
+    if (held.number < next_number) continue;
+    next_number = held.number + uint64_t{1};
     const Record& record = ledger_.record(record_id);
     if (!held.identity || record.kept != KeptReason::None) continue;
+    const size_t owners = held.identity->use_count();
+    const bool is_last_of_storage = record.next_same_storage == UINT32_MAX;
+    if (owners == 0 && is_last_of_storage) count(info.row, &TapeRow::bytes_away, record.identity.nbytes);
+    // A graph holds handles, no storage; we hold one where the source is still here.
     const bool is_held = record.state == RecordState::Resident || record.state == RecordState::Offloading;
-    const c10::intrusive_ptr<c10::StorageImpl> alive = held.identity->lock();
-    if (!alive && !is_held && freed.insert(record.identity.storage).second)
-      count(info.row, &TapeRow::bytes_away, record.identity.nbytes);
-    // Ours, and the one that was made to look; a graph holds handles, no storage.
-    const bool lives_on = alive && alive.use_count() > (is_held ? 2U : 1U);
-    if (!lives_on || !info.context->options.learn) continue;
-    const c10::Storage storage(alive);
-    if (lived_on_.contains(alive.get())) lives_on_.insert(storage);
-    lived_on_.insert(storage);
+    if (!learns || owners <= (is_held ? 1U : 0U)) continue;
+    if (lived_on_.contains(held.identity->_unsafe_get_target())) lives_on_.insert(*held.identity);
+    lived_on_.insert(*held.identity);
   }
-  if (info.context->options.learn) info.shape = learner_.learn(info.trace, std::move(last_save));
+  if (learns) info.shape = learner_.learn(info.trace, std::move(last_save));
 }
 
+#ifdef TORCHOFFLOAD_TESTING
 void Engine::forget_learned_steps() {
   learner_ = {};
   lived_on_ = {};
   lives_on_ = {};
   largest_record_bytes_ = 0;
 }
+#endif
 
 // ---- backward ----
 
@@ -142,44 +145,49 @@ void Engine::stop_timing(TapeInfo& tape, bool is_complete) {
   timed_tapes_.push_back({*tape.shape, tape.number, tape.record_count, tape.first_entry, timeline_.entry_count()});
 }
 
+// One step's times by the timeline's entries of a timed tape, our own waits taken out; its copies tell the link's rate.
+StepTimes Engine::times_of(const TimedTape& tape) {
+  StepTimes times;
+  times.records.resize(tape.record_count);
+  struct Rate {
+    double bytes = 0;
+    double seconds = 0;
+  } out, in;
+  double stalled_s = 0;
+  std::optional<double> began_s;
+  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+    const Timeline::Entry& entry = timeline_.entry(number);
+    const double span_s = entry.end_s - entry.begin_s;
+    if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
+      stalled_s += span_s;
+    } else if (entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn) {
+      if (entry.nbytes < std::min(kTellingBytes, largest_record_bytes_)) continue;
+      Rate& rate = entry.kind == EntryKind::CopyOut ? out : in;
+      rate.bytes += static_cast<double>(entry.nbytes);
+      rate.seconds += span_s;
+    } else if (entry.tape == tape.number) {
+      const double pure_s = entry.begin_s - stalled_s;
+      if (!began_s) began_s = pure_s;
+      StepTimes::Record& record = times.records.at(entry.record);
+      (entry.kind == EntryKind::Ready ? record.ready_s : record.needed_s) = pure_s - *began_s;
+      times.compute_s = std::max(times.compute_s, pure_s - *began_s);
+    }
+  }
+  if (out.seconds > 0) link_.out_bytes_per_s = out.bytes / out.seconds;
+  if (in.seconds > 0) link_.in_bytes_per_s = in.bytes / in.seconds;
+  link_.latency_s = kLatencyS;
+  times.link = link_;
+  return times;
+}
+
 // Reads the times of timed tapes as far as the device has come. Asks the device only while there is such a tape.
 void Engine::learn_times() {
   if (timed_tapes_.empty() || is_inherited() || backend_.is_capturing()) return;
   const uint64_t read_count = timeline_.read();
   while (!timed_tapes_.empty() && timed_tapes_.front().end_entry <= read_count) {
-    const TimedTape tape = timed_tapes_.front();
-    timed_tapes_.erase(timed_tapes_.begin());
-    StepTimes times;
-    times.records.resize(tape.record_count);
-    struct Rate {
-      double bytes = 0;
-      double seconds = 0;
-    } out, in;
-    double stalled_s = 0;
-    std::optional<double> began_s;
-    for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
-      const Timeline::Entry& entry = timeline_.entry(number);
-      const double span_s = entry.end_s - entry.begin_s;
-      if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
-        stalled_s += span_s;
-      } else if (entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn) {
-        if (entry.nbytes < std::min(kTellingBytes, largest_record_bytes_)) continue;
-        Rate& rate = entry.kind == EntryKind::CopyOut ? out : in;
-        rate.bytes += static_cast<double>(entry.nbytes);
-        rate.seconds += span_s;
-      } else if (entry.tape == tape.number) {
-        const double pure_s = entry.begin_s - stalled_s;
-        if (!began_s) began_s = pure_s;
-        StepTimes::Record& record = times.records.at(entry.record);
-        (entry.kind == EntryKind::Ready ? record.ready_s : record.needed_s) = pure_s - *began_s;
-        times.compute_s = std::max(times.compute_s, pure_s - *began_s);
-      }
-    }
-    if (out.seconds > 0) link_.out_bytes_per_s = out.bytes / out.seconds;
-    if (in.seconds > 0) link_.in_bytes_per_s = in.bytes / in.seconds;
-    link_.latency_s = kLatencyS;
-    times.link = link_;
-    learner_.learn_times(tape.shape, std::move(times));
+    const TimedTape& tape = timed_tapes_.front();
+    learner_.learn_times(tape.shape, times_of(tape));
+    timed_tapes_.pop_front();
     timeline_.stop();
   }
 }

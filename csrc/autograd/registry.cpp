@@ -38,11 +38,11 @@ std::vector<SlotStore*>& stores() {
   return *arena;
 }
 
-bool is_profiling_flag = false;
+bool is_profiling = false;
 
 Engine* make_engine(Backend& backend, SlotStore& store) {
   engines().push_back(new Engine(backend, store));
-  if (is_profiling_flag) engines().back()->timeline().start_profile();
+  if (is_profiling) engines().back()->timeline().start_profile();
   return engines().back();
 }
 
@@ -118,16 +118,14 @@ void start_profile() {
     TORCH_CHECK(engine->is_inherited() || !engine->backend().is_capturing(),
                 "torchoffload: profile() cannot be entered while a CUDA graph is being captured.");
   }
-  is_profiling_flag = true;
+  is_profiling = true;
   for (Engine* const engine : engines()) {
     if (!engine->is_inherited()) engine->timeline().start_profile();
   }
 }
 
-bool is_profiling() { return is_profiling_flag; }
-
 std::vector<EngineProfile> stop_profile() {
-  is_profiling_flag = false;
+  is_profiling = false;
   std::vector<EngineProfile> profiles;
   for (Engine* const engine : std::vector(engines())) {
     if (engine->is_inherited() || !engine->timeline().is_profiled()) continue;

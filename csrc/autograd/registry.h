@@ -22,7 +22,6 @@ Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options);
 
 // profile() on or off, for the engines there are and those that come.
 void start_profile();
-bool is_profiling();
 // What each engine saw, with its device; empty where profile() was off.
 struct EngineProfile {
   std::string device;

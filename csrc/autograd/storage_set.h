@@ -15,10 +15,12 @@ class StorageSet {
  public:
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-  void insert(const c10::Storage& storage) {
-    if (contains(storage.unsafeGetStorageImpl())) return;
+  void insert(const c10::Storage& storage) { insert(storage.getWeakStorageImpl()); }
+  void insert(const Weak& storage) {
+    const c10::StorageImpl* const address = storage._unsafe_get_target();
+    if (contains(address)) return;
     if (entries_.size() >= prune_at_) prune();
-    entries_.emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    entries_.emplace(address, storage);
   }
 
   bool contains(const c10::StorageImpl* storage) const { return entries_.contains(storage); }
