@@ -118,7 +118,9 @@ void Context::exit() {
   const Operation operation;
   Engine::flush_pending(state_.get());
   Operation::drop_now();  // what a tape freed is counted as it closes
+  const std::vector<std::pair<Engine*, TapeId>> closed = on_this_thread().tapes;
   close_tapes(on_this_thread());
+  for (const auto& [engine, tape] : closed) engine->forward_ended(tape);
   if (on_this_thread().depth == 0) {
     std::erase_if(threads_, [](const OnThread& known) {
       return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());

@@ -247,7 +247,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   if (in_backward) {
     const TapeId tape = ledger_.record(id).tape;
     reloading() = {this, tape, torch::autograd::get_current_graph_task_id()};
-    backward_begins(tapes_[tape.index]);
+    backward_begins(tape);
     if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
     let_pass(handle);
   }

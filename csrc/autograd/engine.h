@@ -25,6 +25,7 @@
 #include "core/ledger.h"
 #include "core/mutant.h"
 #include "core/schedule.h"
+#include "core/tape_order.h"
 #include "device/backend.h"
 #include "storage/process.h"
 #include "storage/slot_store.h"
@@ -74,6 +75,7 @@ class Engine {
   void close_tape(TapeId tape);  // nothing happens when it is closed already
   void close_tape_of(RecordId record) { close_tape(ledger_.record(record).tape); }
   bool is_open(TapeId tape) const { return ledger_.is_open(tape); }
+  void forward_ended(TapeId tape);  // of a tape that was closed as its context was left
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
@@ -123,7 +125,8 @@ class Engine {
   struct TapeInfo {
     std::shared_ptr<ContextState> context;
     TapeRow row;
-    uint64_t number = 0;  // in the order of opening
+    uint64_t number = 0;        // in the order of opening
+    uint32_t order_number = 0;  // in its step; see TapeOrder
     Learner::Trace trace;
     std::optional<uint32_t> shape;  // what it was learned as, once closed
     Windows windows;
@@ -150,7 +153,7 @@ class Engine {
   };
   static Reloading& reloading();
   struct PendingCopy;
-  static std::vector<PendingCopy>& pending_copies();
+  static std::deque<PendingCopy>& pending_copies();
 
   Holdings& holdings(RecordId id) { return holdings_[id.index]; }
   ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
@@ -163,7 +166,7 @@ class Engine {
   void keep_learned(RecordId id, KeptReason reason);
   void forget_learned(RecordId id);
   void learn_tape(TapeId tape);
-  void backward_begins(TapeInfo& tape);
+  void backward_begins(TapeId tape);
   void stop_timing(TapeInfo& tape, bool is_complete);
   StepTimes times_of(const TimedTape& tape);
   void learn_times();
@@ -194,6 +197,9 @@ class Engine {
   void finish_reload(RecordId id);
   void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
   void prefetch(TapeId tape);
+  void prefetch_coming(uint64_t kept_bytes);
+  bool reload_ahead(TapeId tape, uint64_t kept_bytes, bool stops_at_source);
+  void pass_by_others(TapeId tape);
   void let_pass(const RecordHandle& asked_for);
   void pass_by(RecordId id);
   void make_room();
@@ -222,7 +228,8 @@ class Engine {
   Learner learner_;
   Timeline timeline_;
   std::deque<TimedTape> timed_tapes_;
-  LinkRates link_;                  // as last measured
+  LinkRates link_;  // as last measured
+  TapeOrder order_;
   StorageSet lived_on_, lives_on_;  // storages alive without us at the end of one tape, of two
   uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes
   uint64_t largest_record_bytes_ = 0;

@@ -15,7 +15,7 @@ namespace torchoffload {
 // ---- pending copies ----
 
 void Engine::flush_pending(const ContextState* leaving) {
-  std::vector<PendingCopy>& pending = pending_copies();
+  std::deque<PendingCopy>& pending = pending_copies();
   // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
   // has its own autograd functions, and contexts.
   const bool is_inside_operator = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);

@@ -11,6 +11,7 @@ namespace torchoffload {
 namespace {
 
 constexpr uint64_t kTimedTapeLife = 64;                // in tapes: one that outlives as many later ones is not timed on
+constexpr size_t kTapesAhead = 4;                      // tapes smaller than the window follow each other
 constexpr double kLatencyS = 20e-6;                    // of a copy, beside its bytes
 constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size tell the link's rate
 
@@ -25,7 +26,8 @@ void Engine::begin_trace(TapeInfo& tape) {
       if (known.is_timed && known.number + kTimedTapeLife < tape.number) stop_timing(known, /*is_complete=*/false);
     }
   }
-  if (tape.context->options.learn) tape.trace = learner_.begin(tape.context->options.windows);
+  if (tape.context->options.learn)
+    tape.trace = learner_.begin(tape.context->options.windows, order_.is_own_backward_next(tape.order_number));
   tape.windows = default_windows(tape.context->options.windows, largest_record_bytes_);
 }
 
@@ -103,6 +105,7 @@ void Engine::learn_tape(TapeId id) {
 #ifdef TORCHOFFLOAD_TESTING
 void Engine::forget_learned_steps() {
   learner_ = {};
+  order_ = {};
   lived_on_ = {};
   lives_on_ = {};
   largest_record_bytes_ = 0;
@@ -111,9 +114,39 @@ void Engine::forget_learned_steps() {
 
 // ---- backward ----
 
-void Engine::backward_begins(TapeInfo& tape) {
-  if (std::exchange(tape.has_backward_begun, true) || !tape.shape) return;
-  learner_.backward_began(*tape.shape, tape.latest_record == records_added_);
+void Engine::backward_begins(TapeId id) {
+  TapeInfo& tape = tapes_[id.index];
+  if (std::exchange(tape.has_backward_begun, true)) return;
+  if (!order_.backward_began(tape.order_number)) pass_by_others(id);
+  if (tape.shape) learner_.backward_began(*tape.shape, tape.latest_record == records_added_);
+}
+
+// Another backward was expected: what was reloaded for it goes back to its slots.
+void Engine::pass_by_others(TapeId id) {
+  for (const RecordId ahead : std::vector(ahead_)) {
+    const TapeId tape = ledger_.record(ahead).tape;
+    if (tape != id && !tapes_[tape.index].has_backward_begun) pass_by(ahead);
+  }
+}
+
+// The ends of the tapes whose backwards come next, as far as the window goes. Of one whose end is still here, on its
+// way out or to be, nothing: what was reloaded before that would fill the window that its end will need first.
+void Engine::prefetch_coming(uint64_t kept_bytes) {
+  for (size_t places = 0; places < kTapesAhead; ++places) {
+    const std::optional<TapeId> next = order_.coming(places);
+    if (!next || !ledger_.has_tape(*next) || ledger_.is_open(*next)) return;
+    const TapeInfo& info = tapes_[next->index];
+    if (!info.context->options.learn) return;
+    kept_bytes += info.learned_bytes;
+    if (!reload_ahead(*next, kept_bytes, /*stops_at_source=*/true)) return;
+  }
+}
+
+// A forward ended. What it drove out of the offload window may be what the next backward, of an older tape, begins
+// with.
+void Engine::forward_ended(TapeId tape) {
+  if (is_inherited() || !order_.is_backward_next() || order_.coming(0) == tape || backend_.is_capturing()) return;
+  prefetch_coming(0);
 }
 
 // ---- times ----

@@ -18,20 +18,22 @@
 
 namespace torchoffload {
 
-std::vector<Engine::PendingCopy>& Engine::pending_copies() {
-  thread_local std::vector<PendingCopy> pending;
+std::deque<Engine::PendingCopy>& Engine::pending_copies() {
+  thread_local std::deque<PendingCopy> pending;
   return pending;
 }
 
 // ---- tapes ----
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
+  const bool is_step_begin = ledger_.live_tapes() == 0;
   const TapeId tape = ledger_.open_tape();
   if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
   TapeInfo& info = tapes_[tape.index];
   info = {};
   info.context = std::move(context);
   info.number = ++tapes_opened_;
+  info.order_number = order_.opened(tape, is_step_begin);
   begin_trace(info);
   ++Statistics::global().live_tapes;
   return tape;
@@ -304,12 +306,11 @@ void Engine::go_on_reloading() {
 
 // Reloads ahead of the consumer, once per unpack in backward.
 void Engine::prefetch(TapeId tape) {
-  if (ledger_.tape(tape).reload_cursor == ledger_.tape(tape).first_save || backend_.is_capturing()) return;
+  if (backend_.is_capturing()) return;
   const TapeInfo& info = tapes_[tape.index];
-  auto wanted =
-      Schedule::take_reloads(ledger_, tape, reload_window_bytes_ + info.learned_bytes, info.windows.reload_bytes);
-  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
-  start_reloads(wanted, Reload::Ahead);
+  const uint64_t kept_bytes = info.learned_bytes;
+  const bool goes_on = info.context->options.learn && order_.is_latest(info.order_number);
+  if (reload_ahead(tape, kept_bytes, /*stops_at_source=*/false) && goes_on) prefetch_coming(kept_bytes);
 }
 
 // R11: what was reloaded ahead and then passed by goes back to its slot.
@@ -318,6 +319,17 @@ void Engine::let_pass(const RecordHandle& asked_for) {
   const TapeId tape = ledger_.record(asked_for.record).tape;
   const uint64_t window_bytes = tapes_[tape.index].windows.reload_bytes;
   for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
+}
+
+// Returns whether all of the tape was looked at.
+bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, bool stops_at_source) {
+  const Tape& tape = ledger_.tape(id);
+  if (tape.reload_cursor == tape.first_save) return true;
+  const uint64_t window_bytes = tapes_[id.index].windows.reload_bytes;
+  auto wanted = Schedule::take_reloads(ledger_, id, reload_window_bytes_ + kept_bytes, window_bytes, stops_at_source);
+  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
+  start_reloads(wanted, Reload::Ahead);
+  return ledger_.has_tape(id) && ledger_.tape(id).reload_cursor == ledger_.tape(id).first_save;
 }
 
 // One at a time, right after its copy was enqueued: should the next one fail, this one is known to be on its way.

@@ -15,9 +15,10 @@ bool is_prefix(const std::vector<uint64_t>& prefix, const std::vector<uint64_t>&
 
 }  // namespace
 
-Learner::Trace Learner::begin(const WindowOptions& options) const {
+Learner::Trace Learner::begin(const WindowOptions& options, std::optional<bool> keeps_end) const {
   Trace trace;
   trace.options = options;
+  trace.keeps_end = keeps_end;
   trace.candidates = all_like(trace);
   trace.known_since = changes_;
   return trace;
@@ -53,17 +54,21 @@ KeptReason Learner::next(Trace& trace, uint64_t nbytes) {
       if (position >= known.size() || known[position] != nbytes) trace.candidates &= ~(uint32_t{1} << place);
     }
   }
-  const Shape* const shape = latest(trace.candidates);
+  const Shape* const known = latest(trace.candidates);
+  Shape* const shape = known != nullptr ? &shapes_[static_cast<size_t>(known - shapes_.data())] : nullptr;
   if (position == 0 && shape != nullptr)
     trace.is_timed = std::ranges::find(kTimedAfter, shape->sightings) != std::end(kTimedAfter);
   if (shape == nullptr) trace.is_timed = false;
-  return shape != nullptr ? shape->plan.kept[position] : KeptReason::None;
+  if (shape == nullptr) return KeptReason::None;
+  return plan(*shape, trace.keeps_end.value_or(shape->keeps_end)).kept[position];
 }
 
 std::optional<Windows> Learner::windows(const Trace& trace) const {
   if (trace.known_since != changes_) return std::nullopt;  // until its next record
   const Shape* const shape = latest(trace.candidates);
-  return shape != nullptr ? std::optional(shape->plan.windows) : std::nullopt;
+  if (shape == nullptr) return std::nullopt;
+  const std::optional<Plan>& plan = shape->plans[trace.keeps_end.value_or(shape->keeps_end) ? 1 : 0];
+  return plan ? std::optional(plan->windows) : std::nullopt;
 }
 
 const Learner::Shape* Learner::latest(uint32_t candidates) const {
@@ -92,7 +97,6 @@ std::optional<uint32_t> Learner::learn(const Trace& trace, std::vector<uint64_t>
   shape.seen_at = ++clock_;
   shape.options = trace.options;
   shape.records = {trace.nbytes, std::move(last_save)};
-  plan(shape);
   return shape.number;
 }
 
@@ -106,20 +110,19 @@ void Learner::make_room(size_t record_count) {
 
 void Learner::backward_began(uint32_t number, bool is_next) {
   Shape* const shape = find(number);
-  if (shape == nullptr || std::exchange(shape->keeps_end, is_next) == is_next) return;
-  plan(*shape);
+  if (shape != nullptr) shape->keeps_end = is_next;
 }
 
 void Learner::learn_times(uint32_t number, StepTimes times) {
   Shape* const shape = find(number);
   if (shape == nullptr || times.records.size() != shape->records.nbytes.size()) return;
   shape->times = std::move(times);
-  plan(*shape);
+  shape->plans = {};
 }
 
-const Plan* Learner::plan_of(uint32_t number) const {
-  const auto found = std::ranges::find(shapes_, number, &Shape::number);
-  return found != shapes_.end() ? &found->plan : nullptr;
+const Plan* Learner::plan_of(uint32_t number) {
+  Shape* const shape = find(number);
+  return shape != nullptr ? &plan(*shape, shape->keeps_end) : nullptr;
 }
 
 Learner::Shape* Learner::find(uint32_t number) {
@@ -127,8 +130,10 @@ Learner::Shape* Learner::find(uint32_t number) {
   return found != shapes_.end() ? &*found : nullptr;
 }
 
-void Learner::plan(Shape& shape) {
-  shape.plan = make_plan(shape.records, shape.times ? &*shape.times : nullptr, shape.options, shape.keeps_end);
+const Plan& Learner::plan(Shape& shape, bool keeps_end) {
+  std::optional<Plan>& plan = shape.plans[keeps_end ? 1 : 0];
+  if (!plan) plan = make_plan(shape.records, shape.times ? &*shape.times : nullptr, shape.options, keeps_end);
+  return *plan;
 }
 
 }  // namespace torchoffload

@@ -3,13 +3,14 @@
 // kShapeLimit shapes, kRecordLimit records in all. The shape that was not seen for the
 //                longest goes first.
 // Thread safety: none; touched only with the GIL held.
-// Not handled:   the order of several tapes among each other.
+// Not handled:   the order of several tapes among each other; see TapeOrder.
 //
 // A shape is learned when its tape is closed. Its second sighting is timed, and the third goes by a plan that knows the
 // times; the fifth is timed once more, since a second step is not yet a usual one. A tape that goes another way than
 // every known one is on its own from that record on: what was kept of it stays kept, and it is learned anew.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -26,6 +27,8 @@ class Learner {
   // A tape as far as it has come.
   struct Trace {
     WindowOptions options;
+    std::optional<bool>
+        keeps_end;  // its backward is expected right behind it; nullopt: as at the shape's last sighting
     std::vector<uint64_t> nbytes;
     uint32_t candidates = 0;   // known shapes that went the same way so far, as bits
     uint64_t known_since = 0;  // the bits mean the shapes of then
@@ -33,7 +36,7 @@ class Learner {
     bool is_timed = false;     // its times are wanted
   };
 
-  Trace begin(const WindowOptions& options) const;
+  Trace begin(const WindowOptions& options, std::optional<bool> keeps_end = std::nullopt) const;
 
   // The next record of the tape; why it is to be kept, or None.
   KeptReason next(Trace& trace, uint64_t nbytes);
@@ -52,7 +55,7 @@ class Learner {
   void learn_times(uint32_t shape, StepTimes times);
 
   size_t shape_count() const { return shapes_.size(); }
-  const Plan* plan_of(uint32_t shape) const;  // null: forgotten
+  const Plan* plan_of(uint32_t shape);  // as at its last sighting; null: forgotten
 
  private:
   struct Shape {
@@ -63,13 +66,13 @@ class Learner {
     StepShape records;
     std::optional<StepTimes> times;
     bool keeps_end = false;
-    Plan plan;
+    std::array<std::optional<Plan>, 2> plans;  // without its end and with it; made when first gone by
   };
   Shape* find(uint32_t number);
   const Shape* latest(uint32_t candidates) const;
   uint32_t all_like(const Trace& trace) const;
   void make_room(size_t record_count);
-  static void plan(Shape& shape);
+  static const Plan& plan(Shape& shape, bool keeps_end);
 
   std::vector<Shape> shapes_;
   uint64_t clock_ = 0;    // counts sightings

@@ -8,8 +8,17 @@ Span Schedule::span_to_move(const Span& span, uint64_t storage_bytes) {
   return 2 * span.nbytes() >= storage_bytes ? Span{0, storage_bytes} : span;
 }
 
+namespace {
+
+bool is_source_here(const Record& record) {
+  return record.kept == KeptReason::None &&
+         (record.state == RecordState::Resident || record.state == RecordState::Offloading);
+}
+
+}  // namespace
+
 std::vector<Schedule::Ahead> Schedule::take_reloads(Ledger& ledger, TapeId tape_id, uint64_t held_bytes,
-                                                    uint64_t window_bytes) {
+                                                    uint64_t window_bytes, bool stops_at_source) {
   std::vector<Ahead> taken;
   Tape& tape = ledger.tape(tape_id);
   const auto is_taken = [&](RecordId id) {
@@ -18,6 +27,7 @@ std::vector<Schedule::Ahead> Schedule::take_reloads(Ledger& ledger, TapeId tape_
   while (tape.reload_cursor > tape.first_save) {
     const uint64_t save = tape.reload_cursor - 1;
     const RecordId id = tape.save(save).record;
+    if (stops_at_source && ledger.is_live(id) && is_source_here(ledger.record(id))) break;
     if (ledger.is_live(id) && ledger.record(id).state == RecordState::Offloaded && !is_taken(id)) {
       const uint64_t nbytes = ledger.record(id).nbytes();
       if (held_bytes + nbytes > window_bytes) break;

@@ -21,11 +21,13 @@ class Schedule {
 
   // The next records to reload ahead of the consumer, from the tape's end towards its start, while what is held for it
   // (`held_bytes`: reloaded and not yet asked for, or kept) stays within the window. Moves the tape's cursor past them.
+  // `stops_at_source`: not past a record that is to be moved and is still here.
   struct Ahead {
     RecordId record;
     uint64_t expected_at = 0;  // the save that asks for it first
   };
-  static std::vector<Ahead> take_reloads(Ledger& ledger, TapeId tape, uint64_t held_bytes, uint64_t window_bytes);
+  static std::vector<Ahead> take_reloads(Ledger& ledger, TapeId tape, uint64_t held_bytes, uint64_t window_bytes,
+                                         bool stops_at_source = false);
 
   // Those of `ahead` (records reloaded ahead) that a consumer at `save` of their tape has passed by more than the
   // window.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "device/cuda_graph_pools.h"
+#include "storage/numa.h"
 
 namespace torchoffload {
 
@@ -268,6 +269,23 @@ class ApartFromCaptures {
   std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed_;
 };
 
+// The NUMA node of the devices that this process uses; nullopt: they are at different ones, or it is not known.
+std::optional<int> node_of_devices_in_use() {
+  std::optional<int> node;
+  for (c10::DeviceIndex index = 0; index < c10::cuda::device_count(); ++index) {
+    if (!c10::cuda::hasPrimaryContext(index)) continue;
+    std::array<char, 32> address{};
+    if (cudaDeviceGetPCIBusId(address.data(), static_cast<int>(address.size()), index) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return std::nullopt;
+    }
+    const std::optional<int> its_node = node_of_pci_device(address.data());
+    if (!its_node || (node && *node != *its_node)) return std::nullopt;
+    node = its_node;
+  }
+  return node;
+}
+
 }  // namespace
 
 bool cuda_available() { return c10::cuda::device_count() > 0; }
@@ -296,6 +314,7 @@ HostRegistration cuda_host_registration() {
         const ApartFromCaptures apart;
         return reason(cudaHostUnregister(address));
       },
+      node_of_devices_in_use,
   };
 }
 

@@ -6,7 +6,7 @@
 //                the host.
 // Shutdown:      leaked on purpose, with its thread; see Note [No CUDA after main]. In a forked child it is full; see
 //                Note [Forked children].
-// Not handled:   budgets (the engine counts a context's bytes), NUMA placement.
+// Not handled:   budgets (the engine counts a context's bytes).
 #pragma once
 
 #include <pthread.h>

@@ -1,5 +1,6 @@
 #include "storage/pinned_chunk.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "storage/numa.h"
 #include "storage/process.h"
 
 namespace torchoffload {
@@ -50,8 +52,9 @@ void touch(std::byte* address, uint64_t nbytes) {
   }
 }
 
-// Registering wants the pages present, and one thread fills them far below the memory's rate.
-void touch_in_parallel(std::byte* address, uint64_t nbytes) {
+// Registering wants the pages present, and one thread fills them far below the memory's rate. `cpus`: of the node that
+// the memory is to be at, where the CPU that touches it first tells.
+void touch_in_parallel(std::byte* address, uint64_t nbytes, const std::optional<cpu_set_t>& cpus) {
   unsigned thread_count = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxTouchThreads);
   if (nbytes < kParallelTouchBytes) thread_count = 1;
   const uint64_t share_bytes = round_up((nbytes + thread_count - 1) / thread_count, kHugePageBytes);
@@ -63,7 +66,10 @@ void touch_in_parallel(std::byte* address, uint64_t nbytes) {
     SignalBlock no_signals;
     try {
       for (; offset + share_bytes < nbytes; offset += share_bytes) {
-        threads.emplace_back(touch, address + offset, share_bytes);
+        threads.emplace_back([=, &cpus] {
+          if (cpus) pthread_setaffinity_np(pthread_self(), sizeof(*cpus), &*cpus);  // refused: wherever it runs
+          touch(address + offset, share_bytes);
+        });
       }
     } catch (const std::system_error&) {
       // No thread to be had: the calling thread touches what is left.
@@ -71,6 +77,13 @@ void touch_in_parallel(std::byte* address, uint64_t nbytes) {
   }
   touch(address + offset, nbytes - offset);
   for (std::thread& thread : threads) thread.join();
+}
+
+// Has the chunk's pages come from the device's node. Where the kernel does not let us say so, returns that node's CPUs.
+std::optional<cpu_set_t> place(const PinnedChunk& chunk, const HostRegistration& registration) {
+  const std::optional<int> node = registration.node != nullptr ? registration.node() : std::nullopt;
+  if (!node || prefer_node(chunk.address, chunk.nbytes, *node)) return std::nullopt;
+  return cpus_of_node(*node);
 }
 
 }  // namespace
@@ -81,7 +94,7 @@ PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRe
   madvise(chunk.address, nbytes, MADV_HUGEPAGE);
   // A child that shared these pages copy-on-write would move them away under a copy in flight.
   madvise(chunk.address, nbytes, MADV_DONTFORK);
-  touch_in_parallel(chunk.address, nbytes);
+  touch_in_parallel(chunk.address, nbytes, place(chunk, registration));
   if (registration.register_memory == nullptr) return chunk;
   const std::string refusal = registration.register_memory(chunk.address, nbytes);
   if (refusal.empty()) return chunk;

@@ -2,12 +2,13 @@
 // Ownership:     a chunk is a value; whoever took it gives it back, or leaks it.
 // Thread safety: every function, any thread. Both block, for as long as the kernel and the driver take.
 // Shutdown:      neither is called then; see Note [No CUDA after main].
-// Not handled:   NUMA placement. Where the kernel has no huge pages, or none to give, the pages are small ones: the
-//                same memory, slower to fill and to register.
+// Not handled:   Where the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower
+//                to fill and to register. Where it does not let us choose a node, the memory is where it was touched.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "storage/chunk.h"
@@ -16,12 +17,14 @@ namespace torchoffload {
 
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
-// How memory is made known to a device's driver: injected, so that storage knows no driver. Each returns the reason for
-// a refusal, or empty. Both null: plain memory. Called from any thread, also while a CUDA graph is captured on another:
-// a driver that forbids it then must be told that this is none of the capture's.
+// How memory is made known to a device's driver: injected, so that storage knows no driver. The first two
+// return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a CUDA graph
+// is captured on another: a driver that forbids it then must be told that this is none of the capture's.
 struct HostRegistration {
   std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
   std::string (*unregister_memory)(void* address) = nullptr;
+  // The NUMA node that the memory is best at; null, or nullopt: none is better.
+  std::optional<int> (*node)() = nullptr;
 };
 
 struct PinnedChunk {

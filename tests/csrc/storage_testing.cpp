@@ -20,6 +20,7 @@
 #include "device/disk_backend.h"
 #include "storage/file_io.h"
 #include "storage/host_memory.h"
+#include "storage/numa.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
 #ifdef TORCHOFFLOAD_WITH_CUDA
@@ -280,6 +281,22 @@ void bind_host_memory(py::module_& m) {
   m.def("local_world_size", local_world_size);
   m.def("parse_field", parse_field);
   m.def("parse_limit", parse_limit);
+  const auto listed = [](const std::optional<cpu_set_t>& cpus) -> py::object {
+    if (!cpus) return py::none();
+    std::vector<size_t> numbers;
+    for (size_t cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &*cpus)) numbers.push_back(cpu);
+    }
+    return py::cast(numbers);
+  };
+  m.def("parse_cpu_list", [=](const std::string& text) { return listed(parse_cpu_list(text)); });
+  m.def(
+      "cpus_of_node", [=](int node, const std::string& root) { return listed(cpus_of_node(node, root)); },
+      py::arg("node"), py::arg("root") = "/");
+  m.def("node_of_pci_device", node_of_pci_device, py::arg("address"), py::arg("root") = "/");
+  m.def("prefer_node", [](uintptr_t address, uint64_t nbytes, int node) {
+    return prefer_node(reinterpret_cast<void*>(address), nbytes, node);
+  });
   m.def("parse_group", [](const std::string& text, int version) {
     return parse_group(text, version == 1 ? CgroupVersion::One : CgroupVersion::Two);
   });
