@@ -34,7 +34,9 @@ std::optional<Value> optional(const py::kwargs& arguments, const char* name) {
   return arguments[name].cast<std::optional<Value>>();
 }
 
-py::dict to_dict(const TapeRow& row) {
+// What rows of tapes and of modules have in common.
+template <typename Row>
+py::dict common_to_dict(const Row& row) {
   py::dict kept_records;
   py::dict kept_bytes;
   for (size_t reason = 1; reason < kKeptReasonCount; ++reason) {
@@ -46,12 +48,17 @@ py::dict to_dict(const TapeRow& row) {
   py::dict dict;
   dict["records_offloaded"] = row.records_offloaded;
   dict["bytes_offloaded"] = row.bytes_offloaded;
+  dict["records_kept"] = kept_records;
+  dict["bytes_kept"] = kept_bytes;
+  return dict;
+}
+
+py::dict to_dict(const TapeRow& row) {
+  py::dict dict = common_to_dict(row);
   dict["records_reloaded"] = row.records_reloaded;
   dict["bytes_reloaded"] = row.bytes_reloaded;
   dict["records_deduplicated"] = row.records_deduplicated;
   dict["bytes_deduplicated"] = row.bytes_deduplicated;
-  dict["records_kept"] = kept_records;
-  dict["bytes_kept"] = kept_bytes;
   dict["bytes_away"] = row.bytes_away;
   dict["window_waits"] = row.window_waits;
   dict["passed_by"] = row.passed_by;
@@ -87,6 +94,14 @@ py::dict stats() {
   dict["budget_bytes_used"] = statistics.charged_bytes;
   dict["tapes"] = tapes;
   return dict;
+}
+
+py::list module_rows(const py::handle& object) {
+  const Context* const context = context_of(object.ptr());
+  if (context == nullptr) throw py::error_already_set();
+  py::list rows;
+  for (const ModuleRow& row : context->module_rows()) rows.append(common_to_dict(row));
+  return rows;
 }
 
 py::list live_saves() {
@@ -167,6 +182,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
   m.def("stats", stats);
+  m.def("module_rows", module_rows, py::arg("context"), py::pos_only());
   m.def("reset_stats", [] { Statistics::global().reset(); });
   m.def("trim", trim);
   m.def("start_profile", start_profile);

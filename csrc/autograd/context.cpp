@@ -90,7 +90,8 @@ Context::OnThread& Context::on_this_thread() {
   for (OnThread& entry : threads_) {
     if (entry.thread == thread) return entry;
   }
-  return threads_.emplace_back(OnThread{thread, 0, {}});
+  threads_.emplace_back().thread = thread;
+  return threads_.back();
 }
 
 void Context::enter() {
@@ -115,6 +116,7 @@ void Context::exit() {
   const auto innermost = std::find(entered().rbegin(), entered().rend(), state_);
   entered().erase(std::next(innermost).base());
   --entry.depth;
+  if (entry.depth == 0) keep_candidates(entry);
   const Operation operation;
   Engine::flush_pending(state_.get());
   Operation::drop_now();  // what a tape freed is counted as it closes
@@ -162,39 +164,111 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
   return KeptReason::None;
 }
 
+std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper,
+                                                uint32_t module, KeptReason& why) {
+  Engine* const engine = find_engine(tensor, state_->options);
+  if (engine == nullptr) {
+    why = KeptReason::Device;
+    if (!tensor.is_meta())
+      state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
+                                               " stay where they are: tier=\"" + to_string(state_->options.tier) +
+                                               "\" does not move them.");
+    return std::nullopt;
+  }
+  if (engine->backend().is_capturing()) {
+    // The graph would write to this slot at each replay, long after the slot was another's.
+    why = KeptReason::Capturing;
+    engine->hold_growth();
+    return std::nullopt;
+  }
+  if (is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
+    why = KeptReason::Borrowed;
+    return std::nullopt;
+  }
+  engine->fit_store(*state_);
+  const TensorLayout layout(tensor);
+  const TapeId tape = open_tape(*engine);
+  state_->module = module;
+  const auto handle = engine->pack(tensor, layout, layout.span(), tape, wrapper);
+  if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
+  if (handle) return Moved{engine, layout, *handle};
+  why = KeptReason::Small;
+  return std::nullopt;
+}
+
 std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,
                                            const c10::VariableVersion* wrapper) {
   Engine::flush_pending();
   ++Statistics::global().handles;
+  const uint32_t module = on_this_thread().module;
   KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
-  if (reason == KeptReason::None) {
-    Engine* const engine = find_engine(tensor, state_->options);
-    if (engine != nullptr && engine->backend().is_capturing()) {
-      // The graph would write to this slot at each replay, long after the slot was another's.
-      reason = KeptReason::Capturing;
-      engine->hold_growth();
-    } else if (engine != nullptr && is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
-      reason = KeptReason::Borrowed;
-    } else if (engine != nullptr) {
-      engine->fit_store(*state_);
-      const TensorLayout layout(tensor);
-      const TapeId tape = open_tape(*engine);
-      const auto record = engine->pack(tensor, layout, layout.span(), tape, wrapper);
-      if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
-      if (record) return std::make_unique<SavedTensor>(tensor, layout, *engine, *record);
-      reason = KeptReason::Small;
-    } else {
-      reason = KeptReason::Device;
-      if (!tensor.is_meta())
-        state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
-                                                 " stay where they are: tier=\"" + to_string(state_->options.tier) +
-                                                 "\" does not move them.");
-    }
+  if (reason == KeptReason::None && state_->options.only_inputs &&
+      !on_this_thread().admitted.contains(storage_of(tensor))) {
+    auto saved = std::make_unique<SavedTensor>(tensor);
+    std::optional<c10::VariableVersion> version;
+    if (wrapper != nullptr) version = *wrapper;
+    on_this_thread().candidates[storage_of(tensor)].push_back(
+        {saved->self(), bytes_of(tensor), module, std::move(version)});
+    return saved;
   }
+  if (reason == KeptReason::None) {
+    if (const auto moved = try_move(tensor, wrapper, module, reason))
+      return std::make_unique<SavedTensor>(tensor, moved->layout, *moved->engine, moved->handle);
+  }
+  count_kept_here(reason, bytes_of(tensor), module);
+  return std::make_unique<SavedTensor>(tensor);
+}
+
+void Context::count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module) {
   const std::vector<std::pair<Engine*, TapeId>>& tapes = on_this_thread().tapes;
   const bool has_tape = !tapes.empty() && tapes.front().first->is_open(tapes.front().second);
-  count_kept(has_tape ? tapes.front().first->row(tapes.front().second) : kept_row_, reason, bytes_of(tensor));
-  return std::make_unique<SavedTensor>(tensor);
+  TapeRow& row = has_tape ? tapes.front().first->row(tapes.front().second) : kept_row_;
+  count_kept(row, state_->row_of(module), reason, nbytes);
+}
+
+// ---- offload_modules ----
+
+void Context::restrict(double fraction, bool only_inputs) {
+  state_->options.fraction = fraction;
+  state_->options.only_inputs = only_inputs;
+}
+
+uint32_t Context::set_module(uint32_t number) {
+  if (state_->modules.size() <= number) state_->modules.resize(number + 1);
+  return std::exchange(on_this_thread().module, number);
+}
+
+void Context::admit(const at::Tensor& tensor) {
+  const c10::StorageImpl* const storage = storage_of(tensor);
+  if (storage == nullptr) return;
+  const Operation operation;
+  OnThread& entry = on_this_thread();
+  entry.admitted.insert(tensor.storage());
+  const auto waiting = entry.candidates.extract(storage);
+  if (waiting.empty()) return;
+  const uint32_t module = entry.module;
+  for (const Candidate& candidate : waiting.mapped()) {
+    if (*candidate.saved == nullptr) continue;
+    const at::Tensor kept = (*candidate.saved)->kept();
+    KeptReason why = KeptReason::None;
+    const auto moved = try_move(kept, candidate.wrapper ? &*candidate.wrapper : nullptr, module, why);
+    if (!moved) {
+      count_kept_here(why, candidate.nbytes, module);
+    } else if (SavedTensor* const saved = *candidate.saved) {
+      saved->move_to(*moved->engine, moved->layout, moved->handle);
+    } else {  // it died while something blocked
+      moved->engine->release(moved->handle);
+    }
+  }
+}
+
+void Context::keep_candidates(OnThread& entry) {
+  for (const auto& [storage, candidates] : entry.candidates) {
+    for (const Candidate& candidate : candidates)
+      count_kept_here(KeptReason::NotAnInput, candidate.nbytes, candidate.module);
+  }
+  entry.candidates.clear();
+  entry.admitted = {};
 }
 
 }  // namespace torchoffload

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -39,18 +40,50 @@ class Context {
 
   void exempt(const at::Tensor& tensor);
 
+  // Of offload_modules. What is saved on this thread from here on is counted for the module of that number; returns the
+  // one before. 0 is for what is saved outside of all.
+  uint32_t set_module(uint32_t number);
+  const std::vector<ModuleRow>& module_rows() const { return state_->modules; }
+  void forget_modules() { state_->modules.assign(state_->modules.size(), {}); }
+
+  // Before it is entered.
+  void restrict(double fraction, bool only_inputs);
+
+  // Under `only_inputs`, until the exit: what is saved of this storage on this thread moves, also what was saved
+  // before. May block.
+  void admit(const at::Tensor& tensor);
+
   // Takes the warnings that came up; the caller gives them once the operation has ended.
   std::vector<std::string> take_warnings() { return std::exchange(state_->warnings, {}); }
 
  private:
+  // A save that is kept unless its storage is admitted.
+  struct Candidate {
+    std::shared_ptr<SavedTensor*> saved;
+    uint64_t nbytes = 0;
+    uint32_t module = 0;
+    std::optional<c10::VariableVersion> wrapper;
+  };
   struct OnThread {
     std::thread::id thread;
     int depth = 0;
     std::vector<std::pair<Engine*, TapeId>> tapes;  // one for each engine that a save met
+    uint32_t module = 0;
+    StorageSet admitted;
+    std::unordered_map<const c10::StorageImpl*, std::vector<Candidate>> candidates;
+  };
+  struct Moved {
+    Engine* engine = nullptr;
+    TensorLayout layout;
+    RecordHandle handle;
   };
   OnThread& on_this_thread();
   TapeId open_tape(Engine& engine);
   void close_tapes(OnThread& entry);
+  std::optional<Moved> try_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper, uint32_t module,
+                                KeptReason& why);
+  void keep_candidates(OnThread& entry);
+  void count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module);
   KeptReason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;

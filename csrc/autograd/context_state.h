@@ -8,9 +8,11 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "autograd/statistics.h"
 #include "autograd/storage_set.h"
 #include "core/plan.h"
 
@@ -30,6 +32,9 @@ struct ContextOptions {
   std::string disk_dir;  // with Tier::Disk
   std::optional<uint64_t> budget_bytes;
   OnFull on_full = OnFull::Keep;
+  // Of offload_modules.
+  double fraction = 1;       // of a tape's bytes, the earliest first, as the tape before it had them
+  bool only_inputs = false;  // of what is saved only that which admit() named
 };
 
 // Each is given at most once per context.
@@ -40,11 +45,15 @@ struct ContextState {
   uint64_t charged_bytes = 0;  // of the budget, by records that are to be moved or were
   StorageSet exempt;           // storages of `model`'s parameters and buffers
   std::array<bool, static_cast<size_t>(Warning::kCount)> warned{};
+  std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; where `fraction` is set
+  std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
+  uint32_t module = 0;                                       // that the save under way is counted for
   std::vector<std::string> warnings;  // to be given once the operation has ended, since that runs Python
 
   void warn_once(Warning kind, std::string text) {
     if (!std::exchange(warned[static_cast<size_t>(kind)], true)) warnings.push_back(std::move(text));
   }
+  ModuleRow* row_of(uint32_t number) { return number < modules.size() ? &modules[number] : nullptr; }
 };
 
 }  // namespace torchoffload

@@ -106,9 +106,7 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   held.bytes.busy_until = held.offload_end;
   ledger_.begin_offload(id);
   enter_offload_window(id);
-  TapeRow& row = this->row(record.tape);
-  count(row, &TapeRow::records_offloaded, 1);
-  count(row, &TapeRow::bytes_offloaded, record.nbytes());
+  note_offloaded(id);
   drain();
   uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
   peak_bytes = std::max(peak_bytes, offload_window_bytes_);
@@ -273,7 +271,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
         if (record.state == RecordState::Offloading) {
           leave_offload_window(id);
         } else {
-          count_kept(row(record.tape), KeptReason::Pending, record.nbytes());
+          note_kept(id, KeptReason::Pending, record.nbytes());
         }
         ledger_.use_source(id);
         break;

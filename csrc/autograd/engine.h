@@ -119,6 +119,7 @@ class Engine {
     uint64_t charged_bytes = 0;
     uint64_t learned_bytes = 0;  // kept because of what was learned: they count towards the windows
     uint32_t number = 0;         // in its tape
+    uint32_t module = 0;         // that saved it first
     bool was_needed = false;     // by a backward
     bool is_confirmed = false;   // I/O: the write is known to have succeeded
   };
@@ -132,7 +133,8 @@ class Engine {
     Windows windows;
     uint64_t learned_bytes = 0;  // see Holdings
     uint64_t record_count = 0;
-    uint64_t latest_record = 0;  // by records_added_
+    uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
+    uint64_t latest_record = 0;   // by records_added_
     bool is_timed = false;
     bool has_backward_begun = false;
     uint64_t first_entry = 0;  // of the timeline, where timed
@@ -163,6 +165,7 @@ class Engine {
   // Learning, in engine_learning.cpp.
   void begin_trace(TapeInfo& tape);
   KeptReason learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes);
+  bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
   void keep_learned(RecordId id, KeptReason reason);
   void forget_learned(RecordId id);
   void learn_tape(TapeId tape);
@@ -189,6 +192,8 @@ class Engine {
   void leave_windows(RecordId id);
   bool was_resized(RecordId id);
   void keep(RecordId id, KeptReason reason);
+  void note_kept(RecordId id, KeptReason reason, uint64_t nbytes);
+  void note_offloaded(RecordId id);
 
   // Reload.
   enum class Reload : uint8_t { AskedFor, Ahead };

@@ -56,11 +56,21 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   return reason;
 }
 
+// The tape that the context closed before tells how much there is: without one, and for a first, nothing is beyond.
+bool Engine::is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) {
+  if (tape.context->options.fraction >= 1) return false;
+  tape.eligible_bytes += nbytes;
+  const auto known = tape.context->eligible_bytes.find(this);
+  if (known == tape.context->eligible_bytes.end()) return false;
+  const double limit_bytes = tape.context->options.fraction * static_cast<double>(known->second);
+  return static_cast<double>(tape.eligible_bytes) > limit_bytes;
+}
+
 void Engine::keep_learned(RecordId id, KeptReason reason) {
   const Record& record = ledger_.record(id);
   ledger_.keep(id, reason);
-  count_kept(row(record.tape), reason, record.nbytes());
-  if (reason == KeptReason::LivesOn) return;
+  note_kept(id, reason, record.nbytes());
+  if (reason == KeptReason::LivesOn || reason == KeptReason::BeyondFraction) return;
   holdings(id).learned_bytes = record.nbytes();
   tapes_[record.tape.index].learned_bytes += record.nbytes();
   if (reason != KeptReason::NeededSoon) learned_bytes_ += record.nbytes();

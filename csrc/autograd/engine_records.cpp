@@ -75,6 +75,8 @@ uint64_t Engine::most_capacity_bytes(ContextState& context) {
 
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
+  if (const auto& context = tapes_[id.index].context; context->options.fraction < 1)
+    context->eligible_bytes[this] = tapes_[id.index].eligible_bytes;
   learn_tape(id);
   if (!is_inherited()) timeline_.note_close(tapes_[id.index].number);
   for (const Save& save : ledger_.tape(id).saves) {
@@ -120,7 +122,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
       count(row(tape), &TapeRow::records_deduplicated, 1);
       count(row(tape), &TapeRow::bytes_deduplicated, span.nbytes());
     } else {
-      count_kept(row(tape), record.kept, span.nbytes());
+      note_kept(*id, record.kept, span.nbytes());
     }
     // Another stream uses the storage now; its memory waits for that one too, whoever drops it last: without us the
     // graph would hold it (R3).
@@ -140,7 +142,8 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
 
 RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
-  const KeptReason learned = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
+  KeptReason learned = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
+  if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) learned = KeptReason::BeyondFraction;
   const bool fits = learned != KeptReason::None || fits_budget(*context, store_.slot_bytes(moved.nbytes()));
   if (!fits) store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
   const RecordId id = ledger_.add_record(tape, identity, moved);
@@ -152,12 +155,13 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   held.version = tensor.unsafeGetTensorImpl()->version_counter();
   held.address_modulo = (reinterpret_cast<uintptr_t>(identity.data) + moved.begin) % kAlignmentBytes;
   held.number = static_cast<uint32_t>(tapes_[tape.index].record_count++);
+  held.module = context->module;
   held.packed_on = backend_.current_stream();
   held.bytes = {storage, 0, held.packed_on, {}};
   if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
   if (!fits) {
     ledger_.keep(id, KeptReason::HostFull);
-    count_kept(row(tape), KeptReason::HostFull, moved.nbytes());
+    note_kept(id, KeptReason::HostFull, moved.nbytes());
     return id;
   }
   if (learned != KeptReason::None) {
@@ -260,8 +264,23 @@ void Engine::keep(RecordId id, KeptReason reason) {
   const Record& record = ledger_.record(id);
   if (record.has_slot) release_slot(held);
   uncharge(held, record.tape);
-  count_kept(row(record.tape), reason, record.nbytes());
+  note_kept(id, reason, record.nbytes());
   ledger_.keep(id, reason);
+}
+
+void Engine::note_kept(RecordId id, KeptReason reason, uint64_t nbytes) {
+  count_kept(row(ledger_.record(id).tape), context(id).row_of(holdings(id).module), reason, nbytes);
+}
+
+void Engine::note_offloaded(RecordId id) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  TapeRow& row = this->row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_offloaded, 1);
+  count(row, &TapeRow::bytes_offloaded, nbytes);
+  ModuleRow* const module = context(id).row_of(holdings(id).module);
+  if (module == nullptr) return;
+  ++module->records_offloaded;
+  module->bytes_offloaded += nbytes;
 }
 
 // ---- windows ----

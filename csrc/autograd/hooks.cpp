@@ -200,6 +200,37 @@ PyObject* context_exempt(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* context_admit(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (!check_tensor(object, "admit")) return nullptr;
+  reinterpret_cast<ContextObject*>(self)->context->admit(THPVariable_Unpack(object));
+  if (!give_warnings(*reinterpret_cast<ContextObject*>(self))) return nullptr;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* context_set_module(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const unsigned long number = PyLong_AsUnsignedLong(object);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return PyLong_FromUnsignedLong(
+      reinterpret_cast<ContextObject*>(self)->context->set_module(static_cast<uint32_t>(number)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* context_forget_modules(PyObject* self, PyObject*) {
+  reinterpret_cast<ContextObject*>(self)->context->forget_modules();
+  Py_RETURN_NONE;
+}
+
+PyObject* context_restrict(PyObject* self, PyObject* args) {
+  double fraction = 1;
+  int only_inputs = 0;
+  if (PyArg_ParseTuple(args, "dp", &fraction, &only_inputs) == 0) return nullptr;
+  reinterpret_cast<ContextObject*>(self)->context->restrict(fraction, only_inputs != 0);
+  Py_RETURN_NONE;
+}
+
 PyObject* context_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   ContextArguments arguments = parse_context_arguments(args, kwargs);
@@ -227,6 +258,10 @@ PyMethodDef context_methods[] = {
     {"enter", context_enter, METH_NOARGS, "Opens the context on this thread."},
     {"exit", context_exit, METH_NOARGS, "Closes it: what is pending is enqueued."},
     {"exempt", context_exempt, METH_O, "exempt(tensor): never move this storage under this context."},
+    {"admit", context_admit, METH_O, "admit(tensor): of this storage what is saved moves, under only_inputs."},
+    {"set_module", context_set_module, METH_O, "set_module(number) -> the one before: what is saved counts for it."},
+    {"forget_modules", context_forget_modules, METH_NOARGS, "Counts begin anew."},
+    {"restrict", context_restrict, METH_VARARGS, "restrict(fraction, only_inputs): see offload_modules."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot context_slots[] = {
@@ -238,16 +273,24 @@ PyType_Slot context_slots[] = {
 };
 PyType_Spec context_spec = {"torchoffload._C.Context", sizeof(ContextObject), 0, Py_TPFLAGS_DEFAULT, context_slots};
 
+PyTypeObject* context_type = nullptr;
+
 }  // namespace
+
+Context* context_of(PyObject* object) {
+  if (Py_TYPE(object) == context_type) return reinterpret_cast<ContextObject*>(object)->context;
+  PyErr_Format(PyExc_TypeError, "torchoffload: a Context is expected, not %.100s", Py_TYPE(object)->tp_name);
+  return nullptr;
+}
 
 bool add_hooks(PyObject* module, PyObject* parameter) {
   parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter));
   handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
-  THPObjectPtr context_type(PyType_FromSpec(&context_spec));
-  if (handle_type == nullptr || !context_type) return false;
+  context_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&context_spec));
+  if (handle_type == nullptr || context_type == nullptr) return false;
   return PyModule_AddFunctions(module, hook_functions) == 0 &&
          PyModule_AddObjectRef(module, "Handle", reinterpret_cast<PyObject*>(handle_type)) == 0 &&
-         PyModule_AddObjectRef(module, "Context", context_type.get()) == 0;
+         PyModule_AddObjectRef(module, "Context", reinterpret_cast<PyObject*>(context_type)) == 0;
 }
 
 }  // namespace torchoffload

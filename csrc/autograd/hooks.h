@@ -15,6 +15,9 @@ namespace torchoffload {
 // torch.nn.Parameter. Returns false with a Python error set.
 bool add_hooks(PyObject* module, PyObject* parameter_type);
 
+// The Context that Python holds as `object`; null with a Python error set where it holds something else.
+Context* context_of(PyObject* object);
+
 // What Context.__init__ parses in Python terms; implemented in bindings.cpp. Throws for what cannot be parsed.
 struct ContextArguments {
   ContextOptions options;

@@ -193,12 +193,26 @@ SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, E
 
 SavedTensor::~SavedTensor() {
   leave_list();  // while there is something to describe
+  if (self_) *self_ = nullptr;
   if (Operation::is_shut_down()) {
     (void)kept_.unsafeReleaseIntrusivePtr().release();
     return;
   }
   if (engine_ == nullptr) return;
   Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
+}
+
+void SavedTensor::move_to(Engine& engine, const TensorLayout& layout, RecordHandle handle) {
+  engine_ = &engine;
+  handle_ = handle;
+  layout_ = layout;
+  is_itself_ = false;
+  kept_ = at::Tensor();
+}
+
+const std::shared_ptr<SavedTensor*>& SavedTensor::self() {
+  if (!self_) self_ = std::make_shared<SavedTensor*>(this);
+  return self_;
 }
 
 at::Tensor SavedTensor::unpack(Versions versions) {
@@ -219,8 +233,8 @@ at::Tensor SavedTensor::unpack(Versions versions) {
 
 at::Tensor SavedTensor::unpacked() {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (engine_ == nullptr && in_backward) Engine::go_on_reloading();  // may block
   if (engine_ == nullptr) {
-    if (in_backward) Engine::go_on_reloading();
     return is_itself_ ? kept_ : detached_alias(kept_);
   }
   if (in_backward) engine_->close_tape_of(handle_.record);

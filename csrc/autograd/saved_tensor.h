@@ -120,6 +120,13 @@ class SavedTensor final : public Saved {
   SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle);
   ~SavedTensor() override;
 
+  // Where it is kept: its tensor, and the change to moved.
+  const at::Tensor& kept() const { return kept_; }
+  void move_to(Engine& engine, const TensorLayout& layout, RecordHandle handle);
+
+  // Points to it for as long as it lives, then to null.
+  const std::shared_ptr<SavedTensor*>& self();
+
   at::Tensor unpack(Versions versions) override;
 
  private:
@@ -132,6 +139,7 @@ class SavedTensor final : public Saved {
   Engine* engine_ = nullptr;
   RecordHandle handle_;
   TensorLayout layout_;
+  std::shared_ptr<SavedTensor*> self_;
 };
 
 // An alias of `tensor` that shares storage and version counter and has no history.

@@ -34,12 +34,15 @@ void Statistics::reset() {
   peak_pinned_bytes = 0;  // stats() raises it to what is held
 }
 
-void count_kept(TapeRow& row, KeptReason reason, uint64_t nbytes) {
+void count_kept(TapeRow& row, ModuleRow* module, KeptReason reason, uint64_t nbytes) {
   const auto index = static_cast<size_t>(reason);
-  for (TapeRow* counted : {&row, &Statistics::global().totals}) {
-    ++counted->records_kept[index];
-    counted->bytes_kept[index] += nbytes;
-  }
+  const auto count_in = [&](auto& counted) {
+    ++counted.records_kept[index];
+    counted.bytes_kept[index] += nbytes;
+  };
+  count_in(row);
+  count_in(Statistics::global().totals);
+  if (module != nullptr) count_in(*module);
 }
 
 }  // namespace torchoffload

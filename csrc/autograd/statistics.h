@@ -21,6 +21,12 @@ struct TapeRow {
   uint64_t passed_by = 0;
 };
 
+// What was saved inside one module of offload_modules: a record counts where it was saved first.
+struct ModuleRow {
+  uint64_t records_offloaded = 0, bytes_offloaded = 0;
+  std::array<uint64_t, kKeptReasonCount> records_kept{}, bytes_kept{};
+};
+
 struct Statistics {
   static constexpr size_t kRowLimit = 64;
 
@@ -49,6 +55,7 @@ void count(TapeRow& row, Field field, uint64_t amount) {
   row.*field += amount;
   Statistics::global().totals.*field += amount;
 }
-void count_kept(TapeRow& row, KeptReason reason, uint64_t nbytes);
+// `module` may be null.
+void count_kept(TapeRow& row, ModuleRow* module, KeptReason reason, uint64_t nbytes);
 
 }  // namespace torchoffload

@@ -71,6 +71,10 @@ const char* to_string(KeptReason reason) {
       return "tape_end";
     case KeptReason::SmallCopy:
       return "small_copy";
+    case KeptReason::BeyondFraction:
+      return "beyond_fraction";
+    case KeptReason::NotAnInput:
+      return "not_an_input";
   }
   return "?";
 }

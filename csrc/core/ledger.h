@@ -46,8 +46,11 @@ enum class KeptReason : uint8_t {
   NeededSoon,  // asked for before it could be out and back
   TapeEnd,     // backward begins with it
   SmallCopy,   // too small for the link's rate
+  // Asked for with offload_modules.
+  BeyondFraction,  // `fraction` of the bytes had moved before it
+  NotAnInput,      // under `only_inputs`
 };
-inline constexpr size_t kKeptReasonCount = 17;
+inline constexpr size_t kKeptReasonCount = 19;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as

@@ -38,6 +38,14 @@ class Context:
     def exempt(self, tensor: torch.Tensor, /) -> None:
         """Never move anything on this tensor's storage under this context (``model``'s parameters and buffers)."""
 
+    # Of offload_modules:
+    def restrict(self, fraction: float, only_inputs: bool, /) -> None: ...
+    def set_module(self, number: int, /) -> int:
+        """Count what this thread saves from here on for that module; 0 is outside of all. Returns the one before."""
+    def admit(self, tensor: torch.Tensor, /) -> None:
+        """Under ``only_inputs``, move what this thread saves of this tensor's storage until the exit, or has saved."""
+    def forget_modules(self) -> None: ...
+
 def unpack(handle: object, /) -> torch.Tensor: ...
 def noop_pack(tensor: torch.Tensor, /) -> object:
     """A handle that keeps the tensor, detached; ``unpack`` gives it back."""
@@ -45,6 +53,9 @@ def noop_pack(tensor: torch.Tensor, /) -> object:
 def never_offload(tensor: torch.Tensor, /) -> None: ...
 def stats() -> dict[str, Any]:
     """Totals since reset_stats() and a list of rows under "tapes"; keys are the fields of ``OffloadStats``."""
+
+def module_rows(context: Context, /) -> list[dict[str, Any]]:
+    """The counts of each number that ``set_module`` was given, in their order; keys are fields of ``ModuleStats``."""
 
 def reset_stats() -> None: ...
 def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:

@@ -7,8 +7,11 @@ Examples
 >>> loss.backward()
 """
 
+from torchoffload._checkpoint import selective_checkpoint_context_fn
 from torchoffload._core import build_info as _build_info
 from torchoffload._host import HostMemory, host_memory
+from torchoffload._module_stats import ModuleStats
+from torchoffload._modules import OffloadedModules, offload_modules
 from torchoffload._offload import (
     NoOpManager,
     OffloadActivations,
@@ -27,9 +30,11 @@ __version__ = _build_info.version
 __all__ = [
     "EntryKind",
     "HostMemory",
+    "ModuleStats",
     "NoOpManager",
     "OffloadActivations",
     "OffloadStats",
+    "OffloadedModules",
     "Profile",
     "ProfileEntry",
     "TapeStats",
@@ -40,10 +45,12 @@ __all__ = [
     "get_act_offloading_ctx_manager",
     "host_memory",
     "never_offload",
+    "offload_modules",
     "plot_memory",
     "profile",
     "report",
     "reset_stats",
+    "selective_checkpoint_context_fn",
     "stats",
     "trim",
 ]

@@ -4,6 +4,7 @@ The hooks are functions of this module, so that they are copied and pickled with
 identity: a copy's head is exempt as well, and no head ever gets a second pair.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torchoffload import _hook_stack
 from torchoffload._core import core
 from torchoffload._hook_stack import Role
 
-__all__ = ["find_heads", "install_head_hooks", "remove_head_hooks"]
+__all__ = ["find_heads", "install_head_hooks", "remove_head_hooks", "take_away"]
 
 _HEAD_NAMES = ("output", "lm_head", "head")
 # torch.compile, DDP (also DataParallel, DeepSpeed), FSDP1, checkpoint_wrapper.
@@ -85,23 +86,24 @@ def _enter_head(head: nn.Module, _inputs: Any) -> None:
     # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
     if torch.compiler.is_compiling():
         return
+    _hook_stack.drop_ended()
     innermost = _hook_stack.innermost()
+    frame = sys._getframe(1)
     if isinstance(getattr(_hook_stack.top_pack_hook(), "__self__", None), core.Context):
-        _hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack))
+        _hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack), frame)
     elif innermost is not None and innermost.owner is head:
-        _hook_stack.push(head, Role.HEAD, None)  # the head called itself: keep the calls and their ends paired
+        _hook_stack.push(head, Role.HEAD, None, frame)  # the head called itself: keep the calls and their ends paired
     # Else another's hooks get what the head saves (a checkpoint's, which counts them), or no hooks at all.
 
 
 def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    innermost = _hook_stack.innermost()
-    if innermost is not None and innermost.owner is head:
-        _hook_stack.pop(head)
+    _hook_stack.leave(head)
 
 
-def _take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any]) -> int:
+def take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any]) -> int:
+    """Remove the hooks that are ``ours`` from a module's ``hooks``, and what its ``companions`` say of them."""
     keys = [key for key, hook in hooks.items() if hook is ours]
     for key in keys:
         del hooks[key]
@@ -112,8 +114,8 @@ def _take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any])
 
 def _remove(head: nn.Module) -> bool:
     """Remove by identity, not by handle: a copied or unpickled module has our hooks, and nobody has its handles."""
-    entering = _take_away(head._forward_pre_hooks, _enter_head, head._forward_pre_hooks_with_kwargs)
-    leaving = _take_away(
+    entering = take_away(head._forward_pre_hooks, _enter_head, head._forward_pre_hooks_with_kwargs)
+    leaving = take_away(
         head._forward_hooks, _leave_head, head._forward_hooks_with_kwargs, head._forward_hooks_always_called
     )
     return entering + leaving > 0

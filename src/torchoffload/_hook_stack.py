@@ -6,30 +6,44 @@ leave ours behind. This list is kept beside it, so that both are errors before a
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Role", "innermost", "pop", "push", "top_pack_hook"]
+__all__ = ["Role", "drop_ended", "innermost", "innermost_first", "leave", "pop", "push", "top_pack_hook"]
 
 
 class Role(enum.Enum):
-    """Who pushed: a context that the user enters and leaves, or the hook on an output head's forward."""
+    """Who pushed: a context that the user enters and leaves, or the hooks on a module's forward."""
 
     CONTEXT = enum.auto()
     HEAD = enum.auto()
+    MODULE = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the calling thread; ``hooks`` is None where nothing was pushed."""
+    """One entry of the calling thread.
+
+    Attributes
+    ----------
+    hooks : saved_tensors_hooks or None
+        None where nothing was pushed.
+    frame : FrameType or None
+        Of a module's call: the frame that runs for as long as the call does.
+    undo : callable or None
+        What is left to do once the hooks are popped.
+    """
 
     owner: object
     role: Role
     hooks: saved_tensors_hooks | None
+    frame: FrameType | None = None
+    undo: Callable[[], None] | None = None
 
 
 class _Entries(threading.local):
@@ -40,16 +54,66 @@ class _Entries(threading.local):
 _entries = _Entries()
 
 
-def push(owner: object, role: Role, hooks: saved_tensors_hooks | None) -> None:
-    """Push ``hooks`` on this thread's stack, if any, and note whose they are."""
+def push(
+    owner: object,
+    role: Role,
+    hooks: saved_tensors_hooks | None,
+    frame: FrameType | None = None,
+    undo: Callable[[], None] | None = None,
+) -> None:
+    """Push ``hooks`` on this thread's stack, if any, and note whose they are; see ``Entry``."""
+    if role is Role.CONTEXT:
+        drop_ended()
     if hooks is not None:
         saved_tensors_hooks.__enter__(hooks)
-    _entries.stack.append(Entry(owner, role, hooks))
+    _entries.stack.append(Entry(owner, role, hooks, frame, undo))
+
+
+def _take_innermost() -> Entry:
+    entry = _entries.stack.pop()
+    if entry.hooks is not None:
+        saved_tensors_hooks.__exit__(entry.hooks)
+    if entry.undo is not None:
+        entry.undo()
+    return entry
+
+
+def _has_ended(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:  # it is running
+        return False
+    return True
+
+
+def drop_ended() -> None:
+    """Take away what stands innermost and belongs to calls of modules that never came back.
+
+    A module that is left by a BaseException, such as KeyboardInterrupt, runs no forward hook; its entry is found here,
+    at a later call of a module or entry of a context.
+    """
+    stack = _entries.stack
+    while stack and (frame := stack[-1].frame) is not None and _has_ended(frame):
+        _take_innermost()
+
+
+def leave(owner: object) -> None:
+    """Take the entry of a module's call away, if this call made one."""
+    if (entry := innermost()) is not None and entry.owner is not owner:
+        drop_ended()
+        entry = innermost()
+    if entry is not None and entry.owner is owner:
+        _take_innermost()
 
 
 def innermost() -> Entry | None:
     """Return the entry that was made last on this thread and is still open."""
     return _entries.stack[-1] if _entries.stack else None
+
+
+def innermost_first() -> Iterator[Entry]:
+    """Yield this thread's entries that are still open, the latest first."""
+    return reversed(_entries.stack)
 
 
 def _misuse(owner: object, stack: list[Entry]) -> str:
@@ -64,9 +128,9 @@ def _misuse(owner: object, stack: list[Entry]) -> str:
 
 
 def pop(owner: object) -> Entry:
-    """Take the innermost entry of ``owner`` away, and the entries of heads whose forward never came back.
+    """Take the innermost entry of ``owner`` away, and the entries of modules whose forward never came back.
 
-    A head's entry stays behind when its forward is left by a BaseException, for which PyTorch runs no forward hook.
+    A module's entry stays behind when its forward is left by a BaseException, for which PyTorch runs no forward hook.
 
     Raises
     ------
@@ -76,14 +140,12 @@ def pop(owner: object) -> Entry:
     """
     stack = _entries.stack
     index = len(stack) - 1
-    while index >= 0 and stack[index].role is Role.HEAD and stack[index].owner is not owner:
+    while index >= 0 and stack[index].role is not Role.CONTEXT and stack[index].owner is not owner:
         index -= 1
     if index < 0 or stack[index].owner is not owner:
         raise RuntimeError(_misuse(owner, stack))
     while True:
-        entry = stack.pop()
-        if entry.hooks is not None:
-            saved_tensors_hooks.__exit__(entry.hooks)
+        entry = _take_innermost()
         if len(stack) == index:
             return entry
 

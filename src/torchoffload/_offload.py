@@ -17,20 +17,29 @@ from torchoffload._core import core
 from torchoffload._options import OffloadOptions, check_bool, check_module
 from torchoffload._warnings import warn_user
 
-__all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager", "never_offload", "trim"]
+__all__ = [
+    "NoOpManager",
+    "OffloadActivations",
+    "get_act_offloading_ctx_manager",
+    "is_disabled",
+    "never_offload",
+    "plain_tensors",
+    "trim",
+]
 
 _DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
 _TRL_HINT = "TRL's order of arguments is in torchoffload.integrations.trl.get_act_offloading_ctx_manager"
 
 
-def _is_disabled() -> bool:
+def is_disabled() -> bool:
+    """Say whether the environment turns everything off; ValueError where it says neither."""
     value = os.environ.get(_DISABLE_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{_DISABLE_VARIABLE} must be 1 (every context is a no-op), 0 or unset, got {value!r}")
     return value == "1"
 
 
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """``tensor``, or for a wrapper subclass the tensors that hold its bytes."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
@@ -38,7 +47,7 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-            yield from _plain_tensors(inner)
+            yield from plain_tensors(inner)
 
 
 class OffloadActivations(saved_tensors_hooks):
@@ -131,12 +140,10 @@ class OffloadActivations(saved_tensors_hooks):
         super().__init__(self._context.pack, core.unpack)
 
     def __enter__(self) -> None:
-        if _is_disabled():
+        if is_disabled():
             _hook_stack.push(self, _hook_stack.Role.CONTEXT, None)
             return
-        if not self._model_was_read:
-            self._read_model()
-        self._context.enter()
+        self._open()
         try:
             _hook_stack.push(self, _hook_stack.Role.CONTEXT, self)
         except BaseException:
@@ -148,13 +155,20 @@ class OffloadActivations(saved_tensors_hooks):
         if entry.hooks is not None:
             self._context.exit()
 
+    def _open(self) -> core.Context:
+        """Open a tape at the next saved tensor of this thread, whoever pushes the hooks; ``exit()`` closes it."""
+        if not self._model_was_read:
+            self._read_model()
+        self._context.enter()
+        return self._context
+
     def _read_model(self) -> None:
         with self._model_lock:
             model = self._live_model()
             if model is not None and not self._model_was_read:
                 for tensor in (*model.parameters(), *model.buffers()):
                     if not nn.parameter.is_lazy(tensor):
-                        for plain in _plain_tensors(tensor.detach()):
+                        for plain in plain_tensors(tensor.detach()):
                             self._context.exempt(plain)
             self._model_was_read = True
 
@@ -215,7 +229,7 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(core.noop_pack, core.unpack)
 
     def __enter__(self) -> None:
-        _hook_stack.push(self, _hook_stack.Role.CONTEXT, None if _is_disabled() else self)
+        _hook_stack.push(self, _hook_stack.Role.CONTEXT, None if is_disabled() else self)
 
     def __exit__(self, *exception: object) -> None:
         _hook_stack.pop(self)
@@ -290,7 +304,7 @@ def never_offload(tensor: torch.Tensor) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"never_offload takes a torch.Tensor, got {type(tensor).__name__}")
-    for plain in _plain_tensors(tensor):
+    for plain in plain_tensors(tensor):
         core.never_offload(plain)
 
 

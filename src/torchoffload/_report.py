@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from torchoffload._core import core
+from torchoffload._module_stats import module_lines
 from torchoffload._profile import latest_timing
 from torchoffload._stats import OffloadStats, TapeStats, stats
 from torchoffload._timing import Timing, Transfers
@@ -34,6 +35,8 @@ _REASONS = {
     "needed_soon": "asked for again before they could be out and back",
     "tape_end": "the last of the tape: backward begins with them",
     "small_copy": "too small to be copied at the link's rate",
+    "beyond_fraction": "saved after the fraction of the bytes that offload_modules was to move",
+    "not_an_input": "not the input of a chosen module (only_inputs)",
 }
 
 # What to change when a reason kept everything.
@@ -54,6 +57,8 @@ _ADVICE = {
     "needed_soon": "Compute is done before the copies would be: larger batches or layers would change that.",
     "tape_end": "All that was saved fits the reload window: a smaller reload_window_bytes has it moved.",
     "small_copy": "Larger batches make larger copies; learn=False has them moved all the same.",
+    "beyond_fraction": "Give offload_modules a larger fraction.",
+    "not_an_input": "Choose the modules that are checkpointed, or leave only_inputs out.",
 }
 _NOTHING_SAVED = (
     "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
@@ -240,7 +245,7 @@ def report(*, holders: bool = False) -> str:
     str
         Lines without a trailing newline. When nothing moved, the last one says what to change.
     """
-    more = _device_lines()
+    more = [*module_lines(), *_device_lines()]
     if latest := latest_timing():
         more += _timing_lines(*latest)
     if holders:

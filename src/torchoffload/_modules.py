@@ -1,0 +1,352 @@
+"""offload_modules: only what is saved inside chosen modules of a model moves, by hooks on their forwards.
+
+The hooks are functions of this module, so that they are copied and pickled with the model. What they do is looked up by
+the module that is called: a copy is not found, and runs as if they were not there.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchoffload import _hook_stack
+from torchoffload._core import core
+from torchoffload._heads import find_heads, take_away
+from torchoffload._hook_stack import Role
+from torchoffload._module_stats import ModuleStats, note_source
+from torchoffload._offload import OffloadActivations, is_disabled, plain_tensors
+from torchoffload._options import OffloadOptions, check_bool
+from torchoffload._selection import Chosen, Selector, choose, compiled_with_more, without_last
+from torchoffload._warnings import warn_user
+
+__all__ = ["OffloadedModules", "offload_modules"]
+
+_noop_hooks = saved_tensors_hooks(core.noop_pack, core.unpack)
+_lock = threading.RLock()
+
+
+class _Offloading:
+    """What one call of offload_modules set up: a context, and the calls of the model that are open under it.
+
+    It lives as long as a module that it has a part in, or its handle.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], only_inputs: bool, manager: OffloadActivations
+    ) -> None:
+        self.model_name = type(model).__name__
+        self.names = names
+        self.only_inputs = only_inputs
+        self.manager = manager
+        self.context = manager._context
+        self.context.set_module(len(names))  # a row for each
+        self.context.set_module(0)
+        self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
+        self.calls = 0  # since reset_stats()
+        self.open_calls = 0  # on all threads
+        self._on_thread = threading.local()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is open on this thread."""
+        return getattr(self._on_thread, "is_open", False)
+
+    def open(self) -> Callable[[], None]:
+        """Begin a call of the model on this thread, with a tape of its own; return what ends it."""
+        self.manager._open()
+        self._on_thread.is_open = True
+        with _lock:
+            self.calls += 1
+            self.open_calls += 1
+        return self._close
+
+    def _close(self) -> None:
+        self._on_thread.is_open = False
+        with _lock:
+            self.open_calls -= 1
+        self.context.exit()
+
+    def stats(self) -> tuple[ModuleStats, ...]:
+        rows = core.module_rows(self.context)[1:]  # the first is of what is saved outside of all
+        return tuple(ModuleStats(name=name, **row) for name, row in zip(self.names, rows, strict=True))
+
+    def forget(self) -> None:
+        self.calls = 0
+        self.context.forget_modules()
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The part that a module has in one offloading."""
+
+    offloading: _Offloading
+    number: int = 0  # among the chosen, from 1; 0: the model, where it is not chosen, or a head
+    is_head: bool = False
+
+    def begin(
+        self, top: Callable[..., Any] | None, inputs: tuple[Any, Any], undo: list[Callable[[], object]]
+    ) -> saved_tensors_hooks | None:
+        """Begin a call of the module: return the hooks to push, and add to ``undo`` what ends it behind their pop.
+
+        Parameters
+        ----------
+        top : callable or None
+            The pack hook in force.
+        """
+        offloading = self.offloading
+        receiver = getattr(top, "__self__", None)
+        if self.is_head:
+            return _noop_hooks if receiver is offloading.context else None
+        has_gradients = torch.is_grad_enabled()
+        is_first = not offloading.is_open
+        if is_first:
+            if not has_gradients or is_disabled():
+                return None
+            undo.append(offloading.open())
+        if self.number:
+            undo.append(partial(offloading.context.set_module, offloading.context.set_module(self.number)))
+            if offloading.only_inputs:  # under a reentrant checkpoint also without gradients
+                for tensor in _tensors(inputs):
+                    offloading.context.admit(tensor)
+        # What others' hooks receive is theirs: a checkpoint counts what it gets, and a NoOpManager was asked for.
+        may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
+        wants = is_first if offloading.only_inputs else self.number > 0
+        is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        return offloading.hooks if wants and may_push and is_possible else None
+
+
+class _Owner:
+    """The parts of one module; the owner of its entries in ``_hook_stack``, one for each call that has any."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+
+    def enter(self, inputs: tuple[Any, Any], frame: FrameType) -> None:
+        if not torch.is_grad_enabled() and _hook_stack.innermost() is None:
+            return  # as in generate()
+        _hook_stack.drop_ended()
+        undo: list[Callable[[], object]] = []
+        hooks = None
+        if torch._C._current_graph_task_id() == -1:  # what a backward computes again, it keeps
+            top = _hook_stack.top_pack_hook()
+            try:
+                for part in self.parts:
+                    hooks = part.begin(top, inputs, undo) or hooks
+            except BaseException:
+                _run_last_first(undo)
+                raise
+        innermost = _hook_stack.innermost()
+        calls_itself = innermost is not None and innermost.owner is self
+        if hooks is not None or undo or calls_itself:
+            _hook_stack.push(self, Role.MODULE, hooks, frame, partial(_run_last_first, undo))
+
+
+_owners: "weakref.WeakKeyDictionary[nn.Module, _Owner]" = weakref.WeakKeyDictionary()
+
+
+def _run_last_first(undo: list[Callable[[], object]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def _tensors(inputs: object) -> Iterator[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        yield from plain_tensors(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        for each in inputs:
+            yield from _tensors(each)
+    elif isinstance(inputs, dict):
+        yield from _tensors(list(inputs.values()))
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
+    if torch.compiler.is_compiling():
+        return
+    owner = _owners.get(module)
+    if owner is None:
+        return  # a copy
+    if owner.parts:
+        owner.enter((args, kwargs), sys._getframe(1))
+    else:
+        _take_hooks_away(module)  # removed in the middle of a call
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    owner = _owners.get(module)
+    if owner is not None:
+        _hook_stack.leave(owner)
+
+
+def _take_hooks_away(module: nn.Module) -> None:
+    """Remove by identity, not by handle: a copied or unpickled module has our hooks, and nobody has its handles."""
+    take_away(module._forward_pre_hooks, _enter, module._forward_pre_hooks_with_kwargs)
+    take_away(module._forward_hooks, _leave, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+
+
+def _install(parts: list[tuple[nn.Module, _Part]]) -> None:
+    with _lock:
+        for module, part in parts:
+            owner = _owners.get(module)
+            if part.number and owner is not None and any(known.number for known in owner.parts):
+                name = part.offloading.names[part.number - 1]
+                raise ValueError(
+                    f"{name!r} is offloaded already, by an earlier call of offload_modules: remove() what that "
+                    "returned, or choose other modules"
+                )
+        for module, part in parts:
+            owner = _owners.setdefault(module, _Owner())
+            if not owner.parts:
+                _take_hooks_away(module)
+                # The inputs are those that other hooks leave behind, and what other hooks save is not the module's.
+                module.register_forward_pre_hook(_enter, with_kwargs=True)
+                module.register_forward_hook(_leave, prepend=True, always_call=True)
+            owner.parts.append(part)
+
+
+class OffloadedModules:
+    """What ``offload_modules`` returned: the modules chosen, what they moved, and the way back.
+
+    It may be dropped: the model stays as it is. As a context manager it removes the hooks at the end of the block.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The modules whose saved tensors move.
+    options : OffloadOptions
+        What was given.
+    """
+
+    def __init__(self, offloading: _Offloading) -> None:
+        self._offloading = offloading
+        self.names = offloading.names
+        self.options: OffloadOptions = offloading.manager.options
+
+    def stats(self) -> tuple[ModuleStats, ...]:
+        """Tell what each module moved and kept since ``reset_stats()``."""
+        return self._offloading.stats()
+
+    def remove(self) -> None:
+        """Take the hooks away. Graphs that are alive, and calls that are under way, end as they began."""
+        with _lock:
+            for module, owner in list(_owners.items()):
+                if not any(part.offloading is self._offloading for part in owner.parts):
+                    continue
+                owner.parts = [part for part in owner.parts if part.offloading is not self._offloading]
+                # In the middle of a call its end is still to come; then the next one takes them away.
+                if not owner.parts and not self._offloading.open_calls:
+                    _take_hooks_away(module)
+                    del _owners[module]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(self.names[:4]) + (", ..." if len(self.names) > 4 else "")
+        return f"{type(self).__name__}({len(self.names)} of {self._offloading.model_name}: {shown})"
+
+
+def _check_fraction(fraction: object) -> None:
+    allowed = "fraction must be a number above 0 and at most 1, or None for all"
+    if fraction is None:
+        return
+    if not isinstance(fraction, (int, float)) or isinstance(fraction, bool):
+        raise TypeError(f"{allowed}, got {fraction!r} ({type(fraction).__name__})")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{allowed}, got {fraction!r}")
+
+
+def _parts(model: nn.Module, chosen: list[Chosen], offloading: _Offloading) -> list[tuple[nn.Module, _Part]]:
+    numbers = {each.module: number for number, each in enumerate(chosen, start=1)}
+    inside = {module for each in chosen for module in each.module.modules()}
+    parts = [(module, _Part(offloading, number)) for module, number in numbers.items()]
+    if model not in numbers:
+        parts.append((model, _Part(offloading)))
+    # A tied head of torchtune's is no module of the model.
+    inside |= set(find_heads(model)) - set(model.modules())
+    heads = [head for head in dict.fromkeys(find_heads(model)) if head in inside and head not in numbers]
+    return parts + [(head, _Part(offloading, is_head=True)) for head in heads]
+
+
+def offload_modules(
+    model: nn.Module,
+    modules: Selector | Sequence[Selector],
+    *,
+    fraction: float | None = None,
+    keep_last: int | None = None,
+    only_inputs: bool = False,
+    **options: Any,
+) -> OffloadedModules:
+    """Move what is saved inside chosen modules of ``model``, in every call of ``model`` that has gradients enabled.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        What is called in training. Each call of it is one tape; so is a call of a chosen module outside of it.
+    modules : str, type, torch.nn.Module, callable, or list of these
+        Names (``"layers.0.attention"``), globs of names (``"layers.*.attention"``; ``**`` stands for any number of
+        levels), subclasses of ``nn.Module``, modules of the model, or predicates that take name and module. What wraps
+        a module has no part in its name. A ``ModuleList`` stands for its modules.
+    fraction : float, optional
+        Of the bytes that could move, move at most this part, the earliest first. Known from the call before: the first
+        one moves all.
+    keep_last : int, optional
+        Leave the last so many of the chosen modules alone: backward begins with them.
+    only_inputs : bool
+        Move only the inputs of the chosen modules, what a checkpointed block keeps until it is computed again.
+    **options
+        The keyword options of ``OffloadActivations``, but for ``model``.
+
+    Returns
+    -------
+    OffloadedModules
+        Its ``remove()`` takes everything back, its ``stats()`` tells what each module moved.
+
+    Raises
+    ------
+    TypeError
+        A wrong type, or an unknown option.
+    ValueError
+        Nothing matches, a module is given twice or is offloaded already, or a number is out of its range.
+
+    Notes
+    -----
+    The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
+    ``torch.compile`` cannot be told apart: choose the compiled module.
+
+    Examples
+    --------
+    >>> handle = torchoffload.offload_modules(model, "model.layers.*.self_attn")
+    >>> train(model)
+    >>> print(torchoffload.report())
+    >>> handle.remove()
+    """
+    _check_fraction(fraction)
+    check_bool("only_inputs", only_inputs)
+    chosen = without_last(choose(model, modules), keep_last)
+    manager = OffloadActivations(model=model, **options)
+    manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
+    offloading = _Offloading(model, tuple(each.name for each in chosen), only_inputs, manager)
+    _install(_parts(model, chosen, offloading))
+    note_source(offloading)
+    traced = compiled_with_more(model, chosen)
+    if traced:
+        warn_user(
+            f"torchoffload: {len(traced)} of {len(chosen)} chosen modules, such as {traced[0]!r}, are part of a region "
+            "of torch.compile, which has no place for their hooks: nothing of them is moved. Choose what was compiled "
+            "as a whole by torch.compile(module), and not by module.compile()."
+        )
+    return OffloadedModules(offloading)

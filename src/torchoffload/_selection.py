@@ -1,0 +1,215 @@
+"""Which modules of a model are meant: by name, glob, type, predicate, or the module itself.
+
+A name is the one that the model's author gave: what wraps a module (``torch.compile``, checkpoint wrappers, FSDP1, and
+DDP and its like around the whole) has no part in it, and a module that is wrapped is chosen with its wrapper, since
+that is what the model calls.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchoffload._options import check_module
+
+__all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
+
+Selector = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
+
+# Of torch.compile, checkpoint_wrapper and FSDP1; no author of a model uses them.
+_WRAPPED_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPED_ROOT_NAMES = ("module", *_WRAPPED_NAMES)  # DDP, DataParallel, DeepSpeed
+_NAMES_SHOWN = 12
+_ALLOWED = (
+    "a name or glob (str), an nn.Module subclass, a module of the model, a predicate taking (name, module), or a list "
+    "of these"
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A module and its name in the model; the model itself has the name of its type."""
+
+    name: str
+    module: nn.Module
+
+
+class _Tree:
+    """The modules of a model under their names, wrappers left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: list[tuple[str, str, nn.Module]] = []  # name, name with wrappers, module; parents first
+        self._outermost: dict[int, nn.Module] = {}
+        self._names: dict[int, str] = {}
+        self._walk(model, "", "", None, frozenset())
+
+    def _walk(
+        self, module: nn.Module, name: str, full_name: str, wrapper: nn.Module | None, above: frozenset[int]
+    ) -> None:
+        outermost = module if wrapper is None else wrapper
+        self._outermost.setdefault(id(module), outermost)
+        self._names.setdefault(id(module), name)
+        self.modules.append((name, full_name, module))
+        wrapped_names: tuple[str, ...] = _WRAPPED_NAMES
+        if name == "" and len(module._modules) == 1 and not any(True for _ in module.parameters(recurse=False)):
+            wrapped_names = _WRAPPED_ROOT_NAMES
+        for child_name, child in module._modules.items():
+            if child is None or id(child) in above:
+                continue
+            is_wrapped = child_name in wrapped_names
+            self._walk(
+                child,
+                name if is_wrapped else f"{name}.{child_name}".lstrip("."),
+                f"{full_name}.{child_name}".lstrip("."),
+                outermost if is_wrapped else None,
+                above | {id(module)},
+            )
+
+    def outermost(self, module: nn.Module) -> nn.Module | None:
+        """Return what wraps ``module``, or itself; None where it is no module of the model."""
+        return self._outermost.get(id(module))
+
+    def name(self, module: nn.Module) -> str:
+        """Name ``module``; the model itself has the name of its type."""
+        return self._names[id(module)] or type(self.model).__name__
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    """Compile a glob of names: ``*`` and ``?`` stay within one level, ``**`` stands for any number of them."""
+    levels = (r"(?:[^.]+\.)*" if level == "**" else _level(level) + r"\." for level in glob.split("."))
+    return re.compile("".join(levels))
+
+
+def _level(glob: str) -> str:
+    wild = {"*": "[^.]*", "?": "[^.]"}
+    parts = re.split(r"(\*|\?|\[\w-]+\])", glob)
+    return "".join(wild.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)
+
+
+def _runnable(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module``, or what it contains, where it is a container that is never called."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for child in module.children():
+            yield from _runnable(child)
+    else:
+        yield module
+
+
+def _found(tree: _Tree, selector: Selector) -> list[nn.Module]:
+    if isinstance(selector, str):
+        pattern = _pattern(selector)
+        return [
+            module for name, full, module in tree.modules if any(pattern.fullmatch(f"{n}.") for n in (name, full) if n)
+        ]
+    if isinstance(selector, type):
+        return [module for _, _, module in tree.modules if isinstance(module, selector)]
+    if isinstance(selector, nn.Module):
+        return [] if tree.outermost(selector) is None else [selector]
+    return [module for name, _, module in tree.modules if selector(name, module)]
+
+
+def _text(selector: Selector) -> str:
+    if isinstance(selector, str):
+        return repr(selector)
+    if isinstance(selector, nn.Module):
+        return f"the {type(selector).__name__} that was given"
+    return str(getattr(selector, "__qualname__", selector))
+
+
+def _nothing_matches(tree: _Tree, selector: Selector) -> ValueError:
+    model = type(tree.model).__name__
+    if isinstance(selector, nn.Module):
+        return ValueError(
+            f"{_text(selector)} is no module of this {model}: choose one of model.modules(), after the model was "
+            "wrapped or changed"
+        )
+    # One of each kind: the names of all layers differ in a number.
+    kinds = {re.sub(r"\d+", "*", name): f"{name} ({type(module).__name__})" for name, _, module in tree.modules if name}
+    names = list(kinds.values())
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    hint = "; '*' stands for a part of one level, '**.' for any number of levels" if isinstance(selector, str) else ""
+    return ValueError(f"no module of {model} matches {_text(selector)}. There are: {shown or 'none'}{hint}")
+
+
+def _checked(modules: Any) -> list[Selector]:
+    is_list = isinstance(modules, Iterable) and not isinstance(modules, (str, nn.Module, type))
+    selectors = list(modules) if is_list else [modules]
+    if not selectors:
+        raise ValueError(f"modules is empty: give {_ALLOWED}")
+    for index, selector in enumerate(selectors):
+        is_type = isinstance(selector, type)
+        if is_type and not issubclass(selector, nn.Module):
+            raise TypeError(f"modules must be {_ALLOWED}; {selector.__name__} is no subclass of nn.Module")
+        if not (isinstance(selector, (str, nn.Module)) or is_type or callable(selector)):
+            raise TypeError(f"modules must be {_ALLOWED}, got {selector!r} ({type(selector).__name__})")
+        if any(selector is known or (isinstance(known, str) and selector == known) for known in selectors[:index]):
+            raise ValueError(f"modules has {_text(selector)} twice: give it once")
+    return selectors
+
+
+def choose(model: nn.Module, modules: Selector | Sequence[Selector]) -> list[Chosen]:
+    """Find the modules that are meant, each once, in the order of ``model.named_modules()``.
+
+    A ``ModuleList`` or ``ModuleDict`` stands for what it contains.
+
+    Raises
+    ------
+    TypeError
+        ``model`` is no module, or a selector is of no kind that is known.
+    ValueError
+        A selector matches nothing or is given twice; the text has names that there are.
+    """
+    check_module("model", model)
+    tree = _Tree(model)
+    chosen: set[int] = set()
+    for selector in _checked(modules):
+        found = [each for module in _found(tree, selector) for each in _runnable(module)]
+        if not found:
+            raise _nothing_matches(tree, selector)
+        chosen |= {id(tree.outermost(module)) for module in found}
+    ordered = {id(module): module for _, _, module in tree.modules if id(module) in chosen}
+    return [Chosen(tree.name(module), module) for module in ordered.values()]
+
+
+def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
+    """Name the modules chosen that a region of ``torch.compile`` calls, or is made of: it traces their hooks away."""
+    inside: set[int] = set()
+    for module in model.modules():
+        if "_orig_mod" in module._modules:
+            inside |= {id(each) for each in module.modules() if each is not module}
+        elif module._compiled_call_impl is not None:  # by module.compile()
+            inside |= {id(each) for each in module.modules()}
+    return [each.name for each in chosen if id(each.module) in inside]
+
+
+def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
+    """Leave out the last ``count`` of the chosen modules that are inside of no other, and what is inside of them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``count`` is no whole number from 0 to one less than there are.
+    """
+    allowed = "keep_last must be a whole number of modules of at least 0, or None for 0"
+    if count is None:
+        return chosen
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{allowed}, got {count!r} ({type(count).__name__})")
+    inside: set[nn.Module] = set()
+    outermost = []
+    for each in chosen:  # parents come first
+        if each.module not in inside:
+            outermost.append(each)
+            inside.update(each.module.modules())
+    if count < 0:
+        raise ValueError(f"{allowed}, got {count}")
+    if count >= len(outermost):
+        raise ValueError(
+            f"keep_last={count} of the {len(outermost)} chosen modules leaves none that moves: make it smaller, or do "
+            "without offload_modules"
+        )
+    kept = {module for each in outermost[len(outermost) - count :] for module in each.module.modules()}
+    return [each for each in chosen if each.module not in kept]
