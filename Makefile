@@ -55,6 +55,20 @@ demo: build  ## train a small GPT with and without offloading, and compare
 test: build  ## the test suite on the disk tier and the simulated device
 	$(PY) -m pytest tests --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
 
+INTEGRATIONS_PY := $(CURDIR)/.venv-integrations/bin/python
+INTEGRATIONS_READY := .venv-integrations/.ready
+# torch first and alone: what follows takes the torch that is there.
+$(INTEGRATIONS_READY): requirements-integrations.txt
+	test -x $(INTEGRATIONS_PY) || $(PYTHON) -m venv .venv-integrations
+	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet "$$(grep ^torch== $<)"
+	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet --requirement $<
+	touch $@
+
+.PHONY: test-integrations
+test-integrations: build $(INTEGRATIONS_READY)  ## trainers' libraries, the real ones, with and without offloading
+	PYTHONPATH="$(CURDIR)/src" TORCHOFFLOAD_REQUIRE_INTEGRATIONS=1 $(INTEGRATIONS_PY) -m pytest tests/integrations \
+		-m "not cuda" --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
+
 .PHONY: mutants
 mutants: build  ## leave out each wait and check in turn: its scenario has to notice
 	$(PY) -m pytest tests/mutants --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)

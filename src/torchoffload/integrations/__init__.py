@@ -1,1 +1,9 @@
-"""Faces for trainers whose own activation offloading has another signature."""
+"""One line for each trainer; nothing here is imported before it is asked for.
+
+=====================  ==========================================================
+``.transformers``      ``OffloadActivationsCallback`` for Hugging Face's ``Trainer`` and what derives from it
+``.trl``               ``install()``: TRL's ``activation_offloading=True`` is carried out by torchoffload
+``.lightning``         ``OffloadActivationsCallback`` for Lightning's ``Trainer``
+``.accelerate``        ``offload_prepared(accelerator, model)``
+=====================  ==========================================================
+"""

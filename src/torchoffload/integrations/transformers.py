@@ -1,0 +1,211 @@
+"""Hugging Face's Trainer, and the trainers that derive from it.
+
+Examples
+--------
+>>> from torchoffload.integrations.transformers import OffloadActivationsCallback
+>>> trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadActivationsCallback()])
+"""
+
+from typing import Any
+
+from torch import nn
+
+import torchoffload
+from torchoffload._offload import is_disabled
+from torchoffload._options import OffloadOptions, check_bool
+from torchoffload.integrations._compiled import CompiledCalls
+from torchoffload.integrations._trainers import (
+    Handle,
+    StepTotals,
+    check_options,
+    innermost_model,
+    missing_package,
+    offload_inner_model,
+    quiet_other_ranks,
+    warn_on_rank_0,
+)
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise missing_package("transformers", "transformers", "transformers") from error
+
+__all__ = ["LogOffloadingCallback", "OffloadActivationsCallback"]
+
+
+class LogOffloadingCallback(TrainerCallback):
+    """Add what torchoffload moved and kept to the trainer's log, and nothing else.
+
+    For a trainer that enters a context of torchoffload by itself, as TRL's do after
+    ``torchoffload.integrations.trl.install()``. With each training loss, this rank's means over the optimizer steps
+    since the last: ``offload/gib_offloaded``, ``offload/gib_reloaded``, ``offload/gib_kept`` (activations that were
+    saved and not moved), ``offload/window_waits``; and ``offload/pinned_gib``, held now.
+
+    Notes
+    -----
+    They are in ``trainer.state.log_history``, and in what later callbacks see, such as the progress bar. Reporters of
+    ``report_to`` stand before every callback that is given to a trainer: ``attach(trainer)`` puts this one first.
+    """
+
+    def __init__(self) -> None:
+        self._totals = StepTotals()
+
+    def attach(self, trainer: Trainer) -> None:
+        """Become the first of ``trainer``'s callbacks, instead of being given to it in ``callbacks=[...]``.
+
+        Raises
+        ------
+        TypeError
+            ``trainer`` is no ``transformers.Trainer``.
+        """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"{type(self).__name__} attaches to a transformers.Trainer, got {type(trainer).__name__}: for a loop "
+                "of your own there are OffloadActivations and torchoffload.integrations.accelerate"
+            )
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count from here on."""
+        self._totals.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count an optimizer step."""
+        self._totals.end_step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Put the totals beside a training loss; evaluation and the summary at the end go by."""
+        if logs is None or "loss" not in logs:
+            return
+        totals = self._totals.take()
+        logs.update(totals)
+        if state.log_history and "loss" in state.log_history[-1]:
+            state.log_history[-1].update(totals)
+
+
+class OffloadActivationsCallback(LogOffloadingCallback):
+    """Offload what training forwards of the trainer's model save; gradients are the same bit for bit.
+
+    Installs on the model inside of DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT when training begins, and is gone
+    when it ends. Evaluation and ``generate()`` run as without it, since they save nothing.
+
+    Parameters
+    ----------
+    modules : optional
+        Offload inside these only: names, globs, types or a predicate, as ``offload_modules`` takes them. Names are
+        those of the model inside of its wrappers. Default: the whole model, but for its output head.
+    enabled : bool or str
+        The switch, read when training begins. A str names an attribute of the trainer's ``args``, so that a field of
+        one's own ``TrainingArguments`` turns it on from a command line or a YAML file. Ranks may differ.
+        ``TORCHOFFLOAD_DISABLE=1`` in the environment turns it off as well.
+    **options
+        Those of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
+        A wrong option, named at once; a trainer that gives no model, when training begins.
+
+    Notes
+    -----
+    The totals of each step are logged, see ``LogOffloadingCallback``. A training run that ends in an exception leaves
+    the hooks in place until the next ``train()`` or ``remove()``.
+    """
+
+    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Any) -> None:
+        super().__init__()
+        if not isinstance(enabled, str):
+            check_bool("enabled", enabled)
+        check_options(options)
+        self.enabled = enabled
+        self.modules = modules
+        self.options = options
+        self._handle: Handle | None = None
+        self._saved_before: int | None = None
+
+    def remove(self) -> None:
+        """Take the hooks off the model; the second call does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _is_on(self, args: TrainingArguments) -> bool:
+        if isinstance(self.enabled, bool):
+            return self.enabled
+        if not hasattr(args, self.enabled):
+            raise AttributeError(
+                f"enabled={self.enabled!r} names no attribute of {type(args).__name__}: give TrainingArguments a field "
+                "of that name, or pass True or False"
+            )
+        is_on = getattr(args, self.enabled)
+        check_bool(f"args.{self.enabled}", is_on)
+        return bool(is_on)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Install on ``model``; what an earlier run left is removed first."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self.remove()
+        if not self._is_on(args) or is_disabled():
+            return
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "OffloadActivationsCallback is for transformers.Trainer, which gives callbacks its model: got "
+                f"model={type(model).__name__} in on_train_begin"
+            )
+        if getattr(args, "activation_offloading", False):
+            warn_on_rank_0(
+                "both args.activation_offloading and OffloadActivationsCallback are on: set the first to False."
+            )
+        will_be = getattr(args, "torch_compile", False) and not hasattr(model, "_orig_mod")
+        is_compiled = will_be or innermost_model(model)._compiled_call_impl is not None  # that of module.compile()
+        install = self._around_compiled_calls if is_compiled else self._around_calls
+        self._handle = install(model)
+        self._saved_before = torchoffload.stats().handles
+
+    def _around_calls(self, model: nn.Module) -> Handle:
+        return offload_inner_model(model, self.modules, self.options)
+
+    def _around_compiled_calls(self, model: nn.Module) -> Handle:
+        if self.modules is not None or not self.options.keys() <= OffloadOptions.__dataclass_fields__.keys():
+            raise ValueError(
+                "torch_compile=True or model.compile() makes one region of the model, in which modules cannot be told "
+                "apart: leave modules, fraction, keep_last and only_inputs out of OffloadActivationsCallback, or do "
+                "not compile the whole model"
+            )
+        quiet_other_ranks()
+        return CompiledCalls(innermost_model(model), self.options)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count an optimizer step; after the first, say so if nothing of it came by."""
+        super().on_step_end(args, state, control, **kwargs)
+        before, self._saved_before = self._saved_before, None
+        if before is not None and torchoffload.stats().handles == before:
+            warn_on_rank_0(
+                "the first step saved nothing inside the modules that OffloadActivationsCallback is installed on, so "
+                "nothing is offloaded. Does the trainer call them, and with gradients enabled?"
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the hooks off the model."""
+        self.remove()

@@ -1,0 +1,69 @@
+"""trainings.py: what these tests share: needed packages, a small model and its data, a device's options."""
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from devices import WINDOWS, Device
+from gradients import Run
+
+REQUIRED = os.environ.get("TORCHOFFLOAD_REQUIRE_INTEGRATIONS") == "1"
+VOCABULARY = 64
+
+
+def need(*packages: str) -> None:
+    """Skips the module, or with TORCHOFFLOAD_REQUIRE_INTEGRATIONS=1 fails, where a package is not installed."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing and REQUIRED:
+        raise ModuleNotFoundError(f"TORCHOFFLOAD_REQUIRE_INTEGRATIONS=1, and there is no {', '.join(missing)}")
+    if missing:
+        reason = f"{', '.join(missing)} not installed: `make test-integrations` has an environment of its own"
+        pytest.skip(reason, allow_module_level=True)
+
+
+def options(device: Device, **more: Any) -> dict[str, Any]:
+    """The options with which a tiny model's tensors move on `device`, and are read back from where they were moved."""
+    chosen: dict[str, Any] = {"tier": device.tier, "min_offload_size": 0, "learn": False}
+    chosen["offload_window_bytes"], chosen["reload_window_bytes"] = WINDOWS[device.name]
+    if device.tier == "disk":
+        chosen["disk_dir"] = str(device.directory)
+    return chosen | more
+
+
+def tiny_llama(run: Run, **config: Any) -> Any:
+    """A Llama of two layers, the same weights in each run, on the run's device."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    chosen = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return run.module(lambda: LlamaForCausalLM(LlamaConfig(**(chosen | config))))
+
+
+def token_rows(rows: int = 8, tokens: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Random sequences with themselves as labels, the same in each run."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    """The forward hooks of torchoffload on all modules of `model`."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    return sum(hook.__module__.startswith("torchoffload") for hook in hooks)
