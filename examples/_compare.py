@@ -24,9 +24,9 @@ import torch
 from tqdm import tqdm
 
 from _memory import RETURN_FREED_MEMORY, MemorySampler, PeakMemory
+from _options import MIB, add_offload_options, device_of, positive
 from _text import batches, standard_library_text
 
-MIB = 1 << 20
 WARM_UP_STEP_COUNT = 2
 TEXT_BYTES = 8 * MIB
 PLAIN, OFFLOADED = "plain", "offloaded"
@@ -63,33 +63,18 @@ class Run:
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Make the options that both examples have. Each adds its model's shape."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--steps", type=_positive, default=30, help="optimizer steps of each run (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=30, help="optimizer steps of each run (%(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's learning rate (%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="for the weights and for the order of the text (%(default)s)"
     )
     parser.add_argument(
         "--threads",
-        type=_positive,
+        type=positive,
         default=len(os.sched_getaffinity(0)),
         help="CPU threads of torch (here %(default)s)",
     )
-    parser.add_argument(
-        "--tier",
-        choices=("auto", "host", "disk"),
-        default="auto",
-        help="where saved tensors go: pinned memory (trains on CUDA), or a spill file (trains on the CPU); "
-        "auto, the default, takes CUDA when it is there",
-    )
-    parser.add_argument(
-        "--disk-dir", default=None, help="directory of the spill file, with tier disk (default: tempfile's)"
-    )
-    parser.add_argument(
-        "--offload-window-mib", type=float, default=None, help="most bytes on their way out (default: the library's)"
-    )
-    parser.add_argument(
-        "--reload-window-mib", type=float, default=None, help="most bytes back ahead of use (default: the library's)"
-    )
+    add_offload_options(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -102,33 +87,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     # For the tests: changes one bit of one parameter of the offloaded run, which the comparison has to find.
     parser.add_argument("--perturb", action="store_true", help=argparse.SUPPRESS)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def device_of(arguments: argparse.Namespace) -> torch.device:
-    """CUDA when it is there, except under the disk tier, which serves CPU tensors."""
-    return torch.device("cuda" if torch.cuda.is_available() and arguments.tier != "disk" else "cpu")
-
-
-def offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect the keyword options of ``OffloadActivations`` that the command line asks for."""
-    tier = arguments.tier
-    if tier == "auto":
-        tier = "host" if device_of(arguments).type == "cuda" else "disk"
-    options: dict[str, Any] = {"tier": tier}
-    if arguments.disk_dir is not None:
-        options["disk_dir"] = arguments.disk_dir
-    if arguments.offload_window_mib is not None:
-        options["offload_window_bytes"] = int(arguments.offload_window_mib * MIB)
-    if arguments.reload_window_mib is not None:
-        options["reload_window_bytes"] = int(arguments.reload_window_mib * MIB)
-    return options
 
 
 def main(parser: argparse.ArgumentParser, make_task: Callable[[argparse.Namespace], Task]) -> int:

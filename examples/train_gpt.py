@@ -18,6 +18,7 @@ from torch import nn
 
 import _compare
 import torchoffload
+from _options import device_of, offload_options
 
 BYTE_COUNT = 256
 
@@ -65,14 +66,12 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
     if arguments.width % arguments.heads:
         raise SystemExit(f"--width {arguments.width} is not a multiple of --heads {arguments.heads}")
     model = GPT(arguments.width, arguments.layers, arguments.heads, arguments.tokens)
-    model.to(_compare.device_of(arguments))
+    model.to(device_of(arguments))
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    return _compare.Task(
-        model, loss, offload=lambda: torchoffload.OffloadActivations(**_compare.offload_options(arguments))
-    )
+    return _compare.Task(model, loss, offload=lambda: torchoffload.OffloadActivations(**offload_options(arguments)))
 
 
 def make_parser() -> argparse.ArgumentParser:

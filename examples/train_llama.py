@@ -16,6 +16,7 @@ import torch
 
 import _compare
 import torchoffload
+from _options import device_of, offload_options
 
 BYTE_COUNT = 256
 
@@ -40,7 +41,7 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = LlamaForCausalLM(config).to(_compare.device_of(arguments)).train()
+    model = LlamaForCausalLM(config).to(device_of(arguments)).train()
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=inputs).logits
@@ -48,7 +49,7 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
 
     @functools.cache  # made at the offloaded run's first step, entered at each: it puts hooks on the head
     def context() -> torchoffload.OffloadActivations:
-        return torchoffload.get_act_offloading_ctx_manager(model, **_compare.offload_options(arguments))
+        return torchoffload.get_act_offloading_ctx_manager(model, **offload_options(arguments))
 
     return _compare.Task(model, loss, offload=context)
 

@@ -1,0 +1,40 @@
+"""docs/coverage.md and docs/gallery.md name tests, files and commands: each must exist."""
+
+import re
+
+import pytest
+
+from pages import DOCS, broken_links, missing_tests, named_tests, tables
+
+SYSTEMS = ["FastVideo, pull request 1106", "flame", "Megatron-LM, pull request 1752", "ms-swift, pull request 7201"]
+EXAMPLES = DOCS.parent / "examples"
+
+
+def test_each_test_that_the_page_names_exists():
+    assert missing_tests("coverage.md") == []
+    assert len(named_tests("coverage.md")) > 60
+
+
+@pytest.mark.parametrize("page", ["coverage.md", "gallery.md"])
+def test_each_link_leads_somewhere(page: str):
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_each_feature_names_a_test_or_is_told_as_not_covered(system: str):
+    rows = tables("coverage.md", system)
+    assert len(rows) >= 8
+    assert [row[0] for row in rows if "`test_" not in row[-1] and "not covered" not in row[1]] == []
+
+
+def test_each_file_that_a_port_begins_with_exists():
+    port = (DOCS / "coverage.md").read_text().split("**Where a port begins.**")[1]
+    assert len(re.findall(r"\(\.\./csrc/", port)) >= 3
+
+
+def test_the_gallery_shows_each_example_with_its_command():
+    page = (DOCS / "gallery.md").read_text()
+    commands = re.findall(r"^ +(?:python|torchrun)\b.* examples/(\w+\.py)", page, flags=re.MULTILINE)
+    scripts = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_")}
+    assert scripts - set(commands) == set()
+    assert set(commands) - scripts == set()
