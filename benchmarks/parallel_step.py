@@ -10,8 +10,8 @@
 | pipeline | a stage for each process, Schedule1F1B, the context around the whole step |
 | replicas | the whole model in each process, nothing exchanged: all that the host's links have to carry at once |
 
-A Llama-shaped model in bf16; no optimizer. First two steps under deterministic algorithms each way, whose losses and
-gradients are compared bit for bit; then plain and offloaded steps in turns, each from a barrier to the end of the
+A Llama-shaped model in bf16; no optimizer. First a few steps under deterministic algorithms each way, whose losses
+and gradients are compared bit for bit; then plain and offloaded steps in turns, each from a barrier to the end of the
 slowest process; then one under `torchoffload.profile()`, for the copies' rates. Before all that, what the host can do:
 256 MiB copies of each process alone, and of all at once. On a CPU: `--tier disk` and a small shape; no memory there.
 """
@@ -35,6 +35,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchoffload
 from hardware import command_line, hardware
@@ -46,8 +47,8 @@ from pinned import Registered
 MIB, GIB = 1 << 20, 1 << 30
 LINK_BYTES = 256 * MIB
 DEFAULT_SHAPE = Shape(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocabulary=32000)
-EXACT_STEPS = 2
-BIT_EQUAL = "bit-equal"
+EXACT_STEPS = {"plain": 2, "offloaded": 4}  # the second one is timed, and what it taught holds from the third on
+BIT_EQUAL, DIFFERENT, UNSTABLE = "bit-equal", "DIFFERENT", "not the same twice without it"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -198,7 +199,7 @@ def measure(job: Job, arguments: argparse.Namespace, device: torch.device) -> di
     options = {"tier": arguments.tier, "offload_window_bytes": window, "reload_window_bytes": window}
     manager = torchoffload.get_act_offloading_ctx_manager(job.model, warn_if_no_head=False, **options)
     ways: dict[str, Callable[[], Any]] = {"plain": contextlib.nullcontext, "offloaded": lambda: manager}
-    is_equal = is_bit_equal(job, ways)
+    compared = compare(job, ways)
     memory = Memory(job, device)
     for _ in range(arguments.warm_up):
         timed(job, ways["offloaded"], memory, device)
@@ -211,33 +212,33 @@ def measure(job: Job, arguments: argparse.Namespace, device: torch.device) -> di
             if way == "offloaded":
                 moved.append(torchoffload.stats().bytes_offloaded - before)
     mine = {
-        "is_equal": is_equal,
+        "compared": compared,
         "steps": steps,
         "moved_bytes": moved,
         "copies": copies(job, ways["offloaded"], memory, device),
         "pinned_bytes": torchoffload.stats().pinned_bytes,
     }
     ranks = gathered(mine)
-    return {"is_equal": all(each["is_equal"] for each in ranks), "ranks": ranks}
+    return {"ranks": ranks}
 
 
-def is_bit_equal(job: Job, ways: dict[str, Callable[[], Any]]) -> bool:
-    """Whether losses and gradients of the first steps are the same; stock must agree with itself."""
-    expected: list[torch.Tensor] | None = None
-    is_same = True
+def compare(job: Job, ways: dict[str, Callable[[], Any]]) -> str:
+    """Whether losses and gradients of the first steps are the same, bit for bit."""
+    expected: list[torch.Tensor] = []
+    told = BIT_EQUAL
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for context in ways.values():
-        for _ in range(EXACT_STEPS):
-            losses = job.step(context)
-            values = [*losses, *job.gradients()]
-            if expected is None:
-                expected = [value.cpu() for value in values]
-            is_same &= all(
-                torch.equal(value, then.to(value.device)) for value, then in zip(values, expected, strict=True)
-            )
-            job.zero_gradients()
+    # Of the attention kernels those that have a deterministic backward.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        for way, context in ways.items():
+            for _ in range(EXACT_STEPS[way]):
+                losses = job.step(context)
+                values = [value.cpu() for value in (*losses, *job.gradients())]
+                job.zero_gradients()
+                expected = expected or values
+                if told == BIT_EQUAL and not all(map(torch.equal, values, expected)):
+                    told = UNSTABLE if way == "plain" else DIFFERENT
     torch.use_deterministic_algorithms(False)
-    return is_same
+    return told
 
 
 def timed(job: Job, context: Callable[[], Any], memory: Memory, device: torch.device) -> dict[str, Any]:
@@ -277,8 +278,9 @@ def copies(job: Job, context: Callable[[], Any], memory: Memory, device: torch.d
 
 def verdict(measured: dict[str, Any]) -> str:
     """Equal bits prove nothing where nothing moved."""
-    if not measured["is_equal"]:
-        return "DIFFERENT"
+    for told in (UNSTABLE, DIFFERENT):
+        if any(each["compared"] == told for each in measured["ranks"]):
+            return told
     return BIT_EQUAL if any(any(each["moved_bytes"]) for each in measured["ranks"]) else "NOTHING MOVED"
 
 

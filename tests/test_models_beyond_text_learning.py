@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchoffload
 from devices import Device
@@ -176,4 +177,5 @@ def test_video_of_two_resolutions_while_steps_are_timed(device_under_test: Devic
             update(model)
         run.check(step=model)
 
-    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)
+    with sdpa_kernel(SDPBackend.MATH):  # others' backwards add in no fixed order
+        assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)

@@ -58,7 +58,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, sequence: bool, loss: bool) 
 
 
 def train(run: Run, model: nn.Module, seed: int, loss: bool = False, **options: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # which mixes DTensors with plain tensors
     for step in range(STEPS):
         tokens, labels = batch_of(run, seed=100 * step + seed)
         with loss_parallel() if loss else contextlib.nullcontext():
