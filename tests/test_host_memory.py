@@ -174,11 +174,11 @@ def test_mounts_with_optional_fields_are_parsed():
     ]
 
 
-def budget(local_world_size=1, **fields):
+def budget(local_world_size=1, held_bytes=0, **fields):
     memory = testing.HostMemory()
     for name, value in fields.items():
         setattr(memory, name, value)
-    return testing.default_budget_bytes(memory, local_world_size)
+    return testing.default_budget_bytes(memory, local_world_size, held_bytes)
 
 
 def test_the_budget_is_four_fifths_of_the_least_room_shared_by_the_machine_s_processes():
@@ -197,6 +197,22 @@ def test_the_budget_is_never_negative_and_needs_nothing_to_be_known():
     assert budget(total_bytes=10 * GIB) == 8 * GIB
     assert budget() == 0
     assert budget(available_bytes=10 * GIB, local_world_size=0) == 8 * GIB
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one-grows", "all-grow"])
+def test_what_is_held_does_not_make_the_budget_grow(processes, is_alone):
+    """All processes together stay within four fifths of what was available before, in however many chunks they grow."""
+    held_bytes = 0
+    for _ in range(2000):
+        all_held_bytes = held_bytes * (1 if is_alone else processes)
+        seen = {"available_bytes": 100 * GIB - all_held_bytes, "limit_bytes": 200 * GIB, "limit_used_bytes": 90 * GIB}
+        seen["limit_used_bytes"] += all_held_bytes
+        limit_bytes = budget(local_world_size=processes, held_bytes=held_bytes, **seen)
+        held_bytes = max(held_bytes, min(held_bytes + GIB // 4, limit_bytes))
+    least_bytes = 80 * GIB / processes
+    assert (held_bytes if is_alone else processes * held_bytes) <= 80 * GIB
+    assert held_bytes >= 0.99 * least_bytes
 
 
 @pytest.mark.parametrize(("value", "size"), [(None, 1), ("4", 4), ("0", 1), ("many", 1), ("-2", 1), ("", 1)])

@@ -134,7 +134,7 @@ py::dict host_memory() {
   dict["limit"] = memory.limit_bytes;
   dict["limit_used"] = memory.limit_used_bytes;
   dict["limit_inactive_file"] = memory.limit_inactive_file_bytes;
-  dict["default_budget"] = default_budget_bytes(memory, local_world_size());
+  dict["default_budget"] = default_budget_bytes(memory, local_world_size(), pinned_memory().held_bytes);
   return dict;
 }
 

@@ -248,7 +248,6 @@ class Engine {
   std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
   uint64_t reload_window_bytes_ = 0;
   std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or a capture forbids the wait
-  uint64_t charged_bytes_ = 0;
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
   uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step

@@ -18,6 +18,12 @@
 
 namespace torchoffload {
 
+namespace {
+
+uint64_t host_charged_bytes = 0;  // of the default budget, which all devices of the process share
+
+}  // namespace
+
 std::deque<Engine::PendingCopy>& Engine::pending_copies() {
   thread_local std::deque<PendingCopy> pending;
   return pending;
@@ -169,7 +175,7 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   } else {
     held.charged_bytes = store_.slot_bytes(moved.nbytes());
     context->charged_bytes += held.charged_bytes;
-    charged_bytes_ += held.charged_bytes;
+    if (context->options.tier == Tier::Host) host_charged_bytes += held.charged_bytes;
     Statistics::global().charged_bytes += held.charged_bytes;
   }
   const uint64_t sequence_number = at::sequence_number::peek();
@@ -203,11 +209,10 @@ bool Engine::fits_budget(ContextState& context, uint64_t nbytes) {
   if (context.options.tier == Tier::Disk) return true;  // the disk itself says when it is full
   const uint64_t capacity_bytes = store_.capacity_bytes();
   if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
-    // What the store holds is no longer available, and is ours to use.
-    default_budget_bytes_ = capacity_bytes + default_budget_bytes(read_host_memory(), local_world_size());
+    default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);
     budget_read_at_capacity_ = capacity_bytes;
   }
-  return charged_bytes_ + nbytes <= *default_budget_bytes_;
+  return host_charged_bytes + nbytes <= *default_budget_bytes_;
 }
 
 void Engine::store_is_full(ContextState& context, const std::string& why) {
@@ -253,8 +258,9 @@ void Engine::release_slot(Holdings& held) {
 }
 
 void Engine::uncharge(Holdings& held, TapeId tape) {
-  tapes_[tape.index].context->charged_bytes -= held.charged_bytes;
-  charged_bytes_ -= held.charged_bytes;
+  ContextState& context = *tapes_[tape.index].context;
+  context.charged_bytes -= held.charged_bytes;
+  if (context.options.tier == Tier::Host) host_charged_bytes -= held.charged_bytes;
   Statistics::global().charged_bytes -= held.charged_bytes;
   held.charged_bytes = 0;
 }

@@ -132,14 +132,16 @@ HostMemory read_host_memory(const std::string& root) {
   return memory;
 }
 
-uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size) {
+uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size, uint64_t held_bytes) {
+  const uint64_t process_count = std::max<uint64_t>(local_world_size, 1);
   std::optional<uint64_t> room_bytes = memory.available_bytes;
   if (memory.limit_bytes) {
     const Usage usage{*memory.limit_bytes, memory.limit_used_bytes.value_or(0), memory.limit_inactive_file_bytes};
     room_bytes = std::min(room_bytes.value_or(UINT64_MAX), usage.room_bytes());
   }
   const uint64_t known_bytes = room_bytes ? *room_bytes : memory.total_bytes.value_or(0);
-  return known_bytes / 10 * 8 / std::max<uint64_t>(local_world_size, 1);
+  const uint64_t held_room_bytes = room_bytes ? held_bytes / 10 * 8 : 0;
+  return known_bytes / 10 * 8 / process_count + held_room_bytes;
 }
 
 uint64_t local_world_size() {

@@ -28,8 +28,9 @@ struct HostMemory {
 HostMemory read_host_memory(const std::string& root = "/");
 
 // 0.8 x min(available, limit - used + inactive file) / local_world_size, over what is known; of the total if nothing
-// else is; 0 if nothing is.
-uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size);
+// else is; 0 if nothing is. `held_bytes`: what the budget is for and holds already, which is no longer available; the
+// machine's other processes are taken to hold as much each. So it is the same budget, however much of it is held.
+uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size, uint64_t held_bytes);
 
 // How many processes share this machine: LOCAL_WORLD_SIZE, as torchrun sets it; 1 without one, or with a bad one.
 uint64_t local_world_size();

@@ -20,7 +20,7 @@ class HostMemory:
         is page cache it can drop. None without a limit.
     default_budget_bytes : int
         What ``host_budget_bytes=None`` means: 0.8 x min(available, limit - used + inactive file) /
-        ``LOCAL_WORLD_SIZE``.
+        ``LOCAL_WORLD_SIZE``, where pinned memory that torchoffload holds counts as available.
     """
 
     total_bytes: int

@@ -277,7 +277,8 @@ void bind_host_memory(py::module_& m) {
       .def_readwrite("limit_used_bytes", &HostMemory::limit_used_bytes)
       .def_readwrite("limit_inactive_file_bytes", &HostMemory::limit_inactive_file_bytes);
   m.def("read_host_memory", read_host_memory, py::arg("root") = "/");
-  m.def("default_budget_bytes", default_budget_bytes, py::arg("memory"), py::arg("local_world_size") = 1);
+  m.def("default_budget_bytes", default_budget_bytes, py::arg("memory"), py::arg("local_world_size") = 1,
+        py::arg("held_bytes") = 0);
   m.def("local_world_size", local_world_size);
   m.def("parse_field", parse_field);
   m.def("parse_limit", parse_limit);
