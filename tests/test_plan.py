@@ -200,7 +200,7 @@ def test_without_times_the_end_alone_is_kept():
 TAPES = Path(__file__).parent / "data" / "tapes"
 
 
-@pytest.mark.parametrize("name", ["A", "B", "C"])
+@pytest.mark.parametrize("name", ["A", "B", "C", "D"])
 def test_recorded_steps_take_their_bound(name):
     """Llama training steps on an H200, as benchmarks/record_tapes.py wrote them."""
     tape = json.loads((TAPES / f"{name}.json").read_text())
