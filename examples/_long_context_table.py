@@ -67,7 +67,7 @@ def try_draw(about: dict[str, Any], results: Results, path: Path) -> bool:
     ]
     axes.bar_label(bars, texts, padding=4)
     axes.invert_yaxis()
-    axes.set_xlim(right=1.2 * max(tokens, default=1))
+    axes.set_xlim(right=1.35 * max(tokens, default=1))
     axes.set_xlabel("tokens of the longest sequence that trains")
     axes.set_title(heading(about), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
