@@ -1,4 +1,4 @@
-"""The default budget: what all devices of a process may take of host memory together, however much they hold already."""
+"""The default budget: what all devices of a process may take of host memory together, whatever they hold already."""
 
 import pytest
 import torch
