@@ -324,18 +324,3 @@ def test_cpu_tensors_among_those_of_the_device(device_under_test: Device):
 
     with pytest.warns(UserWarning, match="stay where they are"):
         assert_same_gradients(program, device=device_under_test, moved_bytes=4096, kept_reason="device")
-
-
-@pytest.mark.devices("simulated-late", "cuda")
-@pytest.mark.filterwarnings("error:torchoffload:UserWarning")
-def test_small_cpu_tensors_stay_without_a_word(device_under_test: Device):
-    """Such as the seeds of an attention's dropout: below the minimum they would stay anyway."""
-
-    def program(run: Run):
-        x, foreign = run.leaf(64, 64), run.foreign[0].requires_grad_()
-        with run.offload(min_offload_size=8192):
-            y = x.exp().sum() + (foreign * foreign).sum().to(run.device)
-        y.backward()
-        return x.grad, foreign.grad
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=64 * 64 * 4, kept_reason="device")

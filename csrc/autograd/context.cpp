@@ -169,8 +169,7 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const 
   Engine* const engine = find_engine(tensor, state_->options);
   if (engine == nullptr) {
     why = KeptReason::Device;
-    // What would stay anyway, such as the seeds of an attention's dropout, is not worth a word.
-    if (!tensor.is_meta() && bytes_of(tensor) >= std::max<uint64_t>(state_->options.min_offload_bytes, 1))
+    if (!tensor.is_meta())
       state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
                                                " stay where they are: tier=\"" + to_string(state_->options.tier) +
                                                "\" does not move them.");
