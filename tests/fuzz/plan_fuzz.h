@@ -1,13 +1,17 @@
-// plan_fuzz.h: random tapes through the Learner and the plan: what they keep stays within what they may.
+// plan_fuzz.h: random tapes through the Learner and the plan: what they keep stays within what they may. And random
+// orders of tapes through TapeOrder, beside a model that looks the whole step up.
 #pragma once
 
 #include <algorithm>
+#include <iterator>
+#include <optional>
 #include <random>
 #include <utility>
 #include <vector>
 
 #include "core/learner.h"
 #include "core/plan.h"
+#include "core/tape_order.h"
 #include "driver.h"
 
 namespace torchoffload::fuzz {
@@ -24,16 +28,91 @@ class PlanFuzz {
     for (unsigned step = 0; step < 60; ++step) {
       std::vector<uint64_t> nbytes = shapes[below(shapes.size())];
       if (below(4) == 0) nbytes.resize(below(nbytes.size() + 1));
-      Learner::Trace trace = learner_.begin(options_of(nbytes.size()));
+      const std::optional<bool> keeps_end = below(2) == 0 ? std::nullopt : std::optional(below(2) == 0);
+      Learner::Trace trace = learner_.begin(options_of(nbytes.size()), keeps_end);
       walk(trace, nbytes);
       open.emplace_back(std::move(trace), std::move(nbytes));
       if (open.size() < 1 + below(3)) continue;
       for (const auto& [closed, sizes] : std::exchange(open, {})) close(closed, sizes);
     }
     expect(learner_.shape_count() <= Learner::kShapeLimit, "more shapes are known than the limit");
+    run_orders();
   }
 
  private:
+  // A step: which tape's forward or backward comes when.
+  struct Event {
+    uint32_t tape = 0;
+    bool is_backward = false;
+    bool operator==(const Event&) const = default;
+  };
+  using Step = std::vector<Event>;
+
+  // Some tapes are never asked for, and each is only after it was opened.
+  Step some_step() {
+    Step step;
+    std::vector<uint32_t> waiting;
+    const auto tape_count = static_cast<uint32_t>(1 + below(8));
+    for (uint32_t opened = 0; opened < tape_count || !waiting.empty();) {
+      if (opened < tape_count && (waiting.empty() || below(2) == 0)) {
+        step.push_back({opened, false});
+        if (below(6) > 0) waiting.push_back(opened);
+        ++opened;
+      } else {
+        const auto next = waiting.begin() + static_cast<ptrdiff_t>(below(waiting.size()));
+        step.push_back({*next, true});
+        waiting.erase(next);
+      }
+    }
+    return step;
+  }
+
+  void run_orders() {
+    TapeOrder order;
+    Step last;
+    Step step = some_step();
+    for (uint32_t round = 0; round < 12; ++round) {
+      if (below(3) == 0) step = some_step();
+      run_order(order, step, last, round);
+      if (std::ranges::any_of(step, &Event::is_backward)) last = step;
+    }
+  }
+
+  static TapeId id_of(uint32_t tape, uint32_t round) { return {tape, round}; }
+
+  void run_order(TapeOrder& order, const Step& step, const Step& last, uint32_t round) {
+    bool goes_as_last = true;
+    uint32_t opened = 0;
+    for (size_t place = 0; place < step.size(); ++place) {
+      const Event& event = step[place];
+      const bool was_expected = goes_as_last && place < last.size() && last[place] == event;
+      if (place > 0) check_coming(order, last, place, goes_as_last, opened, round);
+      if (event.is_backward) {
+        expect(order.backward_began(event.tape) == was_expected, "a backward was expected, or not, against the model");
+        expect(order.is_latest(event.tape), "the latest backward is another's");
+      } else {
+        expect(order.opened(id_of(event.tape, round), place == 0) == event.tape, "a tape has another's number");
+        ++opened;
+      }
+      goes_as_last = was_expected;
+    }
+  }
+
+  static void check_coming(const TapeOrder& order, const Step& last, size_t place, bool goes_as_last, uint32_t opened,
+                           uint32_t round) {
+    Step backwards;
+    if (goes_as_last && place <= last.size())
+      std::copy_if(last.begin() + static_cast<ptrdiff_t>(place), last.end(), std::back_inserter(backwards),
+                   [](const Event& event) { return event.is_backward; });
+    for (size_t places = 0; places < backwards.size() + 2; ++places) {
+      const bool is_known = places < backwards.size() && backwards[places].tape < opened;
+      const auto expected = is_known ? std::optional(id_of(backwards[places].tape, round)) : std::nullopt;
+      expect(order.coming(places) == expected, "another tape is expected than in the model");
+    }
+    const bool is_backward_next = goes_as_last && place < last.size() && last[place].is_backward;
+    expect(order.is_backward_next() == is_backward_next, "a backward is next, or not, against the model");
+  }
+
   uint64_t below(uint64_t limit) { return random_() % limit; }
   double seconds() { return 1e-6 * static_cast<double>(below(20'000)); }
 
