@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# What CI without a GPU cannot show: builds for the torch of PYTHON, and runs the CUDA suite (its core cases under other
-# allocators too), core cases and 50 random programs under compute-sanitizer, 3,000 random programs, a soak, and both examples.
-#   OUT=results tools/gpu_check.sh [extra pytest arguments]
-# Prints little; the logs, tables and pictures go to OUT.
+# What CI without a GPU cannot show. Builds for the torch of PYTHON, and runs these PARTS, or all of them:
+#   suite      the CUDA suite, its core cases under other allocators too; with two GPUs the parallel cases over NCCL,
+#              and with the trainers' packages installed those of the integrations
+#   memcheck   core cases and 50 random programs under compute-sanitizer
+#   programs   3,000 random programs
+#   soak       3,000 steps
+#   examples   those that compare, with their pictures
+#   parallel   with several GPUs: steps under FSDP2, tensor parallelism and a pipeline, bit for bit
+#
+#   OUT=results PARTS="suite soak" tools/gpu_check.sh [extra pytest arguments]
+#
+# Prints little; the logs, tables and pictures go to OUT. On an H200 the suite takes about 9 minutes, the rest as much.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu-results}
+PARTS=${PARTS:-suite memcheck programs soak examples parallel}
 mkdir -p "$OUT"
 status=0
 
@@ -18,22 +27,51 @@ step() {  # step NAME COMMAND...: the last lines of its log are printed, all of 
   tail -n "${TAIL:-3}" "$OUT/$name.log"
 }
 
+part_suite() {
+  TAIL=40 step suite make test-gpu PYTHON="$PYTHON" PYTEST_ARGS="-q -rfE --durations=5 --timeout=120 $*"
+}
+
+part_memcheck() {
+  local sanitizer
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  TORCHOFFLOAD_REQUIRE_CUDA=1 step memcheck "$sanitizer" --tool memcheck --error-exitcode 3 "$PYTHON" \
+    -m pytest -m cuda -q tests/test_gradients_order.py -k "several_steps or two_forwards"
+  # Without backtraces: to write one down the tool takes Python's lock inside the driver's, and another thread may have it.
+  TORCHOFFLOAD_TESTING=1 step memcheck-programs "$sanitizer" --tool memcheck --error-exitcode 3 --show-backtrace no \
+    --target-processes all "$PYTHON" tests/fuzz_programs.py --device cuda --programs 50 --jobs 1
+}
+
+part_programs() {
+  TORCHOFFLOAD_TESTING=1 TAIL=8 step programs "$PYTHON" tests/fuzz_programs.py --device cuda --programs 3000 \
+    --out "$OUT/programs.json"
+}
+
+part_soak() { TAIL=12 step soak "$PYTHON" tests/soak.py --device cuda --steps 3000; }
+
+part_examples() {
+  local example
+  for example in train_gpt train_llama; do
+    TAIL=12 step "$example" "$PYTHON" "examples/$example.py" --out "$OUT/$example.png"
+  done
+  for example in minimal with_checkpointing choose_modules; do
+    TAIL=12 step "$example" "$PYTHON" "examples/$example.py"
+  done
+}
+
+part_parallel() {
+  local gpus
+  gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)
+  [ "$gpus" -gt 1 ] || { echo "== parallel: left out, one GPU"; return; }
+  TAIL=40 step parallel "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
+    benchmarks/parallel_step.py --json "$OUT/parallel.json"
+}
+
+for part in $PARTS; do
+  declare -F "part_$part" > /dev/null || { echo "gpu_check.sh: there is no part '$part'"; exit 2; }
+done
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 export PYTHONPATH="$PWD/build/gpu" PYTHONUNBUFFERED=1
 step build make site OUT=build/gpu PYTHON="$PYTHON"
 TAIL=30 step info "$PYTHON" -m torchoffload.info
-TAIL=40 step suite make test-gpu PYTHON="$PYTHON" PYTEST_ARGS="-q -rfE --durations=5 --timeout=120 $*"
-export TORCHOFFLOAD_REQUIRE_CUDA=1
-sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-step memcheck "$sanitizer" --tool memcheck --error-exitcode 3 "$PYTHON" -m pytest -m cuda -q \
-  tests/test_gradients_order.py -k "several_steps or two_forwards"
-export TORCHOFFLOAD_TESTING=1
-# Without backtraces: to write one down the tool takes Python's lock inside the driver's, and another thread may have it.
-step memcheck-programs "$sanitizer" --tool memcheck --error-exitcode 3 --show-backtrace no --target-processes all "$PYTHON" \
-  tests/fuzz_programs.py --device cuda --programs 50 --jobs 1
-TAIL=8 step programs "$PYTHON" tests/fuzz_programs.py --device cuda --programs 3000 --out "$OUT/programs.json"
-unset TORCHOFFLOAD_TESTING
-TAIL=12 step soak "$PYTHON" tests/soak.py --device cuda --steps 3000
-TAIL=12 step train_gpt "$PYTHON" examples/train_gpt.py --out "$OUT/train_gpt.png"
-TAIL=12 step train_llama "$PYTHON" examples/train_llama.py --out "$OUT/train_llama.png"
+for part in $PARTS; do "part_$part" "$@"; done
 exit $status
