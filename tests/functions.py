@@ -54,6 +54,20 @@ class ReturnsView(torch.autograd.Function):
         return y[:], x.t().t()
 
 
+class SavesInput(torch.autograd.Function):
+    """x * 2, saving x and nothing else; its backward is no derivative, but needs what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
 class WritesIntoUnpacked(torch.autograd.Function):
     """x * 3, saving x; its backward writes into what it unpacked and returns it."""
 

@@ -8,6 +8,7 @@ import torch
 
 import torchoffload
 from devices import Device
+from functions import SavesInput
 from gradients import assert_same_gradients
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
@@ -20,23 +21,9 @@ WIDTH = 64
 RECORD_BYTES = WIDTH * WIDTH * 4
 
 
-class Chain(torch.autograd.Function):
-    """Saves its input, and nothing else."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * x
-
-
 def chain(run, x, length):
     for _ in range(length):
-        x = Chain.apply(x)
+        x = SavesInput.apply(x)
     return x
 
 
@@ -189,7 +176,7 @@ def test_a_write_after_the_save_is_stocks_error_for_what_is_kept_too(device_unde
             x = run.leaf(WIDTH, WIDTH)
             with learning(run):
                 hidden = chain(run, x, 19)
-                loss = Chain.apply(hidden).sum()
+                loss = SavesInput.apply(hidden).sum()
             if step == 2:
                 with torch.no_grad():
                     hidden.add_(1)
@@ -250,9 +237,9 @@ def timed_steps(device: Device, count: int, layer_s: float, **options: Any) -> l
             with learning(run, **options):
                 hidden = x
                 for _ in range(20):
-                    hidden = Chain.apply(hidden)
+                    hidden = SavesInput.apply(hidden)
                     hidden = Tick.apply(hidden, layer_s, 2 * layer_s)
-                loss = Tick.apply(Chain.apply(hidden), TURN_S, TURN_S).sum()
+                loss = Tick.apply(SavesInput.apply(hidden), TURN_S, TURN_S).sum()
             loss.backward()
             run.check(grad=x.grad)
 
@@ -292,7 +279,7 @@ def test_reloads_go_on_at_saved_tensors_that_are_not_ours(device_under_test):
     """The kept end fills the window of one record, and dies before a NoOp region's saved tensor is asked for."""
     reloads_by_then: list[int] = []
 
-    class Asks(Chain):
+    class Asks(SavesInput):
         @staticmethod
         def backward(ctx, grad):
             (x,) = ctx.saved_tensors
@@ -307,7 +294,7 @@ def test_reloads_go_on_at_saved_tensors_that_are_not_ours(device_under_test):
                 hidden = chain(run, x, 5)
                 with run.noop():
                     hidden = Asks.apply(hidden)
-                loss = Chain.apply(hidden).sum()
+                loss = SavesInput.apply(hidden).sum()
             loss.backward()
             run.check(grad=x.grad)
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchoffload
 from devices import Device
+from functions import SavesInput
 from gradients import Run, assert_same_gradients
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
@@ -29,20 +29,6 @@ def _nothing_learned_before():
     testing.forget_learned()
 
 
-class Layer(torch.autograd.Function):
-    """Saves its input, and nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x
-
-
 def reloaded_ahead() -> int:
     """Records that were reloaded of tapes whose backwards are still to come: all others have ended."""
     stats = torchoffload.stats()
@@ -59,7 +45,7 @@ def run_schedule(run: Run, schedule: str, **options: Any) -> list[int]:
             x = inputs[number] = run.leaf(WIDTH, WIDTH)
             with run.offload(**({"learn": True} | WINDOWS | options)):
                 for _ in range(LENGTH):
-                    x = Layer.apply(x)
+                    x = SavesInput.apply(x)
                 losses[number] = x.sum()
         else:
             found.append(reloaded_ahead())
