@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from devices import Device
 from gradients import Run, assert_same_gradients
@@ -154,3 +155,18 @@ def test_a_record_that_every_layer_shares_is_reloaded_once_and_sends_none_back(
     stats = assert_same_gradients(program, device=device_under_test)
     assert stats.passed_by == 0
     assert stats.records_reloaded == stats.records_offloaded == layer_count + 1
+
+
+def test_asking_far_ahead_once_sends_nothing_back(device_under_test: Device):
+    """As a checkpoint asks for its input before what was saved behind that: what is on its way comes next after all."""
+
+    def program(run: Run):
+        leaves = [run.leaf(32, 32) for _ in range(8)]
+        with run.offload(offload_window_bytes=0, reload_window_bytes=2 * 4096):
+            outputs = [x.sin() for x in leaves]
+        for number in (7, 0, 6, 5, 4, 3, 2, 1):  # behind 7 come 6 and 5, which 0 leaves where they are
+            run.check(gradient=torch.autograd.grad(outputs[number].sum(), leaves[number]))
+
+    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=8 * 4096)
+    assert stats.passed_by == 0
+    assert stats.records_reloaded == 8

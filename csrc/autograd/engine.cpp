@@ -242,12 +242,14 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   reap();
   const RecordId id = handle.record;
   const StreamId consumer = backend_.current_stream();
+  uint64_t place = handle.save;
   if (in_backward) {
     const TapeId tape = ledger_.record(id).tape;
     reloading() = {this, tape, torch::autograd::get_current_graph_task_id()};
     backward_begins(tape);
     if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
-    let_pass(handle);
+    place = Schedule::place_of(handle.save, std::exchange(tapes_[tape.index].asked_before, handle.save));
+    let_pass(tape, place);
   }
   TORCH_CHECK(
       ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
@@ -291,7 +293,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
           has_made_room = is_prefetched_for = true;
           break;
         }
-        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save);
+        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save, place);
         break;
       }
       case RecordState::Reloading: {

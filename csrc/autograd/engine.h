@@ -135,6 +135,7 @@ class Engine {
     uint64_t record_count = 0;
     uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
     uint64_t latest_record = 0;   // by records_added_
+    uint64_t asked_before = 0;    // the save that a backward asked for last
     bool is_timed = false;
     bool has_backward_begun = false;
     uint64_t first_entry = 0;  // of the timeline, where timed
@@ -205,7 +206,7 @@ class Engine {
   void prefetch_coming(uint64_t kept_bytes);
   bool reload_ahead(TapeId tape, uint64_t kept_bytes, bool stops_at_source);
   void pass_by_others(TapeId tape);
-  void let_pass(const RecordHandle& asked_for);
+  void let_pass(TapeId tape, uint64_t place);
   void pass_by(RecordId id);
   void make_room();
   void leave_reload_window(RecordId id);

@@ -339,11 +339,10 @@ void Engine::prefetch(TapeId tape) {
 }
 
 // R11: what was reloaded ahead and then passed by goes back to its slot.
-void Engine::let_pass(const RecordHandle& asked_for) {
+void Engine::let_pass(TapeId tape, uint64_t place) {
   if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
-  const TapeId tape = ledger_.record(asked_for.record).tape;
   const uint64_t window_bytes = tapes_[tape.index].windows.reload_bytes;
-  for (const RecordId id : Schedule::passed_by(ledger_, tape, asked_for.save, ahead_, window_bytes)) pass_by(id);
+  for (const RecordId id : Schedule::passed_by(ledger_, tape, place, ahead_, window_bytes)) pass_by(id);
 }
 
 // Returns whether all of the tape was looked at.

@@ -3,6 +3,7 @@
 // Thread safety: none; touched only with the GIL held.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -16,8 +17,14 @@ class Schedule {
   // half of it, else the span alone.
   static Span span_to_move(const Span& span, uint64_t storage_bytes);
 
-  // The consumer asked for a save whose record was not on its way: reloads go on from there.
-  static void consumer_missed(Tape& tape, uint64_t save) { tape.reload_cursor = save; }
+  // Where the consumer is: the later of the last two saves that it asked for. Once far ahead is not yet gone on: a
+  // checkpoint asks for its input before it asks for what was saved behind that.
+  static uint64_t place_of(uint64_t save, uint64_t save_before) { return std::max(save, save_before); }
+
+  // The consumer, which is at `place`, asked for a save whose record was not on its way: reloads go on from there.
+  static void consumer_missed(Tape& tape, uint64_t save, uint64_t place) {
+    tape.reload_cursor = save < tape.reload_cursor ? std::min(tape.reload_cursor, place) : save;
+  }
 
   // The next records to reload ahead of the consumer, from the tape's end towards its start, while what is held for it
   // (`held_bytes`: reloaded and not yet asked for, or kept) stays within the window. Moves the tape's cursor past them.

@@ -4,6 +4,7 @@ PyTorch's selective checkpoint holds what its policy saves in a storage of its o
 Here it is packed through the open context like any saved tensor, and unpacked as the recomputation comes to it.
 """
 
+import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -198,14 +199,25 @@ class _Packed:
 
     def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
         self._handle = pack(_alias(tensor))
+        self._held: torch.Tensor | None = None
+
+    def hold(self) -> None:
+        """Have it here until it is asked for; an error is for then."""
+        with contextlib.suppress(RuntimeError):
+            self._held = core.unpack(self._handle)
+
+    def let_go(self) -> None:
+        self._held = None
 
     def get(self) -> torch.Tensor:
         try:
-            return core.unpack(self._handle)
+            return core.unpack(self._handle)  # what is held is given again, and its version is looked at anew
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
             raise RuntimeError(_MUTATED) from error
+        finally:
+            self._held = None
 
 
 def _storages(value: Any) -> Iterator[int]:
@@ -234,6 +246,9 @@ class _Saved:
 
     output: Any
 
+    def packed(self) -> list[_Packed]:
+        return [each for each in tree_leaves(self.output) if isinstance(each, _Packed)]
+
     def restore(self) -> Any:
         return tree_map(lambda each: each.get() if isinstance(each, (_Kept, _Packed)) else each, self.output)
 
@@ -259,6 +274,22 @@ class _Cache:
 
     def __init__(self) -> None:
         self.entries: defaultdict[Any, list[_Saved | _Mark]] = defaultdict(list)
+        self._packed: list[_Packed] = []  # in the order of forward, until a recomputation has held them
+
+    def add(self, key: Any, entry: _Saved | _Mark) -> None:
+        self.entries[key].append(entry)
+        if isinstance(entry, _Saved):
+            self._packed += entry.packed()
+
+    def hold_all(self) -> None:
+        """Ask for all that was packed in the order of reloads, the last first. It will all be here in the end."""
+        for packed in reversed(self._packed):
+            packed.hold()
+
+    def let_go(self) -> None:
+        for packed in self._packed:
+            packed.let_go()
+        self._packed.clear()
 
     def take(self, operator: Any, key: Any, index: int) -> _Saved | None:
         """Return the entry, which is then consumed; None for a call that is computed again."""
@@ -306,7 +337,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
             policy = self._policy(_policy_context(output), func, *args, **keywords)
             if isinstance(policy, bool):
                 policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-            self._cache.entries[_key(func, args)].append(self._entry(policy, func, output, (args, keywords)))
+            self._cache.add(_key(func, args), self._entry(policy, func, output, (args, keywords)))
         return output
 
     def _entry(self, policy: CheckpointPolicy, operator: Any, output: Any, arguments: Any) -> _Saved | _Mark:
@@ -348,8 +379,13 @@ class _Recomputation(_Mode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._calls.clear()  # another recomputation counts anew
+        self._cache.hold_all()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._cache.let_go()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -304,7 +304,7 @@ class World {
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
       coverage_.saw("missed");
-      Schedule::consumer_missed(ledger_.tape(id), some_save(tape));
+      Schedule::consumer_missed(ledger_.tape(id), some_save(tape), some_save(tape));
     }
     const uint64_t began_at = tape.reload_cursor;
     const auto taken = Schedule::take_reloads(ledger_, id, ahead_bytes, window_bytes);
