@@ -23,8 +23,22 @@ def tier_options(name: str, directory: Path) -> list[str]:
     return ["--tier", "host"]
 
 
+# How a process ends now and then after FSDP2 over gloo, without torchoffload too (torch 2.13 on a CPU, Python 3.11: 3 of
+# 25 runs of a few plain steps): a thread of PyTorch's meets the interpreter's end. All has been printed by then.
+ABORT_AT_EXIT = "terminate called without an active exception"
+ABORTS_ALLOWED = 4
+
+
 def run(script: str, *options: str, processes: int = 0, **environment: str) -> subprocess.CompletedProcess:
-    """Run examples/`script`, with torchrun where `processes` says how many."""
+    """Run examples/`script`, with torchrun where `processes` says how many; again where that meets ABORT_AT_EXIT."""
+    for _ in range(ABORTS_ALLOWED if processes else 0):
+        child = run_once(script, *options, processes=processes, **environment)
+        if child.returncode == 0 or ABORT_AT_EXIT not in child.stderr or "identical" not in child.stdout:
+            return child
+    return run_once(script, *options, processes=processes, **environment)
+
+
+def run_once(script: str, *options: str, processes: int, **environment: str) -> subprocess.CompletedProcess:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
     return subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / script), *options],
