@@ -23,8 +23,8 @@ def tier_options(name: str, directory: Path) -> list[str]:
     return ["--tier", "host"]
 
 
-# How a process ends now and then after FSDP2 over gloo, without torchoffload too (torch 2.13 on a CPU, Python 3.11: 3 of
-# 25 runs of a few plain steps): a thread of PyTorch's meets the interpreter's end. All has been printed by then.
+# How a process ends now and then after FSDP2 over gloo, without torchoffload too (torch 2.13 on a CPU, Python 3.11: 3
+# of 25 runs of a few plain steps). All has been printed by then.
 ABORT_AT_EXIT = "terminate called without an active exception"
 ABORTS_ALLOWED = 4
 
