@@ -207,8 +207,10 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     auto saved = std::make_unique<SavedTensor>(tensor);
     std::optional<c10::VariableVersion> version;
     if (wrapper != nullptr) version = *wrapper;
+    Engine* const engine = find_engine(tensor, state_->options);
+    const StreamId stream = engine != nullptr ? engine->backend().current_stream() : kNoStream;
     on_this_thread().candidates[storage_of(tensor)].push_back(
-        {saved->self(), bytes_of(tensor), module, std::move(version)});
+        {saved->self(), bytes_of(tensor), module, std::move(version), stream});
     return saved;
   }
   if (reason == KeptReason::None) {
@@ -250,6 +252,12 @@ void Context::admit(const at::Tensor& tensor) {
   for (const Candidate& candidate : waiting.mapped()) {
     if (*candidate.saved == nullptr) continue;
     const at::Tensor kept = (*candidate.saved)->kept();
+    // R2: its copy would wait for the stream that is current now, which may not wait for the one that fills it yet.
+    Engine* const engine = find_engine(kept, state_->options);
+    if (engine != nullptr && engine->backend().current_stream() != candidate.stream) {
+      count_kept_here(KeptReason::NotAnInput, candidate.nbytes, candidate.module);
+      continue;
+    }
     KeptReason why = KeptReason::None;
     const auto moved = try_move(kept, candidate.wrapper ? &*candidate.wrapper : nullptr, module, why);
     if (!moved) {

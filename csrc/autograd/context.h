@@ -63,6 +63,7 @@ class Context {
     uint64_t nbytes = 0;
     uint32_t module = 0;
     std::optional<c10::VariableVersion> wrapper;
+    StreamId stream = kNoStream;  // that the operator which saved it fills it on
   };
   struct OnThread {
     std::thread::id thread;

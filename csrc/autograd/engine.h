@@ -3,7 +3,8 @@
 //                Backends and stores are borrowed and live for the process; so does the engine.
 // Thread safety: needs the GIL. What blocks runs in a BlockingSection, after which the ledger is read again.
 // Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what,
-// why). Shutdown:      leaked on purpose; see Note [No CUDA after main]. Not handled:   CUDA graph capture.
+//                why).
+// Shutdown:      leaked on purpose; see Note [No CUDA after main].
 #pragma once
 
 #include <ATen/core/Tensor.h>
