@@ -1,7 +1,8 @@
-"""What the hooks cost the CPU in a whole training step: microseconds a saved tensor, mean over all that the step saves.
+r"""What the hooks cost the CPU in a whole training step: microseconds a saved tensor, the mean over all of them.
 
     PYTHONPATH=build/gpu python3 benchmarks/hooks_in_step.py --json hooks-in-step.json          # after: make site
-    python benchmarks/hooks_in_step.py --tier disk --workload A:hidden=256,intermediate=512,layers=2,tokens=256,heads=4,kv_heads=2,vocabulary=512
+    python benchmarks/hooks_in_step.py --tier disk --min-offload-size 65536 \
+        --workload A:hidden=256,intermediate=512,layers=2,tokens=256,heads=4,kv_heads=2,vocabulary=512
 
 A step of the workload goes forward and backward plain, under empty Python hooks, and under torchoffload: as its
 options are, and with ``learn=False``, where each tensor that may move does. They run in turns, one step each, and the

@@ -1,0 +1,45 @@
+"""benchmarks/trainers.py as a user runs it, only smaller: each trainer has its row, and every bit is the same."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainings import need
+
+need("transformers", "accelerate", "peft", "trl", "datasets", "lightning")
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trainers.py"
+TRAINERS = ["transformers", "peft", "trl", "lightning", "accelerate", "loop"]
+SMALL = ["--layers", "2", "--width", "64", "--tokens", "64", "--vocabulary", "512", "--steps", "3"]
+TIERS = ["disk", pytest.param("host", marks=pytest.mark.cuda)]
+
+
+def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_each_trainer_has_a_row(tier: str, tmp_path: Path):
+    result = tmp_path / "result.json"
+    more = ["--batch", "64"] if tier == "host" else []  # larger tensors, since the smaller ones stay
+    done = benchmark("--tier", tier, *SMALL, *more, "--json", str(result))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in TRAINERS:
+        assert re.search(rf"^{name} +identical +", done.stdout, re.MULTILINE), done.stdout
+    measured = json.loads(result.read_text())["trainers"]
+    assert list(measured) == TRAINERS
+    for compared in measured.values():
+        assert compared["offloaded"]["moved_bytes"] > 0
+        assert compared["plain"]["moved_bytes"] == 0
+        assert len(compared["plain"]["losses"]) == 3
+
+
+def test_a_wrong_shape_is_refused():
+    done = benchmark("--width", "40")
+    assert done.returncode == 1
+    assert "--width is a multiple of 16" in done.stderr
