@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import resource
 import subprocess
@@ -157,7 +158,7 @@ def attempt(trainer: Trainer, count: int) -> Try:
 
 
 def search(arguments: argparse.Namespace, variant: str) -> list[Try]:
-    """Double the length until it does not go, then bisect; stop when a step would take too long."""
+    """Double the length until it does not go, then bisect; stop when no longer step is over in time."""
     torch.set_num_threads(arguments.threads)
     trainer = Trainer(arguments, variant)
     trainer.step(2 * arguments.granule)  # what is loaded and built on first use is there now
@@ -169,9 +170,13 @@ def search(arguments: argparse.Namespace, variant: str) -> list[Try]:
         count = (2 * went or arguments.tokens) if did_not is None else (went + did_not) // 2
         count = max(arguments.granule, count // arguments.granule * arguments.granule)
         longest = max((each for each in tries if each.went), key=lambda each: each.tokens, default=None)
-        # Attention takes the square of the length, the rest its first power: at most four times for twice the length.
-        expected = longest.seconds * (count / longest.tokens) ** 2 if longest else 0.0
-        if time.monotonic() + expected > deadline or count in {each.tokens for each in tries}:
+        if longest:
+            # Attention takes the square of the length, the rest its first power: at most four times for twice the
+            # length. Where that is too long, what can be tried in the time that is left.
+            left = max(0.0, deadline - time.monotonic())
+            fitting = int(longest.tokens * math.sqrt(left / longest.seconds))
+            count = min(count, fitting // arguments.granule * arguments.granule)
+        if count - went < arguments.granule or count in {each.tokens for each in tries}:
             break
         tries.append(attempt(trainer, count))
         if tries[-1].went:
