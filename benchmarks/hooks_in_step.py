@@ -161,6 +161,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.repeats < 1 or arguments.warm_up < 1:
         raise SystemExit("hooks_in_step.py: --repeats and --warm-up are at least 1")
+    if arguments.tier == "host" and not torch.cuda.is_available():
+        raise SystemExit("hooks_in_step.py: there is no CUDA device; --tier disk measures on the CPU")
     try:
         step = Step(arguments.workload, arguments.tier, arguments.min_offload_size)
     except ValueError as error:

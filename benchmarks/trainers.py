@@ -331,6 +331,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.layers, arguments.batch, arguments.tokens) < 1 or arguments.width % 16:
         raise SystemExit("trainers.py: counts are at least 1, and --width is a multiple of 16")
+    if arguments.tier == "host" and not torch.cuda.is_available():
+        raise SystemExit("trainers.py: there is no CUDA device; --tier disk trains on the CPU")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     device = torch.device("cpu" if arguments.tier == "disk" else "cuda")
