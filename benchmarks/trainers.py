@@ -278,14 +278,14 @@ def train(name: str, arguments: argparse.Namespace, offloaded: bool) -> dict[str
         TRAINERS[name](run)
     weights = {key: value.detach().cpu() for key, value in run.model.state_dict().items()}
     losses = [float(loss) for loss in run.losses]
-    moved = torchoffload.stats().bytes_offloaded
+    moved, report = torchoffload.stats().bytes_offloaded, torchoffload.report()
     steps = watch.steps
     del run, watch
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torchoffload.trim()
-    return {"steps": steps, "losses": losses, "weights": weights, "moved_bytes": moved}
+    return {"steps": steps, "losses": losses, "weights": weights, "moved_bytes": moved, "report": report}
 
 
 def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
