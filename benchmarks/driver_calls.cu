@@ -15,7 +15,8 @@
 
 namespace {
 
-constexpr size_t kMiB = size_t{1} << 20;
+constexpr size_t kKiB = 1024;
+constexpr size_t kMiB = 1024 * kKiB;
 constexpr size_t kHostBytes = 2048 * kMiB;
 constexpr size_t kEvictedBytes = 4 * kMiB;
 constexpr int kRounds = 200;
@@ -83,7 +84,7 @@ int main() {
   std::printf("us of the host   KiB  kernel  point   wait   copy    end   wait    all but the kernel\n");
   for (const bool is_in : {false, true}) {
     for (const bool is_cold : {false, true}) {
-      for (const size_t nbytes : {4 * kMiB / 1024, 64 * kMiB / 1024, kMiB, 8 * kMiB, 64 * kMiB}) {
+      for (const size_t nbytes : {4 * kKiB, 64 * kKiB, kMiB, 8 * kMiB, 64 * kMiB}) {
         std::vector<double> taken[6];
         for (int round = 0; round < kRounds; ++round) {
           if (nbytes > kMiB && round % 40 == 39) check(cudaDeviceSynchronize(), "synchronize");  // queues stay short
@@ -93,26 +94,24 @@ int main() {
           const auto timed = [&](auto make_call) {
             evict(is_cold);
             const double start_us = now_us();
-            make_call();
+            const cudaError_t error = make_call();
             taken[call++].push_back(now_us() - start_us);
+            check(error, "a timed call");
           };
-          timed([&] { spin<<<1, 32, 0, compute>>>(60'000); });
-          timed([&] { cudaEventRecord(ready[round], compute); });
-          timed([&] { cudaStreamWaitEvent(ours, ready[round], 0); });
+          timed([&] { return spin<<<1, 32, 0, compute>>>(60'000), cudaSuccess; });
+          timed([&] { return cudaEventRecord(ready[round], compute); });
+          timed([&] { return cudaStreamWaitEvent(ours, ready[round], 0); });
           timed([&] {
-            if (is_in) {
-              cudaMemcpyAsync(here, there, nbytes, cudaMemcpyHostToDevice, ours);
-            } else {
-              cudaMemcpyAsync(there, here, nbytes, cudaMemcpyDeviceToHost, ours);
-            }
+            return is_in ? cudaMemcpyAsync(here, there, nbytes, cudaMemcpyHostToDevice, ours)
+                         : cudaMemcpyAsync(there, here, nbytes, cudaMemcpyDeviceToHost, ours);
           });
-          timed([&] { cudaEventRecord(done[round], ours); });
+          timed([&] { return cudaEventRecord(done[round], ours); });
           timed([&] {
-            if (round >= kInFlight) cudaStreamWaitEvent(compute, done[round - kInFlight], 0);
+            return round < kInFlight ? cudaSuccess : cudaStreamWaitEvent(compute, done[round - kInFlight], 0);
           });
         }
         check(cudaDeviceSynchronize(), "synchronize");
-        std::printf("%-4s %-4s %11zu", is_in ? "in" : "out", is_cold ? "cold" : "hot", nbytes / 1024);
+        std::printf("%-4s %-4s %11zu", is_in ? "in" : "out", is_cold ? "cold" : "hot", nbytes / kKiB);
         double sum_us = 0;
         for (const std::vector<double>& times : taken) std::printf("%7.1f", median(times));
         for (int call = 1; call < 6; ++call) sum_us += median(taken[call]);

@@ -1,7 +1,8 @@
-"""Each integration on one training run, without and with torchoffload: memory at the loss, step time, bit for bit.
+r"""Each integration on one training run, without and with torchoffload: memory at the loss, step time, bit for bit.
 
     PYTHONPATH=build/gpu python3 benchmarks/trainers.py --json trainers.json         # after: make site OUT=build/gpu
-    python benchmarks/trainers.py --tier disk --trainer transformers accelerate --layers 2 --width 64 --tokens 64
+    python benchmarks/trainers.py --tier disk --trainer transformers accelerate \
+        --workload A:hidden=64,intermediate=256,layers=2,batch=4,tokens=64,heads=8,kv_heads=4,vocabulary=512
 
 | trainer | what runs |
 |---|---|
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,8 +44,11 @@ import torch
 
 import torchoffload
 from hardware import command_line, hardware
+from workloads import Workload, enable_checkpointing, llama_config, parse_workload, random_tokens
 
 MIB = 1 << 20
+DEFAULT_WORKLOAD = "A:hidden=1024,intermediate=4096,layers=8,batch=4,tokens=2048,heads=8,kv_heads=4,vocabulary=8192"
+IDENTICAL = "identical"
 SETTLED_AFTER = 3  # steps: by then what moves is learned
 NEEDS = {
     "transformers": ["transformers", "accelerate"],
@@ -53,6 +58,11 @@ NEEDS = {
     "accelerate": ["transformers", "accelerate"],
     "loop": ["transformers"],
 }
+
+
+def device_of(arguments: argparse.Namespace) -> torch.device:
+    """Where both runs train."""
+    return torch.device("cpu" if arguments.tier == "disk" else "cuda")
 
 
 class Watch:
@@ -100,33 +110,22 @@ class Run:
     """One training run: the model, what it trains on, and what came of it."""
 
     def __init__(self, arguments: argparse.Namespace, offloaded: bool) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
-        self.arguments, self.offloaded = arguments, offloaded
-        self.device = torch.device("cpu" if arguments.tier == "disk" else "cuda")
+        workload: Workload = arguments.workload
+        self.offloaded, self.steps = offloaded, arguments.steps
+        self.batch, self.tokens = workload.batch, workload.tokens
+        self.device = device_of(arguments)
         self.options: dict[str, Any] = {"tier": arguments.tier}
         if arguments.tier == "disk":
             self.options["min_offload_size"] = 1 << 14
         torch.manual_seed(0)
-        self.model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=arguments.vocabulary,
-                hidden_size=arguments.width,
-                intermediate_size=4 * arguments.width,
-                num_hidden_layers=arguments.layers,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                max_position_embeddings=arguments.tokens,
-                pad_token_id=None,
-                bos_token_id=None,
-                eos_token_id=None,
-                use_cache=False,
-            )
-        )
-        generator = torch.Generator().manual_seed(1)
-        shape = (arguments.steps * arguments.batch, arguments.tokens)
-        tokens = torch.randint(arguments.vocabulary, shape, generator=generator)
-        self.rows = [{"input_ids": row, "labels": row} for row in tokens]
+        no_tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        self.model: Any = LlamaForCausalLM(llama_config(workload, **no_tokens))
+        if workload.checkpointed:
+            enable_checkpointing(self.model)
+        drawn = random_tokens(replace(workload, batch=self.steps * workload.batch), torch.device("cpu"))
+        self.rows = [{"input_ids": row, "labels": row} for row in drawn]
         self.losses: list[torch.Tensor] = []
         self.model.register_forward_hook(lambda _model, _inputs, output: self.losses.append(output.loss.detach()))
 
@@ -136,8 +135,8 @@ class Run:
             "output_dir": directory,
             "use_cpu": self.device.type == "cpu",
             "bf16": self.device.type == "cuda",
-            "max_steps": self.arguments.steps,
-            "per_device_train_batch_size": self.arguments.batch,
+            "max_steps": self.steps,
+            "per_device_train_batch_size": self.batch,
             "optim": "sgd",
             "learning_rate": 1e-3,
             "logging_steps": 1,
@@ -147,10 +146,6 @@ class Run:
             "seed": 0,
             "gradient_checkpointing": False,
         }
-
-    def autocast(self) -> Any:
-        """Return the precision of the loops that are ours."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
 
 def add_adapters(run: Run) -> Any:
@@ -185,9 +180,7 @@ def by_trl(run: Run) -> None:
     rows = [{"input_ids": row["input_ids"].tolist()} for row in run.rows]
     adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     with tempfile.TemporaryDirectory() as directory, torchoffload.integrations.trl.install(**run.options):
-        options = SFTConfig(
-            **run.hf_arguments(directory), max_length=run.arguments.tokens, activation_offloading=run.offloaded
-        )
+        options = SFTConfig(**run.hf_arguments(directory), max_length=run.tokens, activation_offloading=run.offloaded)
         torch.manual_seed(0)
         trainer = SFTTrainer(
             model=run.model,
@@ -219,7 +212,7 @@ def by_lightning(run: Run) -> None:
     trainer = Trainer(
         accelerator="cpu" if run.device.type == "cpu" else "gpu",
         devices=1,
-        max_steps=run.arguments.steps,
+        max_steps=run.steps,
         precision="32-true" if run.device.type == "cpu" else "bf16-mixed",
         logger=False,
         enable_checkpointing=False,
@@ -227,7 +220,7 @@ def by_lightning(run: Run) -> None:
         enable_model_summary=False,
         callbacks=[OffloadActivationsCallback(**run.options)] if run.offloaded else [],
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(run.rows, batch_size=run.arguments.batch))
+    trainer.fit(Module(), torch.utils.data.DataLoader(run.rows, batch_size=run.batch))
 
 
 def by_accelerate(run: Run) -> None:
@@ -238,7 +231,7 @@ def by_accelerate(run: Run) -> None:
     is_cpu = run.device.type == "cpu"
     accelerator = Accelerator(cpu=is_cpu, mixed_precision="no" if is_cpu else "bf16")
     optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(run.rows, batch_size=run.arguments.batch)
+    loader = torch.utils.data.DataLoader(run.rows, batch_size=run.batch)
     model, optimizer, loader = accelerator.prepare(run.model, optimizer, loader)
     offloading = offload_prepared(accelerator, model, enabled=run.offloaded, **run.options)
     for batch in loader:
@@ -252,8 +245,8 @@ def by_loop(run: Run) -> None:
     model = run.model.to(run.device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     context = torchoffload.get_act_offloading_ctx_manager(model, run.offloaded, **run.options)
-    for batch in torch.utils.data.DataLoader(run.rows, batch_size=run.arguments.batch):
-        with context, run.autocast():
+    for batch in torch.utils.data.DataLoader(run.rows, batch_size=run.batch):
+        with context, torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
             loss = model(**{name: value.to(run.device) for name, value in batch.items()}).loss
         loss.backward()
         optimizer.step()
@@ -303,9 +296,16 @@ def settled(run: dict[str, Any], what: str) -> float:
     return statistics.median(step.get(what, 0) for step in steps)
 
 
+def verdict(compared: dict[str, Any]) -> str:
+    """Equal bits prove nothing where nothing moved."""
+    if not compared["identical"]:
+        return "DIFFERENT"
+    return IDENTICAL if compared["offloaded"]["moved_bytes"] else "NOTHING MOVED"
+
+
 def row_of(name: str, compared: dict[str, Any]) -> str:
     plain, offloaded = compared["plain"], compared["offloaded"]
-    cells = [f"{name:14}", f"{'identical' if compared['identical'] else 'DIFFERENT':10}"]
+    cells = [f"{name:14}", f"{verdict(compared):14}"]
     cells += [
         f"{settled(plain, what) / MIB:9.0f}{settled(offloaded, what) / MIB:8.0f}"
         for what in ("at_loss_bytes", "peak_bytes")
@@ -322,23 +322,22 @@ def main() -> int:
     parser.add_argument("--trainer", nargs="+", choices=tuple(TRAINERS), default=list(TRAINERS))
     parser.add_argument("--tier", choices=("host", "disk"), default="host", help="disk: on a CPU")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
-    parser.add_argument("--width", type=int, default=1024, help="features of a token, a multiple of 16")
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a batch")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--workload", default=DEFAULT_WORKLOAD, help="as for train_step.py")
     parser.add_argument("--json", type=Path, default=None, help="where hardware, versions and raw numbers go")
     arguments = parser.parse_args()
-    if min(arguments.steps, arguments.layers, arguments.batch, arguments.tokens) < 1 or arguments.width % 16:
-        raise SystemExit("trainers.py: counts are at least 1, and --width is a multiple of 16")
+    if arguments.steps < 1:
+        raise SystemExit("trainers.py: --steps is at least 1")
+    try:
+        arguments.workload = parse_workload(arguments.workload)
+    except ValueError as error:
+        raise SystemExit(f"trainers.py: {error}") from None
     if arguments.tier == "host" and not torch.cuda.is_available():
         raise SystemExit("trainers.py: there is no CUDA device; --tier disk trains on the CPU")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    device = torch.device("cpu" if arguments.tier == "disk" else "cuda")
     results: dict[str, Any] = {}
-    titles = f"{'':14}{'bits':10}{'MiB at the loss':>17}{'peak':>17}{'ms a step':>17}{'MiB moved':>10}"
-    print(titles + "\n" + " " * 24 + f"{'plain':>9}{'ours':>8}" * 3, flush=True)
+    titles = f"{'':14}{'bits':14}{'MiB at the loss':>17}{'peak':>17}{'ms a step':>17}{'MiB moved':>10}"
+    print(titles + "\n" + " " * 28 + f"{'plain':>9}{'ours':>8}" * 3, flush=True)
     for name in arguments.trainer:
         missing = [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
         if missing:
@@ -348,10 +347,9 @@ def main() -> int:
         results[name] = compare(name, arguments)
         print(row_of(name, results[name]), flush=True)
         if arguments.json is not None:
-            about = {"command": command_line(), "hardware": hardware(device), "trainers": results}
+            about = {"command": command_line(), "hardware": hardware(device_of(arguments)), "trainers": results}
             arguments.json.write_text(json.dumps(about, indent=1) + "\n")
-    measured = [each for each in results.values() if "error" not in each]
-    return int(not all(each["identical"] and each["offloaded"]["moved_bytes"] for each in measured))
+    return int(any(verdict(each) != IDENTICAL for each in results.values() if "error" not in each))
 
 
 if __name__ == "__main__":

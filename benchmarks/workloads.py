@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -45,11 +46,11 @@ def parse_workload(text: str) -> Workload:
     return workload
 
 
-def build_model(workload: Workload, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """Make the model in training mode: weights drawn on the device from torch's seed, gradients allocated and zero."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(workload: Workload, **more: object) -> Any:
+    """Make the configuration of transformers; ``more`` are fields of it."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=workload.vocabulary,
         hidden_size=workload.hidden,
         intermediate_size=workload.intermediate,
@@ -59,12 +60,19 @@ def build_model(workload: Workload, device: torch.device, dtype: torch.dtype) ->
         max_position_embeddings=workload.tokens,
         attn_implementation="sdpa",
         use_cache=False,
+        **more,
     )
+
+
+def build_model(workload: Workload, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Make the model in training mode: weights drawn on the device from torch's seed, gradients allocated and zero."""
+    from transformers import LlamaForCausalLM
+
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = LlamaForCausalLM(config)
+            model = LlamaForCausalLM(llama_config(workload))
     finally:
         torch.set_default_dtype(default_dtype)
     model.to(device).train()

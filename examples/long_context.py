@@ -176,7 +176,7 @@ def search(arguments: argparse.Namespace, variant: str) -> list[Try]:
             left = max(0.0, deadline - time.monotonic())
             fitting = int(longest.tokens * math.sqrt(left / longest.seconds))
             count = min(count, fitting // arguments.granule * arguments.granule)
-        if count - went < arguments.granule or count in {each.tokens for each in tries}:
+        if count - went < arguments.granule:
             break
         tries.append(attempt(trainer, count))
         if tries[-1].went:

@@ -14,7 +14,7 @@ need("transformers", "accelerate", "peft", "trl", "datasets", "lightning")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trainers.py"
 TRAINERS = ["transformers", "peft", "trl", "lightning", "accelerate", "loop"]
-SMALL = ["--layers", "2", "--width", "64", "--tokens", "64", "--vocabulary", "512", "--steps", "3"]
+SHAPE = "A:hidden=64,intermediate=256,layers=2,tokens=64,heads=8,kv_heads=4,vocabulary=512"
 TIERS = ["disk", pytest.param("host", marks=pytest.mark.cuda)]
 
 
@@ -26,8 +26,9 @@ def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("tier", TIERS)
 def test_each_trainer_has_a_row(tier: str, tmp_path: Path):
     result = tmp_path / "result.json"
-    more = ["--batch", "64"] if tier == "host" else []  # larger tensors, since the smaller ones stay
-    done = benchmark("--tier", tier, *SMALL, *more, "--json", str(result))
+    batch = 64 if tier == "host" else 4  # larger tensors, since the smaller ones stay
+    options = ["--workload", f"{SHAPE},batch={batch}", "--steps", "3", "--json", str(result)]
+    done = benchmark("--tier", tier, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in TRAINERS:
         assert re.search(rf"^{name} +identical +", done.stdout, re.MULTILINE), done.stdout
@@ -39,7 +40,11 @@ def test_each_trainer_has_a_row(tier: str, tmp_path: Path):
         assert len(compared["plain"]["losses"]) == 3
 
 
-def test_a_wrong_shape_is_refused():
-    done = benchmark("--width", "40")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--workload", "E"], "no workload 'E'"), (["--steps", "0"], "--steps is at least 1")],
+)
+def test_wrong_options_are_refused(options: list[str], message: str):
+    done = benchmark(*options)
     assert done.returncode == 1
-    assert "--width is a multiple of 16" in done.stderr
+    assert message in done.stderr
