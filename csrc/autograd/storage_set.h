@@ -4,10 +4,11 @@
 #pragma once
 
 #include <c10/core/Storage.h>
+#include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
-#include <unordered_map>
+#include <utility>
 
 namespace torchoffload {
 
@@ -23,18 +24,25 @@ class StorageSet {
     entries_.emplace(address, storage);
   }
 
-  bool contains(const c10::StorageImpl* storage) const { return entries_.contains(storage); }
+  bool contains(const c10::StorageImpl* storage) const { return entries_.find(storage) != entries_.end(); }
 
  private:
+  // Flat, since several are looked into at each save, and what a step did before has taken the caches.
+  using Entries = ska::flat_hash_map<const c10::StorageImpl*, Weak>;
+
   // Forgets the storages that are gone, each time the set has doubled.
   void prune() {
-    std::erase_if(entries_, [](const auto& entry) { return entry.second.expired(); });
+    Entries alive;
+    for (auto& entry : entries_) {
+      if (!entry.second.expired()) alive.emplace(entry.first, std::move(entry.second));
+    }
+    entries_.swap(alive);
     prune_at_ = 2 * entries_.size() + kSmallest;
   }
 
   static constexpr size_t kSmallest = 64;
   size_t prune_at_ = kSmallest;
-  std::unordered_map<const c10::StorageImpl*, Weak> entries_;
+  Entries entries_;
 };
 
 }  // namespace torchoffload

@@ -26,6 +26,20 @@ namespace {
 
 constexpr uint64_t kEventsPerStream = 1024;
 
+// Makes a device the current one, for calls of CUDA's runtime. PyTorch's own guard asks for more at each end, several
+// times a saved tensor; here the device is nearly always current already, and nothing is to be done at the end.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::DeviceIndex device) {
+    int current = 0;
+    C10_CUDA_CHECK(cudaGetDevice(&current));  // CUDA's own: PyTorch's may be one that it has yet to set
+    if (current != device) guard_.set_index(device);
+  }
+
+ private:
+  c10::cuda::OptionalCUDAGuard guard_;
+};
+
 // A stream that points were recorded on, or are waited for by. See Note [Event ring].
 class TrackedStream {
  public:
@@ -42,7 +56,7 @@ class TrackedStream {
   }
 
   uint64_t record() {
-    const c10::cuda::CUDAGuard guard(device_);
+    const OnDevice on_device(device_);
     const std::lock_guard lock(mutex_);
     const size_t place = (serial_ + 1) % kEventsPerStream;
     if (events_.size() <= place) events_.resize(place + 1, nullptr);
@@ -115,7 +129,7 @@ class TimedEvents {
   explicit TimedEvents(c10::DeviceIndex device) : device_(device) {}
 
   TimedPoint record(cudaStream_t stream) {
-    const c10::cuda::CUDAGuard guard(device_);
+    const OnDevice on_device(device_);
     const std::lock_guard lock(mutex_);
     if (free_.empty()) {
       cudaEvent_t event = nullptr;
@@ -180,7 +194,7 @@ class CudaBackend final : public Backend {
 
   void wait(StreamId waiter, Point point) override {
     TrackedStream& waiting = StreamTable::instance().at(waiter);
-    const c10::cuda::CUDAGuard guard(waiting.device());
+    const OnDevice on_device(waiting.device());
     StreamTable::instance().at(point.stream).with_event(point.serial, [&](cudaEvent_t event) {
       C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
     });
@@ -195,13 +209,13 @@ class CudaBackend final : public Backend {
   }
 
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const OnDevice on_device(device_);
     C10_CUDA_CHECK(cudaMemcpyAsync(slot.address, source, nbytes, cudaMemcpyDeviceToHost,
                                    StreamTable::instance().at(stream).raw()));
   }
 
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override {
-    const c10::cuda::CUDAGuard guard(device_);
+    const OnDevice on_device(device_);
     C10_CUDA_CHECK(cudaMemcpyAsync(target, slot.address, nbytes, cudaMemcpyHostToDevice,
                                    StreamTable::instance().at(stream).raw()));
   }
@@ -223,8 +237,13 @@ class CudaBackend final : public Backend {
   }
   bool is_lasting(StreamId stream) override { return !StreamTable::instance().at(stream).is_external(); }
   bool is_capturing() override {
-    const c10::cuda::CUDAGuard guard(device_);
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    // Asked several times at each save: the default stream, which no capture can be of, must not cost a call of CUDA.
+    const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
+    if (current == nullptr) return false;
+    const OnDevice on_device(device_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(current, &status));
+    return status != cudaStreamCaptureStatusNone;
   }
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }
