@@ -43,13 +43,15 @@ def test_random_programs_come_out_as_stock(device_under_test: Device, tmp_path: 
          "--jobs", str(JOBS), "--out", str(out)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
+    told = f"{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
+    assert out.exists(), told
     with capsys.disabled():
         print(f"\n{done.stdout}")
     (summary,) = (json.loads(out.read_text())["devices"][name] for name in [device_under_test.name])
-    unstable = summary["kinds"].pop("unstable", 0)  # without us: some kernels of a GPU add in no fixed order
-    assert unstable <= (MAX_UNSTABLE_FRACTION * PROGRAM_COUNT if device_under_test.name == "cuda" else 0)
-    assert summary["kinds"] == {"same": PROGRAM_COUNT - unstable}
+    unstable = summary["kinds"].pop("unstable", 0)  # without us, on a GPU: see docs/testing.md
+    assert unstable <= (MAX_UNSTABLE_FRACTION * PROGRAM_COUNT if device_under_test.name == "cuda" else 0), told
+    assert summary["kinds"] == {"same": PROGRAM_COUNT - unstable}, told
+    assert done.returncode == (1 if unstable else 0), told
     assert summary["moved_fraction"] >= MIN_MOVED_FRACTION
     assert summary["finished_fraction"] >= MIN_FINISHED_FRACTION
     ran = OPERATOR_NAMES & summary["done"].keys()

@@ -158,7 +158,7 @@ def _judge(program: Program, device: Device, *, is_again: bool = False) -> Verdi
             is_same = verdict.spared = same_where_gradients_are_copied(program, device)
         if not is_same:
             verdict.kind, verdict.text = Kind.DIFFERS, first_difference(stock, offloaded)
-            # Some kernels of a GPU add in no fixed order: what is seldom otherwise was the same twice by chance.
+            # Stock with side streams is seldom otherwise on a GPU: it may have been the same twice by chance.
             for _ in range(STOCK_RUNS_AFTER_A_DIFFERENCE if device.name == "cuda" else 0):
                 again, _ = run_once(program, device, stock=True)
                 if again != stock:
