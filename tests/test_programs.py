@@ -30,7 +30,6 @@ PROGRAM_COUNT = 500
 MIN_MOVED_FRACTION = 0.7
 MIN_FINISHED_FRACTION = 0.8
 MIN_OPERATORS_FRACTION = 0.97
-MAX_UNSTABLE_FRACTION = 0.02
 JOBS = 2
 
 
@@ -43,15 +42,11 @@ def test_random_programs_come_out_as_stock(device_under_test: Device, tmp_path: 
          "--jobs", str(JOBS), "--out", str(out)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = f"{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
-    assert out.exists(), told
+    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
     with capsys.disabled():
         print(f"\n{done.stdout}")
     (summary,) = (json.loads(out.read_text())["devices"][name] for name in [device_under_test.name])
-    unstable = summary["kinds"].pop("unstable", 0)  # without us, on a GPU: see docs/testing.md
-    assert unstable <= (MAX_UNSTABLE_FRACTION * PROGRAM_COUNT if device_under_test.name == "cuda" else 0), told
-    assert summary["kinds"] == {"same": PROGRAM_COUNT - unstable}, told
-    assert done.returncode == (1 if unstable else 0), told
+    assert summary["kinds"] == {"same": PROGRAM_COUNT}
     assert summary["moved_fraction"] >= MIN_MOVED_FRACTION
     assert summary["finished_fraction"] >= MIN_FINISHED_FRACTION
     ran = OPERATOR_NAMES & summary["done"].keys()

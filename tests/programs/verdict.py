@@ -158,7 +158,7 @@ def _judge(program: Program, device: Device, *, is_again: bool = False) -> Verdi
             is_same = verdict.spared = same_where_gradients_are_copied(program, device)
         if not is_same:
             verdict.kind, verdict.text = Kind.DIFFERS, first_difference(stock, offloaded)
-            # Stock with side streams is seldom otherwise on a GPU: it may have been the same twice by chance.
+            # Without offloading, too, some programs are seldom otherwise: this one may have been the same by chance.
             for _ in range(STOCK_RUNS_AFTER_A_DIFFERENCE if device.name == "cuda" else 0):
                 again, _ = run_once(program, device, stock=True)
                 if again != stock:
