@@ -86,6 +86,14 @@ class Simulation:
         index: int | None = _control.device_index_of(tensor.untyped_storage().data_ptr())
         return index
 
+    def fill(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        """Count a write of all of `tensor` on `stream`, as a kernel there would make it."""
+        _control.fill(tensor.data_ptr(), tensor.nbytes, stream.stream)
+
+    def tell_no_origins(self) -> None:
+        """From here on the allocator tells nothing of what it allocates, as CUDA's other ones."""
+        _control.set_tells_origins(False)
+
     def allocated_bytes(self, device: int = 0) -> int:
         """Bytes in blocks in use, in multiples of 512."""
         return int(_control.allocated_bytes(device))

@@ -95,6 +95,11 @@ void Engine::enqueue_offload(const PendingCopy& copy, StreamId& ordered_after) {
   if (stream != held.bytes.stream && std::exchange(ordered_after, held.bytes.stream) != held.bytes.stream &&
       !mutated(Mutant::OffloadWaitsForCompute))
     order(stream, backend_.record(held.bytes.stream));
+  // And for the stream that the source's memory is from: a custom Function may fill what it saves on a stream of its
+  // own, which the program joins later (R2).
+  if (held.allocated_on != kNoStream && held.allocated_on != held.bytes.stream && held.allocated_on != stream &&
+      !mutated(Mutant::OffloadWaitsForAllocation) && !backend_.is_capturing_on(held.allocated_on))
+    order(stream, backend_.record(held.allocated_on));
   mark(EntryKind::Ready, id, held.bytes.stream);
   const auto* source = static_cast<const std::byte*>(held.bytes.storage.data()) + record.span.begin;
   {

@@ -113,6 +113,7 @@ class Engine {
     c10::VariableVersion version;                                       // of its identity
     WrapperVersions wrappers;                                           // while the tape is open
     StreamId packed_on = kNoStream;                                     // at its first save
+    StreamId allocated_on = kNoStream;                                  // its memory; kNoStream: not known
     uint64_t address_modulo = 0;
     Slot slot;
     Point offload_end;
@@ -179,7 +180,8 @@ class Engine {
   void mark(EntryKind kind, RecordId id, StreamId stream);
 
   // Offload.
-  RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape);
+  RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, StreamId allocated_on,
+                      TapeId tape);
   bool fits_budget(ContextState& context, uint64_t nbytes);
   uint64_t most_capacity_bytes(ContextState& context);
   void enqueue_offload(const PendingCopy& copy, StreamId& ordered_after);

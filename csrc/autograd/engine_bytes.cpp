@@ -52,7 +52,9 @@ StreamId Engine::reload_stream(RecordId id, StreamId consumer) {
 bool Engine::was_resized(RecordId id) {
   const c10::Storage& source = holdings(id).bytes.storage;
   const Identity& identity = ledger_.record(id).identity;
-  return source.data() != identity.data || source.nbytes() != identity.nbytes;
+  if (source.data() != identity.data || source.nbytes() != identity.nbytes) return true;
+  if (mutated(Mutant::ResizeSeesAllocation)) return false;
+  return backend_.origin_of(*source.unsafeGetStorageImpl()).allocation != identity.allocation;
 }
 
 // R10: of a source that was resized under its copy the slot has torn bytes, or none. The program's storage is what the
@@ -73,6 +75,8 @@ void Engine::keep_if_resized(RecordId id) {
 bool Engine::slot_is_complete(RecordId id) {
   Holdings& held = holdings(id);
   if (!ledger_.record(id).has_slot) return false;
+  const bool serves_source = held.bytes.busy_until == held.offload_end;
+  if (serves_source && was_resized(id)) return false;  // perhaps under its copy (R10)
   if (!backend_.completes_in_background() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
   held.is_confirmed =
       backend_.status(held.offload_end) == PointStatus::Reached && backend_.failure(held.offload_end).empty();

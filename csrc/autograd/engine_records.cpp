@@ -110,9 +110,11 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 
 std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
                                          TapeId tape, const c10::VariableVersion* wrapper) {
-  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
-  Identity identity{&storage, address_of(version), version.current_version(), storage.data(), storage.nbytes()};
+  const MemoryOrigin origin = backend_.origin_of(storage);
+  Identity identity{&storage,         address_of(version), version.current_version(), storage.data(),
+                    storage.nbytes(), origin.allocation};
   if (wrapper != nullptr) {
     identity.wrapper_counter = address_of(*wrapper);
     identity.wrapper_version = wrapper->current_version();
@@ -140,13 +142,14 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
   } else {
     const Span moved = is_exact ? Span{0, identity.nbytes} : Schedule::span_to_move(span, identity.nbytes);
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
-    id = add_record(tensor, identity, moved, tape);
+    id = add_record(tensor, identity, moved, origin.stream, tape);
   }
   if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
   return RecordHandle{*id, ledger_.add_handle(*id)};
 }
 
-RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, TapeId tape) {
+RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved,
+                            StreamId allocated_on, TapeId tape) {
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
   KeptReason learned = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
   if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) learned = KeptReason::BeyondFraction;
@@ -163,6 +166,7 @@ RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, 
   held.number = static_cast<uint32_t>(tapes_[tape.index].record_count++);
   held.module = context->module;
   held.packed_on = backend_.current_stream();
+  held.allocated_on = allocated_on;
   held.bytes = {storage, 0, held.packed_on, {}};
   if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
   if (!fits) {

@@ -61,6 +61,7 @@ struct Identity {
   uint32_t version = 0;
   const void* data = nullptr;  // a veto, not a key
   uint64_t nbytes = 0;         // likewise: of the storage
+  uint64_t allocation = 0;     // likewise: the memory may be given back and come again at the same address
   // Of a wrapper subclass's inner tensor: the wrapper's, since what is written through a wrapper is not counted inside.
   const void* wrapper_counter = nullptr;
   uint32_t wrapper_version = 0;

@@ -16,6 +16,7 @@ uint64_t mutant_mask = 0;
 const char* mutant_name(Mutant mutant) {
   switch (mutant) {
     NAME(OffloadWaitsForCompute)
+    NAME(OffloadWaitsForAllocation)
     NAME(ComputeWaitsForOffload)
     NAME(OffloadWaitsForGuards)
     NAME(ReloadWaitsForCompute)
@@ -38,6 +39,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(IdentityChecksVersion)
     NAME(IdentityChecksVersionCounter)
     NAME(IdentityChecksData)
+    NAME(IdentityChecksAllocation)
     NAME(IdentityHoldsStorage)
     NAME(IdentityChecksWrapper)
     NAME(JoinOnlyWithinSpan)
@@ -46,6 +48,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(AlignmentRestored)
     NAME(ResizeCheckedAtEnqueue)
     NAME(ResizeCheckedInFlight)
+    NAME(ResizeSeesAllocation)
     NAME(BufferHeldUntilSeen)
     NAME(GivenUpIsFoundAgain)
     NAME(PassedByReturnsToOffloaded)

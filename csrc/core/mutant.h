@@ -10,6 +10,7 @@ namespace torchoffload {
 enum class Mutant : uint8_t {
   // Waits (autograd/engine.cpp).
   OffloadWaitsForCompute,        // R2
+  OffloadWaitsForAllocation,     // R2, the stream that the source's memory is from
   ComputeWaitsForOffload,        // R3, window full
   OffloadWaitsForGuards,         // R5
   ReloadWaitsForCompute,         // R6, the buffer's memory
@@ -34,6 +35,7 @@ enum class Mutant : uint8_t {
   IdentityChecksVersion,     // section 4, Identity
   IdentityChecksVersionCounter,
   IdentityChecksData,
+  IdentityChecksAllocation,
   IdentityHoldsStorage,   // the weak reference: an address cannot be reused
   IdentityChecksWrapper,  // what is written through a wrapper
   JoinOnlyWithinSpan,
@@ -42,6 +44,7 @@ enum class Mutant : uint8_t {
   AlignmentRestored,
   ResizeCheckedAtEnqueue,      // R10
   ResizeCheckedInFlight,       // R10
+  ResizeSeesAllocation,        // R10, other memory at the same address
   BufferHeldUntilSeen,         // R8
   GivenUpIsFoundAgain,         // R8
   PassedByReturnsToOffloaded,  // R11

@@ -35,6 +35,12 @@ struct TimedPoint {
   bool is_set() const { return id != 0; }
 };
 
+// Where a storage's memory comes from.
+struct MemoryOrigin {
+  uint64_t allocation = 0;       // which of its allocator's allocations it is, from 1; 0: not known
+  StreamId stream = kNoStream;  // that it was allocated on; kNoStream: not known
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -61,6 +67,10 @@ class Backend {
   // Tells the allocator that `stream` used this storage: its memory, once freed, waits for what is enqueued there.
   // Free when `stream` is the one it was allocated on.
   virtual void note_use(c10::StorageImpl& storage, StreamId stream) = 0;
+
+  // Two answers with another allocation mean that the storage was given other memory in between, wherever it stands.
+  // See docs/design.md, R2 and R10, for what each backend knows.
+  virtual MemoryOrigin origin_of(c10::StorageImpl&) { return {}; }
 
   // Blocks the host until `point` is reached. Call it without the GIL.
   virtual void synchronize(Point point) = 0;
@@ -102,6 +112,9 @@ class Backend {
 
   // Is a CUDA graph being captured on the current stream? Nothing is enqueued, grown or waited for then.
   virtual bool is_capturing() { return false; }
+
+  // Is one being captured on this stream? A point recorded there would draw who waits for it into the capture.
+  virtual bool is_capturing_on(StreamId /*stream*/) { return false; }
 
   // For the simulated device: the operator that was packing `nbytes` at `address` on `stream` may write it until
   // the calling thread's autograd sequence number is no longer `sequence_number`. A no-op elsewhere.

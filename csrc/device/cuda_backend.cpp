@@ -18,6 +18,8 @@
 #include <vector>
 
 #include "device/cuda_graph_pools.h"
+#include "device/cuda_memory.h"
+#include "device/marked_memory.h"
 #include "storage/numa.h"
 
 namespace torchoffload {
@@ -228,6 +230,23 @@ class CudaBackend final : public Backend {
     c10::cuda::CUDACachingAllocator::get()->recordStream(shifted != nullptr ? *shifted : data, *torch_stream);
   }
 
+  // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its owner
+  // may have destroyed it since.
+  MemoryOrigin origin_of(c10::StorageImpl& storage) override {
+    if (!listen_to_cuda_allocator()) {
+      auto* const allocator = c10::cuda::CUDACachingAllocator::get();
+      return {mark_memory(storage, allocator->raw_deleter()), kNoStream};
+    }
+    const auto* const shifted = storage.data_ptr().cast_context<c10::DataPtr>(&delete_shifted);
+    const auto found = find_cuda_allocation(device_, shifted != nullptr ? shifted->get() : storage.data());
+    if (!found) return {};
+    const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
+    if (found->raw_stream == current.stream()) return {found->number, current_stream()};
+    if (!found->stream) return {found->number, kNoStream};
+    const StreamId stream = StreamTable::instance().id_of(*found->stream);
+    return {found->number, is_lasting(stream) ? stream : kNoStream};
+  }
+
   bool is_graph_memory(const void* address) override { return is_in_graph_pool(address); }
 
   void synchronize(Point point) override { cuda_synchronize(point); }
@@ -240,10 +259,11 @@ class CudaBackend final : public Backend {
     // Asked several times at each save: the default stream, which no capture can be of, must not cost a call of CUDA.
     const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
     if (current == nullptr) return false;
-    const OnDevice on_device(device_);
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(current, &status));
-    return status != cudaStreamCaptureStatusNone;
+    return is_capturing_raw(current);
+  }
+  bool is_capturing_on(StreamId stream) override {
+    const cudaStream_t raw = StreamTable::instance().at(stream).raw();
+    return raw != nullptr && is_capturing_raw(raw);
   }
   bool completes_in_background() const override { return false; }
   bool may_block(StreamId) const override { return false; }
@@ -261,6 +281,13 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  bool is_capturing_raw(cudaStream_t stream) const {
+    const OnDevice on_device(device_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   const c10::DeviceIndex device_;
   TimedEvents timed_;
   const StreamId offload_;

@@ -1,9 +1,7 @@
 #include "device/cuda_graph_pools.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -11,18 +9,11 @@
 #include <set>
 #include <utility>
 
+#include "device/cuda_memory.h"
+
 namespace torchoffload {
 
 namespace {
-
-// What a device has got and given back so far: it changes with every segment that comes or goes.
-using SegmentCounts = std::array<int64_t, 3>;
-
-SegmentCounts segment_counts(c10::DeviceIndex device) {
-  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device);
-  const auto& reserved = stats.reserved_bytes[0];  // of all pools
-  return {reserved.allocated, reserved.freed, reserved.current};
-}
 
 class GraphPools {
  public:
@@ -61,12 +52,11 @@ class GraphPools {
 }  // namespace
 
 bool graph_pools_may_have_changed() {
-  // Another allocator has no private pools that could be looked at, nor trees.
-  if (c10::cuda::CUDACachingAllocator::name() != "native") return false;
-  thread_local std::map<c10::DeviceIndex, SegmentCounts> seen;  // by each thread, which has trees of its own
-  const c10::DeviceIndex device = c10::cuda::current_device();
-  const SegmentCounts counts = segment_counts(device);
-  return std::exchange(seen[device], counts) != counts;
+  // Before CUDA is initialised there are no trees; and another allocator has no private pools that could be looked at.
+  if (!listen_to_cuda_allocator()) return false;
+  thread_local uint64_t seen = 0;  // by each thread, which has trees of its own
+  const uint64_t now = cuda_segment_changes();
+  return std::exchange(seen, now) != now;
 }
 
 void add_graph_pools(const std::vector<GraphPool>& pools) { GraphPools::instance().add(pools); }

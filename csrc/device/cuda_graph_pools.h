@@ -20,7 +20,7 @@ namespace torchoffload {
 
 using GraphPool = std::pair<c10::DeviceIndex, c10::MempoolId_t>;
 
-// May the allocator's segments on the current device have changed since this thread asked last?
+// May the allocator's segments, on any device, have changed since this thread asked last?
 bool graph_pools_may_have_changed();
 
 // The memory that these pools, and those named before, have now is a tree's.

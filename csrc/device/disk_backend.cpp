@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "device/marked_memory.h"
+
 namespace torchoffload {
 
 DiskBackend::DiskBackend(std::string directory, DiskBackendOptions options)
@@ -51,6 +53,10 @@ void DiskBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes
 
 void DiskBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
   copy({IoDirection::In, slot, static_cast<std::byte*>(target), nbytes}, stream);
+}
+
+MemoryOrigin DiskBackend::origin_of(c10::StorageImpl& storage) {
+  return {mark_memory(storage, c10::GetCPUAllocator()->raw_deleter()), kNoStream};
 }
 
 void DiskBackend::synchronize(Point point) {

@@ -50,6 +50,7 @@ class DiskBackend final : public Backend {
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
 
   void note_use(c10::StorageImpl&, StreamId) override {}
+  MemoryOrigin origin_of(c10::StorageImpl& storage) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   std::string failure(Point point) override;

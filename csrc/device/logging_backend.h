@@ -69,6 +69,8 @@ class LoggingBackend final : public Backend {
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
+  MemoryOrigin origin_of(c10::StorageImpl& storage) override { return inner_.origin_of(storage); }
+  bool is_capturing_on(StreamId stream) override { return inner_.is_capturing_on(stream); }
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   std::string failure(Point point) override { return inner_.failure(point); }

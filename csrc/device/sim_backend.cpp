@@ -121,6 +121,11 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
 
 void SimBackend::note_use(c10::StorageImpl& storage, StreamId stream) { world().note_use(storage.data(), stream); }
 
+MemoryOrigin SimBackend::origin_of(c10::StorageImpl& storage) {
+  const auto [allocation, stream] = world().origin_of(storage.data());
+  return {allocation, stream};
+}
+
 void SimBackend::saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) {
   world().saw_pack(address, nbytes, stream, sequence_number);
 }

@@ -36,6 +36,7 @@ class SimBackend final : public Backend {
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
+  MemoryOrigin origin_of(c10::StorageImpl& storage) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   bool tells_time() const override { return link_bytes_per_s_ > 0; }

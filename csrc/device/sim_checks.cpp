@@ -126,6 +126,24 @@ void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
   end_call();
 }
 
+void SimWorld::fill(const void* address, uint64_t nbytes, StreamId id) {
+  Lock lock(mutex_);
+  begin_call();
+  access(stream(id), AccessKind::Fill, MemoryOwner::Source, address, nbytes);
+  end_call();
+}
+
+void SimWorld::set_tells_origins(bool tells) {
+  Lock lock(mutex_);
+  tells_origins_ = tells;
+}
+
+std::pair<uint64_t, StreamId> SimWorld::origin_of(const void* address) {
+  Lock lock(mutex_);
+  const SimBlock* const block = tells_origins_ ? heap_.find(address) : nullptr;
+  return block == nullptr ? std::pair(uint64_t{0}, kNoStream) : std::pair(block->number, block->stream);
+}
+
 void SimWorld::note_use(const void* address, StreamId id) {
   Lock lock(mutex_);
   begin_call();

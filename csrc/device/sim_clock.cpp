@@ -23,6 +23,8 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
       return memory + " memory is allocated";
     case AccessKind::OperatorWrites:
       return "operator writes source";
+    case AccessKind::Fill:
+      return "something fills " + memory;
     case AccessKind::CopyOutReads:
       return "copy out reads source";
     case AccessKind::CopyOutWrites:
@@ -50,7 +52,8 @@ bool happened_before(const Access& access, const VectorClock& clock) { return ac
 // Must `earlier` be ordered before `later`, each for itself? See Note [Operator writes] for the exceptions.
 bool conflicts(AccessKind earlier, AccessKind later) {
   if (is_read(earlier) && is_read(later)) return false;
-  if (later == AccessKind::OperatorWrites) return !is_read(earlier) && earlier != AccessKind::OperatorWrites;
+  const bool may_be_same = earlier == AccessKind::OperatorWrites || earlier == AccessKind::Fill;
+  if (later == AccessKind::OperatorWrites) return !is_read(earlier) && !may_be_same;
   if (earlier == AccessKind::OperatorWrites)
     return later != AccessKind::UnpackReads && later != AccessKind::CopyOutReads;
   return true;

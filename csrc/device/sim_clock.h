@@ -29,7 +29,8 @@ class VectorClock {
 
 enum class AccessKind : uint8_t {
   MemoryAllocated,
-  OperatorWrites,
+  OperatorWrites,  // of what was packed, perhaps; see Note [Operator writes]
+  Fill,            // of what the test says, for certain; it may be an operator's that packs it
   CopyOutReads,
   CopyOutWrites,
   CopyInReads,

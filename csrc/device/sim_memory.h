@@ -23,6 +23,7 @@ struct SimBlock {
   std::byte* address = nullptr;
   uint64_t nbytes = 0;      // a multiple of kAlignmentBytes, and the address is one too
   uint64_t simulation = 0;  // in which it was allocated
+  uint64_t number = 0;      // of the allocation, from 1
   int device = 0;
   StreamId stream = kNoStream;  // that allocated it
   MemoryOwner owner = MemoryOwner::Source;
@@ -67,6 +68,7 @@ class SimHeap {
   std::map<Bin, std::vector<std::byte*>> pools_;
   std::vector<std::byte*> withheld_;
   std::map<int, Usage> usage_;  // of the running simulation
+  uint64_t allocation_count_ = 0;
 };
 
 }  // namespace torchoffload

@@ -42,6 +42,7 @@ void SimWorld::start(const SimOptions& options) {
     devices_.push_back(added);
   }
   for (Device& device : devices_) device.compute_in_use = 1;
+  tells_origins_ = true;
   for (Stream& stream : streams_) {
     stream.reached_serial += stream.snapshots.size();
     stream.snapshots.clear();

@@ -20,6 +20,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/types.h"
@@ -80,6 +81,11 @@ class SimWorld {
   void* allocate(uint64_t nbytes, int device, MemoryOwner owner);
   void free(void* address) noexcept;
   std::optional<int> device_index_of(const void* address);
+  // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
+  std::pair<uint64_t, StreamId> origin_of(const void* address);
+  void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
+  // Something that the engine does not see writes there, on `stream`.
+  void fill(const void* address, uint64_t nbytes, StreamId stream);
   // Host memory goes back to the system: every access must have happened before the host.
   void register_host_memory(void* address, uint64_t nbytes);
   bool unregister_host_memory(void* address);  // false: it was never registered
@@ -154,6 +160,7 @@ class SimWorld {
 
   mutable std::mutex mutex_;  // guards everything below
   bool running_ = false;
+  bool tells_origins_ = true;
   SimOptions options_;
   uint64_t simulation_ = 0;  // counts from 1
   std::mt19937_64 random_;

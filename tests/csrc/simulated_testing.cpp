@@ -178,6 +178,10 @@ void bind_simulated_testing(py::module_& m) {
   m.def("device_index_of",
         [](uint64_t address) { return world().device_index_of(reinterpret_cast<const void*>(address)); });
 
+  m.def("fill", [](uint64_t address, uint64_t nbytes, StreamId stream) {
+    world().fill(reinterpret_cast<const void*>(address), nbytes, stream);
+  });
+  m.def("set_tells_origins", [](bool tells) { world().set_tells_origins(tells); });
   m.def("make_compute_stream", [](int device) { return world().make_compute_stream(device); });
   m.def("current_stream", [](int device) { return world().current_stream(device); });
   m.def("set_current_stream", &set_current_stream);

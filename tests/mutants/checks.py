@@ -122,6 +122,29 @@ def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
     return "a gradient at zeros" if name == RIGHT_GRADIENT else _OF_OTHER_BYTES
 
 
+@scenario("ResizeSeesAllocation", right="a gradient at zeros", wrong=_OF_OTHER_BYTES)
+def a_storage_gets_other_memory_at_the_same_address_with_its_copy_in_flight(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=NBYTES):
+        h = x + 0
+        y = h.sin()
+        stage.next_operator()
+        address = h.data_ptr()
+        h.untyped_storage().resize_(0)
+        h.untyped_storage().resize_(NBYTES)
+        assert h.data_ptr() == address
+        stage.simulation.clear_races()  # as above
+        z = stage.leaf().sin().exp()  # the window is full: the first copy is waited for
+        stage.next_operator()
+    stage.simulation.clear_races()
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
+        h.zero_()
+    y.sum().backward()
+    del z
+    name = _gradient_name(x.grad, torch.zeros_like(x))
+    return "a gradient at zeros" if name == RIGHT_GRADIENT else _OF_OTHER_BYTES
+
+
 # ---- R11 ----
 
 

@@ -68,6 +68,25 @@ def a_storage_is_resized_and_filled_again_between_two_saves(stage: Stage) -> str
     return _name(gradient, saved=h.detach(), before=before)
 
 
+@scenario("IdentityChecksAllocation", right=NEW_VALUES, wrong=OLD_VALUES)
+def a_storage_gets_other_memory_at_the_same_address_between_two_saves(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        h = x + 0
+        earlier = h.sin()
+        stage.next_operator()
+        before = h.detach().clone()
+        storage, address = h.untyped_storage(), h.data_ptr()
+        storage.resize_(0)
+        storage.resize_(NBYTES)
+        assert h.data_ptr() == address
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
+            h.copy_(before + 1)
+        (gradient,) = torch.autograd.grad(h.sin().sum(), x)
+    del earlier
+    return _name(gradient, saved=h.detach(), before=before)
+
+
 @scenario("IdentityChecksWrapper", right=NEW_VALUES, wrong=OLD_VALUES)
 def a_wrapper_is_saved_again_after_it_was_changed(stage: Stage) -> str:
     """What is written through a wrapper raises the version of the wrapper, and not of the tensor inside."""
@@ -87,6 +106,7 @@ def a_wrapper_is_saved_again_after_it_was_changed(stage: Stage) -> str:
 @scenario("IdentityHoldsStorage", right=NEW_VALUES, wrong=OLD_VALUES)
 def another_storage_may_get_the_address_of_one_that_is_gone(stage: Stage) -> str:
     x = stage.leaf()
+    stage.simulation.tell_no_origins()
     with stage.context():
         earlier = x.sin()
         stage.next_operator()

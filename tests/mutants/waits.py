@@ -21,6 +21,37 @@ def a_tensor_is_copied_while_its_operator_may_run(stage: Stage) -> None:
 
 
 @scenario(
+    "OffloadWaitsForAllocation",
+    wrong=race("something fills source @ compute_stream[0]#2", "copy out reads source @ offload_stream[0]"),
+)
+def a_function_fills_what_it_saves_on_a_stream_of_its_own(stage: Stage) -> None:
+    side = stage.simulation.new_stream()
+
+    class Overlapped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(stage.main)
+            with stage.simulation.stream(side):
+                doubled = x * 2
+            stage.simulation.fill(doubled, side)
+            ctx.save_for_backward(doubled)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+            (doubled,) = ctx.saved_tensors
+            return gradient * doubled
+
+    x = stage.leaf()
+    with stage.context():
+        y = Overlapped.apply(x)
+        stage.next_operator()  # its copy is enqueued
+        stage.main.wait_stream(side)  # before anything uses it
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+@scenario(
     "ComputeWaitsForOffload",
     wrong=race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]"),
 )

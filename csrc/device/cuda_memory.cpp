@@ -1,0 +1,106 @@
+#include "device/cuda_memory.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+
+namespace torchoffload {
+
+namespace {
+
+using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
+
+class Listener {
+ public:
+  static Listener& instance() {
+    static Listener* const leaked = new Listener;
+    return *leaked;
+  }
+
+  bool listen() {
+    const State known = state_.load(std::memory_order_acquire);
+    if (known != State::NotAsked) return known == State::Listening;
+    auto* const allocator = c10::cuda::CUDACachingAllocator::get();
+    if (!allocator->initialized()) return false;
+    const std::lock_guard lock(attach_mutex_);
+    if (state_.load(std::memory_order_relaxed) == State::NotAsked) {
+      const bool is_native = allocator->name() == "native";  // an allocator in use stays for the life of the process
+      if (is_native) allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { note(entry); });
+      state_.store(is_native ? State::Listening : State::Silent, std::memory_order_release);
+    }
+    return state_.load(std::memory_order_relaxed) == State::Listening;
+  }
+
+  std::optional<CudaAllocation> find(c10::DeviceIndex device, const void* address) {
+    Table& table = tables_.at(static_cast<size_t>(device));
+    const std::lock_guard lock(table.mutex);
+    const auto found = table.allocations.find(reinterpret_cast<size_t>(address));
+    return found == table.allocations.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  uint64_t segment_changes() const { return segment_changes_.load(std::memory_order_relaxed); }
+
+ private:
+  enum class State : uint8_t { NotAsked, Listening, Silent };
+  struct Table {
+    std::mutex mutex;
+    ska::flat_hash_map<size_t, CudaAllocation> allocations;  // in use, by address
+  };
+
+  // Runs under the allocator's lock, at each allocation of the process: it must call nothing that allocates on a device.
+  void note(const TraceEntry& entry) {
+    switch (entry.action_) {
+      case TraceEntry::ALLOC:
+        return add(entry);
+      case TraceEntry::FREE_REQUESTED: {
+        Table& table = tables_.at(static_cast<size_t>(entry.device_));
+        const std::lock_guard lock(table.mutex);
+        table.allocations.erase(entry.addr_);
+        return;
+      }
+      case TraceEntry::SEGMENT_ALLOC:
+      case TraceEntry::SEGMENT_FREE:
+      case TraceEntry::SEGMENT_MAP:
+      case TraceEntry::SEGMENT_UNMAP:
+        segment_changes_.fetch_add(1, std::memory_order_relaxed);
+        return;
+      default:
+        return;
+    }
+  }
+
+  // The stream of an allocation is the current one, but for those that name another; of these the default one is known.
+  void add(const TraceEntry& entry) {
+    CudaAllocation allocation{next_number_.fetch_add(1, std::memory_order_relaxed), entry.stream_, std::nullopt};
+    if (entry.stream_ != nullptr) {
+      const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(entry.device_);
+      if (static_cast<void*>(current.stream()) == entry.stream_) allocation.stream = current;
+    } else {
+      allocation.stream = c10::cuda::getDefaultCUDAStream(entry.device_);
+    }
+    Table& table = tables_.at(static_cast<size_t>(entry.device_));
+    const std::lock_guard lock(table.mutex);
+    table.allocations[entry.addr_] = allocation;
+  }
+
+  std::mutex attach_mutex_;
+  std::atomic<State> state_ = State::NotAsked;
+  std::atomic<uint64_t> next_number_ = 1;
+  std::atomic<uint64_t> segment_changes_ = 1;  // before the first question: 0
+  std::array<Table, C10_COMPILE_TIME_MAX_GPUS> tables_;
+};
+
+}  // namespace
+
+bool listen_to_cuda_allocator() { return Listener::instance().listen(); }
+
+std::optional<CudaAllocation> find_cuda_allocation(c10::DeviceIndex device, const void* address) {
+  return Listener::instance().find(device, address);
+}
+
+uint64_t cuda_segment_changes() { return Listener::instance().segment_changes(); }
+
+}  // namespace torchoffload
