@@ -103,6 +103,27 @@ def test_reduce_overhead_inside_one_entry(device_under_test: Device, recorded: l
     assert recorded, "nothing was recorded: the test shows nothing"
 
 
+@pytest.mark.two_gpus
+def test_reduce_overhead_on_a_device_that_is_not_the_current_one(device_under_test: Device, recorded: list):
+    """The tree's memory is that other device's, whose segments have to be looked at too."""
+    other = torch.device("cuda:1")
+
+    def program(run: Run):
+        assert torch.cuda.current_device() == 0
+        x, weight = (run.tensor(512, 512).to(other).requires_grad_() for _ in range(2))
+        block = compiled(overwritten, mode="reduce-overhead")
+        with run.offload():
+            for scale in range(1, 7):
+                y = [block((x + part).sin() * scale, weight).mul(1e-3).sin().sum() for part in range(3)]
+                (y[0] * 2 + y[1] + y[2]).backward()
+                run.check(x=x.grad, weight=weight.grad)
+                x.grad = weight.grad = None
+        forget_graphs()
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1, kept_reason="borrowed")
+    assert recorded, "nothing was recorded: the test shows nothing"
+
+
 def test_reduce_overhead_for_each_block_of_an_eager_model(device_under_test: Device, recorded: list):
     def program(run: Run):
         torch._dynamo.reset()

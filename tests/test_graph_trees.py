@@ -1,11 +1,15 @@
 """Whose memory CUDA graph trees manage, read from PyTorch's own module; test_compile_graphs.py has the real ones."""
 
+import pathlib
+import subprocess
+import sys
 import threading
 import types
 import warnings
 
 import pytest
 
+from devices import require_cuda
 from torchoffload import _graph_trees
 
 
@@ -46,3 +50,25 @@ def test_this_torch_has_the_names_that_are_read():
     assert cudagraph_trees.local.tree_manager_containers == {}
     assert hasattr(cudagraph_trees.TreeManagerContainer(0), "tree_manager")
     assert "cuda_graphs_thread_pool" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names
+
+
+_ON_DISK_BEFORE_CUDA = """
+import sys, torch, torchoffload
+import torch._inductor.cudagraph_trees
+x = torch.randn(512, 1024, requires_grad=True)
+with torchoffload.OffloadActivations(tier="disk", disk_dir=sys.argv[1], min_offload_size=0, offload_window_bytes=0):
+    y = x.sin().exp().sum()
+y.backward()
+torchoffload.report(), torchoffload.stats(), torchoffload.trim()
+assert torchoffload.stats().records_offloaded == 2
+assert not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.cuda
+def test_the_disk_tier_does_not_touch_cuda(tmp_path: pathlib.Path):
+    """Also where CUDA graph trees are imported, whose pools are looked for: torch._dynamo.reset() imports them."""
+    require_cuda()
+    command = [sys.executable, "-c", _ON_DISK_BEFORE_CUDA, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-800:]

@@ -103,6 +103,7 @@ void Context::enter() {
               to_string(tier), "\" was entered inside one with tier=\"",
               entered().empty() ? "" : to_string(entered().back()->options.tier),
               "\". Nested contexts must share a tier.");
+  note_entry(tier);
   const Operation operation;
   Engine::flush_pending();
   OnThread& entry = on_this_thread();

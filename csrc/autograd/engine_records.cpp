@@ -113,8 +113,8 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   const MemoryOrigin origin = backend_.origin_of(storage);
-  Identity identity{&storage,         address_of(version), version.current_version(), storage.data(),
-                    storage.nbytes(), origin.allocation};
+  Identity identity{&storage,       address_of(version), version.current_version(),
+                    storage.data(), storage.nbytes(),    origin.allocation};
   if (wrapper != nullptr) {
     identity.wrapper_counter = address_of(*wrapper);
     identity.wrapper_version = wrapper->current_version();

@@ -136,6 +136,12 @@ std::vector<EngineProfile> stop_profile() {
 
 const std::vector<Engine*>& all_engines() { return engines(); }
 
+void note_entry([[maybe_unused]] Tier tier) {
+#ifdef TORCHOFFLOAD_WITH_CUDA
+  if (tier == Tier::Host) note_entry_on_cuda();
+#endif
+}
+
 bool accelerator_available() {
 #ifdef TORCHOFFLOAD_TESTING
   if (active_simulation() != nullptr) return true;

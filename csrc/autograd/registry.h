@@ -32,6 +32,9 @@ std::vector<EngineProfile> stop_profile();
 // Every engine made so far.
 const std::vector<Engine*>& all_engines();
 
+// A context of this tier is entered on some thread.
+void note_entry(Tier tier);
+
 // Is there a device with an engine for Tier::Host?
 bool accelerator_available();
 

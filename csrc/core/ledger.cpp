@@ -147,8 +147,7 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
   for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
     const Record& record = records_[index];
     const Identity& known = record.identity;
-    const bool same_memory =
-        mutated(Mutant::IdentityChecksAllocation) || known.allocation == identity.allocation;
+    const bool same_memory = mutated(Mutant::IdentityChecksAllocation) || known.allocation == identity.allocation;
     const bool at_same_place = mutated(Mutant::IdentityChecksData) ||
                                (known.data == identity.data && known.nbytes == identity.nbytes && same_memory);
     const bool same_tensor =

@@ -37,7 +37,7 @@ struct TimedPoint {
 
 // Where a storage's memory comes from.
 struct MemoryOrigin {
-  uint64_t allocation = 0;       // which of its allocator's allocations it is, from 1; 0: not known
+  uint64_t allocation = 0;      // which of its allocator's allocations it is, from 1; 0: not known
   StreamId stream = kNoStream;  // that it was allocated on; kNoStream: not known
 };
 

@@ -230,8 +230,8 @@ class CudaBackend final : public Backend {
     c10::cuda::CUDACachingAllocator::get()->recordStream(shifted != nullptr ? *shifted : data, *torch_stream);
   }
 
-  // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its owner
-  // may have destroyed it since.
+  // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its
+  // owner may have destroyed it since.
   MemoryOrigin origin_of(c10::StorageImpl& storage) override {
     if (!listen_to_cuda_allocator()) {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
@@ -335,6 +335,8 @@ std::optional<int> node_of_devices_in_use() {
 }  // namespace
 
 bool cuda_available() { return c10::cuda::device_count() > 0; }
+
+void note_entry_on_cuda() { (void)listen_to_cuda_allocator(); }
 
 Backend& cuda_backend(int device_index) {
   static auto* const backends = new std::array<CudaBackend*, C10_COMPILE_TIME_MAX_GPUS>{};

@@ -22,6 +22,9 @@ namespace torchoffload {
 // Is there a CUDA device? Does not initialise CUDA further than counting.
 bool cuda_available();
 
+// A context is entered: from here on each allocation is known. Does not initialise CUDA.
+void note_entry_on_cuda();
+
 // The backend of a device, made at first use.
 Backend& cuda_backend(int device_index);
 

@@ -1,6 +1,9 @@
 #include "device/cuda_memory.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <array>
@@ -12,6 +15,16 @@ namespace torchoffload {
 namespace {
 
 using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
+
+// Not while a CUDA graph is being captured, when it is refused; nothing is moved then.
+void wait_for_devices_in_use() {
+  const c10::cuda::CUDAStreamCaptureModeGuard apart_from_captures(cudaStreamCaptureModeRelaxed);
+  for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
+    if (!c10::cuda::hasPrimaryContext(device)) continue;
+    const c10::cuda::CUDAGuard guard(device);
+    if (cudaDeviceSynchronize() != cudaSuccess) (void)cudaGetLastError();
+  }
+}
 
 class Listener {
  public:
@@ -28,7 +41,10 @@ class Listener {
     const std::lock_guard lock(attach_mutex_);
     if (state_.load(std::memory_order_relaxed) == State::NotAsked) {
       const bool is_native = allocator->name() == "native";  // an allocator in use stays for the life of the process
-      if (is_native) allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { note(entry); });
+      if (is_native) {
+        allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { note(entry); });
+        wait_for_devices_in_use();
+      }
       state_.store(is_native ? State::Listening : State::Silent, std::memory_order_release);
     }
     return state_.load(std::memory_order_relaxed) == State::Listening;
@@ -50,7 +66,8 @@ class Listener {
     ska::flat_hash_map<size_t, CudaAllocation> allocations;  // in use, by address
   };
 
-  // Runs under the allocator's lock, at each allocation of the process: it must call nothing that allocates on a device.
+  // Runs under the allocator's lock, at each allocation of the process: it must call nothing that allocates on a
+  // device.
   void note(const TraceEntry& entry) {
     switch (entry.action_) {
       case TraceEntry::ALLOC:

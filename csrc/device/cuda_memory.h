@@ -1,7 +1,8 @@
-// What PyTorch's own CUDA allocator tells of its memory while it allocates: the number and the stream of each allocation,
-// and whether segments came or went. Listened to from the first question on, for the rest of the process.
+// What PyTorch's own CUDA allocator tells of its memory while it allocates: the number and the stream of each
+// allocation, and whether segments came or went. Listened to from the first question on, for the rest of the process.
 // Ownership:     numbers and addresses only.
-// Thread safety: every function, any thread. The allocator calls the listener under its own lock; the listener takes one
+// Thread safety: every function, any thread. The allocator calls the listener under its own lock; the listener takes
+// one
 //                lock of a table, under which nothing else is called.
 // Not handled:   other allocators (cudaMallocAsync, pluggable ones): they tell nothing.
 #pragma once
@@ -13,13 +14,14 @@
 
 namespace torchoffload {
 
-// Begins to listen, if nobody did yet. False where there is nothing to listen to: CUDA is not initialised, which this
+// Begins to listen, if nobody did yet; then it waits once for the devices in use, since of memory that is there already
+// nobody knows which streams fill it. False where there is nothing to listen to: CUDA is not initialised, which this
 // does not change, or the allocator is another.
 bool listen_to_cuda_allocator();
 
 struct CudaAllocation {
-  uint64_t number = 0;        // from 1, over all devices
-  void* raw_stream = nullptr;  // as CUDA has it: null is the default stream
+  uint64_t number = 0;                          // from 1, over all devices
+  void* raw_stream = nullptr;                   // as CUDA has it: null is the default stream
   std::optional<c10::cuda::CUDAStream> stream;  // the same; nullopt: not known
 };
 

@@ -49,7 +49,7 @@ class Marks {
   }
 
  private:
-  std::mutex mutex_;  // guards the two below; nothing is freed under it
+  std::mutex mutex_;                       // guards the two below; nothing is freed under it
   ska::flat_hash_map<void*, Mark> marks_;  // by the memory's context
   uint64_t count_ = 0;
 };

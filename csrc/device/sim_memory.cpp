@@ -28,8 +28,8 @@ SimBlock& SimHeap::allocate(uint64_t nbytes, int device, StreamId stream, Memory
   Usage& usage = usage_[device];
   usage.allocated_bytes += rounded;
   usage.peak_bytes = std::max(usage.peak_bytes, usage.allocated_bytes);
-  return blocks_.insert_or_assign(address, SimBlock{address, rounded, simulation, ++allocation_count_, device, stream,
-                                                    owner, {}})
+  return blocks_
+      .insert_or_assign(address, SimBlock{address, rounded, simulation, ++allocation_count_, device, stream, owner, {}})
       .first->second;
 }
 
