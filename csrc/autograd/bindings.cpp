@@ -140,7 +140,6 @@ py::dict host_memory() {
 
 uint64_t trim() {
   drop_unheld();
-  const BlockingSection blocking;
   return trim_stores();
 }
 
@@ -192,7 +191,6 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("accelerator_available", accelerator_available);
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     Operation::shut_down();
-    const py::gil_scoped_release released;
     stop_stores();
   }));
 #ifdef TORCHOFFLOAD_TESTING

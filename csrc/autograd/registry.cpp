@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "autograd/operation.h"
 #include "device/disk_backend.h"
 #include "storage/pinned_arena.h"
 #include "storage/process.h"
@@ -21,7 +22,8 @@ namespace torchoffload {
 
 namespace {
 
-// Leaked on purpose, with all that they refer to.
+// Leaked on purpose, with all that they refer to. Both lists grow under the GIL, at any thread's first use of a device
+// or a directory: whoever goes through one and may release the GIL meanwhile goes through a copy.
 std::vector<Engine*>& engines() {
   static auto* const leaked = new std::vector<Engine*>;
   return *leaked;
@@ -32,9 +34,14 @@ std::vector<SlotStore*>& stores() {
   return *leaked;
 }
 
+void add_store(SlotStore& store) {
+  stores().push_back(&store);
+  if (Operation::is_shut_down()) store.stop();  // a thread that outlives the others came after stop_stores()
+}
+
 [[maybe_unused]] PinnedArena& make_arena(HostRegistration registration, std::function<void(Point)> synchronize) {
   auto* const arena = new PinnedArena(registration, std::move(synchronize));
-  stores().push_back(arena);
+  add_store(*arena);
   return *arena;
 }
 
@@ -52,7 +59,7 @@ Engine* disk_engine(const std::string& directory) {
   Engine*& engine = (*by_directory)[{directory, fork_generation()}];
   if (engine == nullptr) {
     auto* const backend = new DiskBackend(directory);
-    stores().push_back(&backend->store());
+    add_store(backend->store());
     engine = make_engine(*backend, backend->store());
   }
   return engine;
@@ -114,12 +121,12 @@ Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
 }
 
 void start_profile() {
-  for (Engine* const engine : engines()) {
+  for (Engine* const engine : all_engines()) {
     TORCH_CHECK(engine->is_inherited() || !engine->backend().is_capturing(),
                 "torchoffload: profile() cannot be entered while a CUDA graph is being captured.");
   }
   is_profiling = true;
-  for (Engine* const engine : engines()) {
+  for (Engine* const engine : all_engines()) {
     if (!engine->is_inherited()) engine->timeline().start_profile();
   }
 }
@@ -127,14 +134,14 @@ void start_profile() {
 std::vector<EngineProfile> stop_profile() {
   is_profiling = false;
   std::vector<EngineProfile> profiles;
-  for (Engine* const engine : std::vector(engines())) {
+  for (Engine* const engine : all_engines()) {
     if (engine->is_inherited() || !engine->timeline().is_profiled()) continue;
     profiles.push_back({engine->backend().device().str(), engine->timeline().stop_profile()});
   }
   return profiles;
 }
 
-const std::vector<Engine*>& all_engines() { return engines(); }
+std::vector<Engine*> all_engines() { return engines(); }
 
 void note_entry([[maybe_unused]] Tier tier) {
 #ifdef TORCHOFFLOAD_WITH_CUDA
@@ -168,12 +175,16 @@ PinnedMemory pinned_memory() {
 }
 
 void stop_stores() {
-  for (SlotStore* const store : stores()) store->stop();
+  const std::vector<SlotStore*> all = stores();
+  const BlockingSection blocking;
+  for (SlotStore* const store : all) store->stop();
 }
 
 uint64_t trim_stores() {
+  const std::vector<SlotStore*> all = stores();
+  const BlockingSection blocking;
   uint64_t given_back_bytes = 0;
-  for (SlotStore* const store : stores()) given_back_bytes += store->trim();
+  for (SlotStore* const store : all) given_back_bytes += store->trim();
   return given_back_bytes;
 }
 

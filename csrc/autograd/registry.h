@@ -29,8 +29,8 @@ struct EngineProfile {
 };
 std::vector<EngineProfile> stop_profile();
 
-// Every engine made so far.
-const std::vector<Engine*>& all_engines();
+// Every engine made so far: a copy, since a caller that lets other threads run may see more being made.
+std::vector<Engine*> all_engines();
 
 // A context of this tier is entered on some thread.
 void note_entry(Tier tier);
@@ -45,10 +45,11 @@ struct PinnedMemory {
 };
 PinnedMemory pinned_memory();
 
-// Gives back what no slot uses, in every store. Returns the bytes given back. May block: called without the GIL.
+// Gives back what no slot uses, in every store. Returns the bytes given back. May block, without the GIL.
 uint64_t trim_stores();
 
-// The process is about to end: no store takes anything any more. May block.
+// The process is about to end, and Operation::shut_down() was called: no store takes anything any more, and none that
+// is made later. May block, without the GIL.
 void stop_stores();
 
 }  // namespace torchoffload
