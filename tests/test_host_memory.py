@@ -215,14 +215,6 @@ def test_what_is_held_does_not_make_the_budget_grow(processes, is_alone):
     assert held_bytes >= 0.99 * least_bytes
 
 
-@pytest.mark.parametrize(("value", "size"), [(None, 1), ("4", 4), ("0", 1), ("many", 1), ("-2", 1), ("", 1)])
-def test_the_processes_of_a_machine_are_counted_as_torchrun_counts_them(monkeypatch, value, size):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    assert testing.local_world_size() == size
-
-
 def test_the_real_machine():
     memory = testing.read_host_memory()
     assert memory.total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

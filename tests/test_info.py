@@ -86,10 +86,12 @@ def test_a_missing_directory_is_told_in_its_place(printed, tmp_path):
 def test_our_environment_variables_are_shown(printed, monkeypatch):
     monkeypatch.setenv("TORCHOFFLOAD_DISABLE", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
     monkeypatch.setenv("A_SECRET", "hidden")
     text = printed("--no-link")
     assert "TORCHOFFLOAD_DISABLE=0" in text
     assert "LOCAL_WORLD_SIZE=2" in text
+    assert "SLURM_STEP_TASKS_PER_NODE=4(x2)" in text
     assert "hidden" not in text
 
 

@@ -12,6 +12,7 @@
 #include "autograd/saved_tensor.h"
 #include "autograd/statistics.h"
 #include "storage/host_memory.h"
+#include "storage/local_world.h"
 
 namespace py = pybind11;
 

@@ -12,6 +12,7 @@
 #include "autograd/pending.h"
 #include "core/mutant.h"
 #include "storage/host_memory.h"
+#include "storage/local_world.h"
 #ifdef TORCHOFFLOAD_TESTING
 #include "device/logging_backend.h"
 #endif

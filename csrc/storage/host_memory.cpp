@@ -3,10 +3,10 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cstdlib>
 #include <fstream>
 #include <iterator>
+
+#include "storage/parse.h"
 
 namespace torchoffload {
 namespace {
@@ -37,19 +37,6 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
     if (end == std::string_view::npos) return parts;
     text.remove_prefix(end + 1);
   }
-}
-
-std::string_view strip(std::string_view text) {
-  const size_t begin = text.find_first_not_of(" \t\n");
-  if (begin == std::string_view::npos) return {};
-  return text.substr(begin, text.find_last_not_of(" \t\n") - begin + 1);
-}
-
-std::optional<uint64_t> parse_number(std::string_view text) {
-  uint64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
 }
 
 bool has_item(std::string_view list, std::string_view item) {
@@ -142,12 +129,6 @@ uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_siz
   const uint64_t known_bytes = room_bytes ? *room_bytes : memory.total_bytes.value_or(0);
   const uint64_t held_room_bytes = room_bytes ? held_bytes / 10 * 8 : 0;
   return known_bytes / 10 * 8 / process_count + held_room_bytes;
-}
-
-uint64_t local_world_size() {
-  const char* text = std::getenv("LOCAL_WORLD_SIZE");
-  const auto size = text == nullptr ? std::nullopt : parse_number(strip(text));
-  return std::max<uint64_t>(size.value_or(1), 1);
 }
 
 std::optional<uint64_t> parse_field(std::string_view text, std::string_view key) {

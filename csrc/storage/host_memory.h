@@ -32,9 +32,6 @@ HostMemory read_host_memory(const std::string& root = "/");
 // machine's other processes are taken to hold as much each. So it is the same budget, however much of it is held.
 uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size, uint64_t held_bytes);
 
-// How many processes share this machine: LOCAL_WORLD_SIZE, as torchrun sets it; 1 without one, or with a bad one.
-uint64_t local_world_size();
-
 // The parsers, for tests.
 
 // The value of `key` in a file of lines `key value`, `key: value` or `key: value kB`, in bytes (or what the file

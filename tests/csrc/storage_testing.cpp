@@ -20,6 +20,7 @@
 #include "device/disk_backend.h"
 #include "storage/file_io.h"
 #include "storage/host_memory.h"
+#include "storage/local_world.h"
 #include "storage/numa.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
@@ -279,7 +280,14 @@ void bind_host_memory(py::module_& m) {
   m.def("read_host_memory", read_host_memory, py::arg("root") = "/");
   m.def("default_budget_bytes", default_budget_bytes, py::arg("memory"), py::arg("local_world_size") = 1,
         py::arg("held_bytes") = 0);
-  m.def("local_world_size", local_world_size);
+  m.def("local_world_size", [](const std::map<std::string, std::string>& variables) {
+    return local_world_size([&](const char* name) {
+      const auto found = variables.find(name);
+      return found == variables.end() ? nullptr : found->second.c_str();
+    });
+  });
+  m.def("local_world_size", [] { return local_world_size(); });
+  m.def("parse_tasks_per_node", parse_tasks_per_node, py::arg("text"), py::arg("node") = std::nullopt);
   m.def("parse_field", parse_field);
   m.def("parse_limit", parse_limit);
   const auto listed = [](const std::optional<cpu_set_t>& cpus) -> py::object {
