@@ -35,6 +35,14 @@ def loss(x: torch.Tensor) -> torch.Tensor:
 # ---- KeyboardInterrupt ----
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_raises_keyboard_interrupt() -> Iterator[None]:
+    """Also where SIGINT was ignored when Python started, as it is in the background of a shell without job control."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt(*unpacked: torch.Tensor) -> None:
     signal.raise_signal(signal.SIGINT)
 
