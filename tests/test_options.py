@@ -1,5 +1,6 @@
 """Every option is checked when the context is made: by name, with what was given and what is allowed."""
 
+import functools
 import os
 import pathlib
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import torchoffload
-from torchoffload import OffloadActivations, _options
+from torchoffload import OffloadActivations, _options, offload_modules
 from torchoffload._options import OffloadOptions
 
 COUNTS = ("max_fwd_stash_size", "min_offload_size", "host_budget_bytes", "offload_window_bytes", "reload_window_bytes")
@@ -52,6 +53,43 @@ def test_an_unknown_option_is_named():
 
 
 @pytest.mark.parametrize("name", ["use_pin_memory", "use_streams"])
+def test_a_model_in_the_first_places_is_told_where_it_belongs(name):
+    with pytest.raises(TypeError, match=f"^{name} must be True or False, got a Linear; did you mean model=model\\?$"):
+        OffloadActivations(**{name: MODULE})
+
+
+LARGE = {
+    "model": torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40))),
+    "tensor": torch.zeros(2, 1000),
+    "list": [torch.zeros(1000)] * 20,
+    "text": "x" * 10_000,
+    "number": 10**1000,
+}
+TAKEN = [
+    *(
+        (name, lambda value, name=name: OffloadActivations(**{name: value}))
+        for name in ("use_pin_memory", "tier", "disk_dir", "on_host_full", *COUNTS)
+    ),
+    *(
+        (name, lambda value, name=name: offload_modules(MODULE, "*", **{name: value}))
+        for name in ("fraction", "keep_last", "only_inputs")
+    ),
+    ("modules", lambda value: offload_modules(MODULE, [value])),
+    ("modules", lambda value: offload_modules(MODULE, functools.partial(lambda *_: False, value))),
+    ("enable", lambda value: torchoffload.get_act_offloading_ctx_manager(MODULE, value)),
+    ("warn", lambda value: torchoffload.get_act_offloading_ctx_manager(MODULE, warn_if_no_head=value)),
+]
+
+
+@pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in TAKEN])
+def test_what_is_large_is_not_printed(kind, take):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        take(LARGE[kind])
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["use_pin_memory", "use_streams"])
 @pytest.mark.parametrize("value", [0, 1, None, "yes", 1.0])
 def test_switches_take_true_and_false_only(name, value):
     with pytest.raises(TypeError, match=rf"^{name} must be True or False, got {re.escape(repr(value))} "):
@@ -61,7 +99,9 @@ def test_switches_take_true_and_false_only(name, value):
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [True, False, 1.0, "1024", b"1", [1], float("nan")])
 def test_counts_and_byte_sizes_take_whole_numbers_only(name, value):
-    with pytest.raises(TypeError, match=rf"^{name} must be a whole number .* got {re.escape(repr(value))} "):
+    with pytest.raises(
+        TypeError, match=rf"^{name} must be a whole number .* got {re.escape(_options.described(value))}$"
+    ):
         OffloadActivations(**{name: value})
 
 

@@ -23,7 +23,7 @@ from torchoffload._heads import find_heads, take_away
 from torchoffload._hook_stack import Role
 from torchoffload._module_stats import ModuleStats, note_source
 from torchoffload._offload import OffloadActivations, is_disabled, plain_tensors
-from torchoffload._options import OffloadOptions, check_bool
+from torchoffload._options import OffloadOptions, check_bool, described, short
 from torchoffload._selection import Chosen, Selector, choose, compiled_with_more, without_last
 from torchoffload._warnings import warn_user
 
@@ -264,9 +264,9 @@ def _check_fraction(fraction: object) -> None:
     if fraction is None:
         return
     if not isinstance(fraction, (int, float)) or isinstance(fraction, bool):
-        raise TypeError(f"{allowed}, got {fraction!r} ({type(fraction).__name__})")
+        raise TypeError(f"{allowed}, got {described(fraction)}")
     if not 0 < fraction <= 1:
-        raise ValueError(f"{allowed}, got {fraction!r}")
+        raise ValueError(f"{allowed}, got {short(fraction)}")
 
 
 def _parts(model: nn.Module, chosen: list[Chosen], offloading: _Offloading) -> list[tuple[nn.Module, _Part]]:

@@ -118,6 +118,8 @@ class OffloadActivations(saved_tensors_hooks):
         reload_window_bytes: int | None = None,
         learn: bool = True,
     ) -> None:
+        for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
+            check_bool(name, value, "; did you mean model=model?" if isinstance(value, nn.Module) else "")
         self.options = OffloadOptions(
             use_pin_memory=use_pin_memory,
             use_streams=use_streams,

@@ -4,6 +4,7 @@ Checking touches no accelerator: a script may build its contexts before it choos
 """
 
 import os
+import reprlib
 import stat
 import tempfile
 from dataclasses import asdict, dataclass
@@ -15,23 +16,35 @@ import torch
 
 from torchoffload._warnings import warn_user
 
-__all__ = ["OffloadOptions", "check_bool", "check_module", "default_disk_dir", "file_system_of"]
+__all__ = ["OffloadOptions", "check_bool", "check_module", "default_disk_dir", "described", "file_system_of", "short"]
 
 _TIERS = ("host", "disk")
 _ON_HOST_FULL = ("keep", "error")
 _DEFAULT_MIN_OFFLOAD_BYTES = {"host": 64 * 1024, "disk": 1024 * 1024}
 _LARGEST_BYTES = 2**63 - 1  # the core counts bytes in 64 bits
 _FILE_SYSTEMS_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
+_SHOWN = (bool, int, float, str, bytes, os.PathLike, type(None))  # in errors; of all else, the type alone
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 100
 
 
-def _described(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+def short(value: object) -> str:
+    """``repr(value)``, with the middle left out where it is long."""
+    return _short.repr(value)
 
 
-def check_bool(name: str, value: object) -> None:
-    """Refuse what is not True or False; 0 and 1 too, as they are byte counts elsewhere."""
+def described(value: object) -> str:
+    """Say in a few words what was given: the text of a model, a tensor or a list of them fills screens."""
+    kind = type(value).__name__
+    if isinstance(value, _SHOWN):
+        return f"{short(value)} ({kind})"
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
+
+
+def check_bool(name: str, value: object, hint: str = "") -> None:
+    """Refuse what is not True or False; 0 and 1 too, as they are byte counts elsewhere. ``hint`` ends the text."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_described(value)}")
+        raise TypeError(f"{name} must be True or False, got {described(value)}{hint}")
 
 
 def check_module(name: str, value: object) -> None:
@@ -43,9 +56,9 @@ def check_module(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     allowed = " or ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be {allowed}, got {_described(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {described(value)}")
     if value not in choices:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed}, got {short(value)}")
 
 
 def _check_count(name: str, value: object, *, least: int, unit: str) -> None:
@@ -54,9 +67,9 @@ def _check_count(name: str, value: object, *, least: int, unit: str) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {allowed}, got {_described(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {described(value)}")
     if not least <= value <= _LARGEST_BYTES:
-        raise ValueError(f"{name} must be {allowed} and at most {_LARGEST_BYTES}, got {value}")
+        raise ValueError(f"{name} must be {allowed} and at most {_LARGEST_BYTES}, got {short(value)}")
 
 
 def default_disk_dir() -> str:
@@ -86,7 +99,7 @@ def file_system_of(directory: str) -> str | None:
 def _checked_disk_dir(disk_dir: object) -> str:
     """Return the absolute path of ``disk_dir``, a directory that a spill file can be made in."""
     if not isinstance(disk_dir, (str, os.PathLike)) or not isinstance(os.fspath(disk_dir), str):
-        raise TypeError(f"disk_dir must be a path (str or os.PathLike) or None, got {_described(disk_dir)}")
+        raise TypeError(f"disk_dir must be a path (str or os.PathLike) or None, got {described(disk_dir)}")
     given = os.fspath(disk_dir)
     if not given or "\0" in given:
         raise ValueError(f"disk_dir must be the path of a directory, got {given!r}")
@@ -160,7 +173,9 @@ class OffloadOptions:
             disk_dir = default_disk_dir() if self.disk_dir is None else self.disk_dir
             object.__setattr__(self, "disk_dir", _checked_disk_dir(disk_dir))
         elif self.disk_dir is not None:
-            raise ValueError(f'disk_dir is for tier="disk" only, got {self.disk_dir!r} with tier={self.tier!r}')
+            raise ValueError(
+                f'disk_dir is for tier="disk" only, got {described(self.disk_dir)} with tier={self.tier!r}'
+            )
 
     @property
     def min_offload_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torchoffload._options import check_module
+from torchoffload._options import check_module, described, short
 
 __all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
 
@@ -113,10 +113,10 @@ def _found(tree: _Tree, selector: Selector) -> list[nn.Module]:
 
 def _text(selector: Selector) -> str:
     if isinstance(selector, str):
-        return repr(selector)
+        return short(selector)
     if isinstance(selector, nn.Module):
         return f"the {type(selector).__name__} that was given"
-    return str(getattr(selector, "__qualname__", selector))
+    return getattr(selector, "__qualname__", None) or described(selector)
 
 
 def _nothing_matches(tree: _Tree, selector: Selector) -> ValueError:
@@ -144,7 +144,7 @@ def _checked(modules: Any) -> list[Selector]:
         if is_type and not issubclass(selector, nn.Module):
             raise TypeError(f"modules must be {_ALLOWED}; {selector.__name__} is no subclass of nn.Module")
         if not (isinstance(selector, (str, nn.Module)) or is_type or callable(selector)):
-            raise TypeError(f"modules must be {_ALLOWED}, got {selector!r} ({type(selector).__name__})")
+            raise TypeError(f"modules must be {_ALLOWED}, got {described(selector)}")
         if any(selector is known or (isinstance(known, str) and selector == known) for known in selectors[:index]):
             raise ValueError(f"modules has {_text(selector)} twice: give it once")
     return selectors
@@ -197,7 +197,7 @@ def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
     if count is None:
         return chosen
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{allowed}, got {count!r} ({type(count).__name__})")
+        raise TypeError(f"{allowed}, got {described(count)}")
     inside: set[nn.Module] = set()
     outermost = []
     for each in chosen:  # parents come first
@@ -205,11 +205,11 @@ def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
             outermost.append(each)
             inside.update(each.module.modules())
     if count < 0:
-        raise ValueError(f"{allowed}, got {count}")
+        raise ValueError(f"{allowed}, got {short(count)}")
     if count >= len(outermost):
         raise ValueError(
-            f"keep_last={count} of the {len(outermost)} chosen modules leaves none that moves: make it smaller, or do "
-            "without offload_modules"
+            f"keep_last={short(count)} of the {len(outermost)} chosen modules leaves none that moves: make it smaller, "
+            "or do without offload_modules"
         )
     kept = {module for each in outermost[len(outermost) - count :] for module in each.module.modules()}
     return [each for each in chosen if each.module not in kept]
