@@ -139,18 +139,6 @@ def test_a_context_of_another_tier_around_is_an_error(disk):
         model(batch())
 
 
-def test_without_an_accelerator_the_call_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    model = Stack()
-    torchoffload.offload_modules(model, "layers.*")
-    with torch.no_grad():
-        model(batch())
-    with pytest.raises(RuntimeError, match='tier="disk"'):
-        model(batch())
-    assert innermost() is None
-
-
 def test_remove_takes_all_hooks_away(disk):
     model = Stack()
     before = hook_counts(model)

@@ -194,30 +194,31 @@ def test_what_is_no_model_is_refused():
         torchoffload.offload_modules("model", "layers.*")
 
 
-def test_a_module_is_offloaded_by_one_handle_alone():
-    model = Stack()
-    handle = torchoffload.offload_modules(model, "layers.*")
+def test_a_module_is_offloaded_by_one_handle_alone(tmp_path):
+    model, disk = Stack(), {"tier": "disk", "disk_dir": tmp_path}
+    handle = torchoffload.offload_modules(model, "layers.*", **disk)
     with pytest.raises(ValueError, match=r"'layers\.1' is offloaded already.*remove\(\)"):
-        torchoffload.offload_modules(model, ["embed", "layers.1"])
+        torchoffload.offload_modules(model, ["embed", "layers.1"], **disk)
     assert not model.embed._forward_pre_hooks
     handle.remove()
-    torchoffload.offload_modules(model, ["embed", "layers.1"])
+    torchoffload.offload_modules(model, ["embed", "layers.1"], **disk)
 
 
-def test_keep_last_counts_outermost_modules():
-    model = Stack()
-    handle = torchoffload.offload_modules(model, ["layers.*", "**.mlp"], keep_last=1)
+def test_keep_last_counts_outermost_modules(tmp_path):
+    model, disk = Stack(), {"tier": "disk", "disk_dir": tmp_path}
+    handle = torchoffload.offload_modules(model, ["layers.*", "**.mlp"], keep_last=1, **disk)
     assert handle.names == ("layers.0", "layers.0.mlp", "layers.1", "layers.1.mlp")
 
 
-def test_modules_inside_of_what_is_compiled_are_warned_of():
+def test_modules_inside_of_what_is_compiled_are_warned_of(tmp_path):
+    disk = {"tier": "disk", "disk_dir": tmp_path}
     model = torch.compile(Stack(), backend="eager")
     with pytest.warns(UserWarning, match=r"3 of 3 chosen modules, such as 'layers\.0\.mlp', are part of a region"):
-        torchoffload.offload_modules(model, "**.mlp")
+        torchoffload.offload_modules(model, "**.mlp", **disk)
     in_place = Stack()
     in_place.layers[1].compile(backend="eager")
     with pytest.warns(UserWarning, match=r"1 of 3 chosen modules, such as 'layers\.1'"):
-        torchoffload.offload_modules(in_place, "layers.*")
+        torchoffload.offload_modules(in_place, "layers.*", **disk)
 
 
 def test_the_report_tells_modules_of_a_kind_together(tmp_path):

@@ -98,7 +98,7 @@ void Context::enter() {
   const Tier tier = state_->options.tier;
   TORCH_CHECK(tier == Tier::Disk || accelerator_available(),
               "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (no CUDA device). "
-              "Use OffloadActivations(tier=\"disk\") to move CPU tensors to disk.");
+              "Give the context tier=\"disk\" to move CPU tensors to disk.");
   TORCH_CHECK(entered().empty() || entered().back()->options.tier == tier, "torchoffload: a context with tier=\"",
               to_string(tier), "\" was entered inside one with tier=\"",
               entered().empty() ? "" : to_string(entered().back()->options.tier),

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload import _hook_stack
+from torchoffload._accelerator import require_accelerator
 from torchoffload._core import core
 from torchoffload._heads import find_heads, take_away
 from torchoffload._hook_stack import Role
@@ -25,6 +26,7 @@ from torchoffload._module_stats import ModuleStats, note_source
 from torchoffload._offload import OffloadActivations, is_disabled, plain_tensors
 from torchoffload._options import OffloadOptions, check_bool, described, short
 from torchoffload._selection import Chosen, Selector, choose, compiled_with_more, without_last
+from torchoffload._tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 __all__ = ["OffloadedModules", "offload_modules"]
@@ -281,6 +283,7 @@ def _parts(model: nn.Module, chosen: list[Chosen], offloading: _Offloading) -> l
     return parts + [(head, _Part(offloading, is_head=True)) for head in heads]
 
 
+@is_not_traced
 def offload_modules(
     model: nn.Module,
     modules: Selector | Sequence[Selector],
@@ -321,6 +324,8 @@ def offload_modules(
         A wrong type, or an unknown option.
     ValueError
         Nothing matches, a module is given twice or is offloaded already, or a number is out of its range.
+    RuntimeError
+        ``tier="host"`` without an accelerator. The model may still be on the CPU: what counts is the machine.
 
     Notes
     -----
@@ -338,6 +343,7 @@ def offload_modules(
     check_bool("only_inputs", only_inputs)
     chosen = without_last(choose(model, modules), keep_last)
     manager = OffloadActivations(model=model, **options)
+    require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
     offloading = _Offloading(model, tuple(each.name for each in chosen), only_inputs, manager)
     _install(_parts(model, chosen, offloading))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchoffload import _heads, _hook_stack
 from torchoffload._core import core
 from torchoffload._options import OffloadOptions, check_bool, check_module
+from torchoffload._tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -102,6 +103,7 @@ class OffloadActivations(saved_tensors_hooks):
     >>> loss.backward()
     """
 
+    @is_not_traced
     def __init__(
         self,
         use_pin_memory: bool = True,
@@ -227,6 +229,7 @@ class NoOpManager(saved_tensors_hooks):
     ...         loss = head(hidden)
     """
 
+    @is_not_traced
     def __init__(self) -> None:
         super().__init__(core.noop_pack, core.unpack)
 
@@ -243,6 +246,7 @@ class NoOpManager(saved_tensors_hooks):
         return type(self), ()
 
 
+@is_not_traced
 def get_act_offloading_ctx_manager(
     model: nn.Module,
     enable_activation_offloading: bool = True,
@@ -296,6 +300,7 @@ def get_act_offloading_ctx_manager(
     return manager
 
 
+@is_not_traced
 def never_offload(tensor: torch.Tensor) -> None:
     """Mark ``tensor``: no context ever moves what is saved of it.
 
@@ -310,6 +315,7 @@ def never_offload(tensor: torch.Tensor) -> None:
         core.never_offload(plain)
 
 
+@is_not_traced
 def trim() -> int:
     """Give idle pinned memory and idle ranges of spill files back to the system.
 

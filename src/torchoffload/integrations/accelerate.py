@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from torchoffload._accelerator import require_accelerator
 from torchoffload._options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
@@ -103,6 +104,8 @@ def offload_prepared(
         ``accelerator`` is no Accelerator, or ``model`` no module.
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         A wrong option.
+    RuntimeError
+        ``tier="host"`` without an accelerator.
 
     Examples
     --------
@@ -125,4 +128,7 @@ def offload_prepared(
         )
     check_bool("enabled", enabled)
     check_options(options)
-    return PreparedOffloading(accelerator, offload_inner_model(model, modules, options) if enabled else None)
+    if not enabled:
+        return PreparedOffloading(accelerator, None)
+    require_accelerator(options.get("tier", "host"), "offload_prepared")
+    return PreparedOffloading(accelerator, offload_inner_model(model, modules, options))

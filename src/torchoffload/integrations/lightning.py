@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 import torchoffload
+from torchoffload._accelerator import require_accelerator
 from torchoffload._options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
@@ -82,6 +83,8 @@ class OffloadActivationsCallback(Callback):
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         A wrong option, named at once; a trainer that is not Lightning's, when training begins.
+    RuntimeError
+        ``tier="host"`` without an accelerator, when training begins.
 
     Notes
     -----
@@ -118,6 +121,7 @@ class OffloadActivationsCallback(Callback):
                 "OffloadActivationsCallback of torchoffload.integrations.lightning is for Lightning's Trainer, with a "
                 f"strategy that runs training_step: got {type(trainer).__name__} with {type(pl_module).__name__}"
             )
+        require_accelerator(self.options.get("tier", "host"), type(self).__name__)
         quiet_other_ranks()
         if self.modules is not None:
             self._handle = offload_inner_model(pl_module, self.modules, self.options)

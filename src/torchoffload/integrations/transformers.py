@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 import torchoffload
+from torchoffload._accelerator import require_accelerator
 from torchoffload._offload import is_disabled
 from torchoffload._options import OffloadOptions, check_bool
 from torchoffload.integrations._compiled import CompiledCalls
@@ -117,6 +118,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         A wrong option, named at once; a trainer that gives no model, when training begins.
+    RuntimeError
+        ``tier="host"`` without an accelerator, when training begins.
 
     Notes
     -----
@@ -181,7 +184,11 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         self._handle = install(model)
         self._saved_before = torchoffload.stats().handles
 
+    def _require_accelerator(self) -> None:
+        require_accelerator(self.options.get("tier", "host"), type(self).__name__)
+
     def _around_calls(self, model: nn.Module) -> Handle:
+        self._require_accelerator()
         return offload_inner_model(model, self.modules, self.options)
 
     def _around_compiled_calls(self, model: nn.Module) -> Handle:
@@ -191,6 +198,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
                 "apart: leave modules, fraction, keep_last and only_inputs out of OffloadActivationsCallback, or do "
                 "not compile the whole model"
             )
+        self._require_accelerator()
         quiet_other_ranks()
         return CompiledCalls(innermost_model(model), self.options)
 
