@@ -10,10 +10,16 @@ from typing import Protocol
 from torchoffload._stats import at_reset
 from torchoffload._units import human_bytes
 
-__all__ = ["ModuleStats", "Source", "module_lines", "note_source"]
+__all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_advice", "module_lines", "note_source"]
+
+COMPILE_FIRST = (
+    "Compile first, then choose what torch.compile(module) returned; of a module that module.compile() compiled in "
+    "place, choose what contains it."
+)
 
 _ROWS_SHOWN = 8
 _REASONS_SHOWN = 2
+_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,9 @@ class Source(Protocol):
 
     model_name: str
     calls: int
+
+    def call_counts(self) -> dict[str, int]:
+        """By module, how often its hooks saw a call; empty where there are no hooks any more."""
 
     def stats(self) -> tuple[ModuleStats, ...]:
         """One row for each module."""
@@ -94,9 +103,20 @@ def _line(kind: str, rows: list[ModuleStats], calls: int) -> str:
     return f"    {kind + count:<30} {offloaded:>10} moved, {rest}"
 
 
-def _source_lines(source: Source) -> list[str]:
-    if not source.calls:
+def _unseen_line(source: Source, counts: dict[str, int]) -> list[str]:
+    """Tell the modules that the model did not call, or that run inside of a compiled region."""
+    unseen = [name for name, count in counts.items() if not count]
+    if not unseen:
         return []
+    names = ", ".join(unseen[:_NAMES_SHOWN]) + (", ..." if len(unseen) > _NAMES_SHOWN else "")
+    what = f"{len(unseen)} of {len(counts)} chosen modules of {source.model_name}"
+    return [f"  {what} did not run outside of a compiled region: {names}"]
+
+
+def _source_lines(source: Source) -> list[str]:
+    unseen = _unseen_line(source, source.call_counts())
+    if not source.calls:
+        return unseen
     kinds: dict[str, list[ModuleStats]] = {}
     for row in source.stats():
         kinds.setdefault(_kind(row.name), []).append(row)
@@ -105,10 +125,23 @@ def _source_lines(source: Source) -> list[str]:
     lines += [_line(kind, rows, source.calls) for kind, rows in largest[:_ROWS_SHOWN]]
     if len(largest) > _ROWS_SHOWN:
         lines.append(f"    and {len(largest) - _ROWS_SHOWN} more kinds, see stats() of the handle")
-    return lines
+    return lines + unseen
 
 
 def module_lines() -> list[str]:
     """Tell what the modules of each ``offload_modules`` moved and kept, like ones together, the largest first."""
     sources = sorted(_sources, key=lambda source: source.model_name)
     return [line for source in sources for line in _source_lines(source)]
+
+
+def idle_advice() -> str:
+    """Say what to do where nothing was saved inside of what ``offload_modules`` is installed on; empty without any."""
+    for source in sorted(_sources, key=lambda source: source.model_name):
+        counts = source.call_counts()
+        if not counts:
+            continue
+        where = f"offload_modules is installed on {len(counts)} modules of {source.model_name}"
+        if any(counts.values()):
+            return f"{where}, which ran, but saved nothing there: call the model with gradients enabled."
+        return f"{where}; none of them ran outside of a compiled region. {COMPILE_FIRST}"
+    return ""

@@ -22,7 +22,7 @@ from torchoffload._accelerator import require_accelerator
 from torchoffload._core import core
 from torchoffload._heads import find_heads, take_away
 from torchoffload._hook_stack import Role
-from torchoffload._module_stats import ModuleStats, note_source
+from torchoffload._module_stats import COMPILE_FIRST, ModuleStats, note_source
 from torchoffload._offload import OffloadActivations, is_disabled, plain_tensors
 from torchoffload._options import OffloadOptions, check_bool, described, short
 from torchoffload._selection import Chosen, Selector, choose, compiled_with_more, without_last
@@ -41,11 +41,12 @@ class _Offloading:
     It lives as long as a module that it has a part in, or its handle.
     """
 
-    def __init__(
-        self, model: nn.Module, names: tuple[str, ...], only_inputs: bool, manager: OffloadActivations
-    ) -> None:
+    def __init__(self, model: nn.Module, chosen: list[Chosen], only_inputs: bool, manager: OffloadActivations) -> None:
         self.model_name = type(model).__name__
-        self.names = names
+        self.names = names = tuple(each.name for each in chosen)
+        self._model = weakref.ref(model)
+        self._chosen = [(each.name, weakref.ref(each.module)) for each in chosen]
+        self._was_looked_at = False
         self.only_inputs = only_inputs
         self.manager = manager
         self.context = manager._context
@@ -63,6 +64,7 @@ class _Offloading:
 
     def open(self) -> Callable[[], None]:
         """Begin a call of the model on this thread, with a tape of its own; return what ends it."""
+        self.warn_of_compiled()
         self.manager._open()
         self._on_thread.is_open = True
         with _lock:
@@ -76,12 +78,36 @@ class _Offloading:
             self.open_calls -= 1
         self.context.exit()
 
+    def warn_of_compiled(self) -> None:
+        """Warn of modules whose hooks are traced away: where they are installed, and once more at the first call."""
+        model = self._model()
+        if self._was_looked_at or model is None:
+            return
+        chosen = [Chosen(name, module) for name, ref in self._chosen if (module := ref()) is not None]
+        traced = compiled_with_more(model, chosen)
+        self._was_looked_at = bool(traced) or self.calls > 0
+        if traced:
+            warn_user(
+                f"torchoffload: {len(traced)} of {len(chosen)} chosen modules, such as {traced[0]!r}, are part of a "
+                "region of torch.compile, which has no place for their hooks: nothing of them is moved. "
+                f"{COMPILE_FIRST}"
+            )
+
+    def call_counts(self) -> dict[str, int]:
+        """How often the hooks of each chosen module saw a call since ``reset_stats()``; empty once they are removed."""
+        owners = {name: _owners.get(module) for name, ref in self._chosen if (module := ref()) is not None}
+        return {name: owner.calls for name, owner in owners.items() if owner is not None and owner.has(self)}
+
     def stats(self) -> tuple[ModuleStats, ...]:
         rows = core.module_rows(self.context)[1:]  # the first is of what is saved outside of all
         return tuple(ModuleStats(name=name, **row) for name, row in zip(self.names, rows, strict=True))
 
     def forget(self) -> None:
         self.calls = 0
+        for _, ref in self._chosen:
+            module = ref()
+            if module is not None and module in _owners:
+                _owners[module].calls = 0
         self.context.forget_modules()
 
 
@@ -130,6 +156,10 @@ class _Owner:
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
+        self.calls = 0  # that the hooks saw since reset_stats(), with gradients or without
+
+    def has(self, offloading: _Offloading) -> bool:
+        return any(part.offloading is offloading for part in self.parts)
 
     def enter(self, inputs: tuple[Any, Any], frame: FrameType) -> None:
         if not torch.is_grad_enabled() and _hook_stack.innermost() is None:
@@ -177,6 +207,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     if owner is None:
         return  # a copy
     if owner.parts:
+        owner.calls += 1
         owner.enter((args, kwargs), sys._getframe(1))
     else:
         _take_hooks_away(module)  # removed in the middle of a call
@@ -242,7 +273,7 @@ class OffloadedModules:
         """Take the hooks away. Graphs that are alive, and calls that are under way, end as they began."""
         with _lock:
             for module, owner in list(_owners.items()):
-                if not any(part.offloading is self._offloading for part in owner.parts):
+                if not owner.has(self._offloading):
                     continue
                 owner.parts = [part for part in owner.parts if part.offloading is not self._offloading]
                 # In the middle of a call its end is still to come; then the next one takes them away.
@@ -330,7 +361,8 @@ def offload_modules(
     Notes
     -----
     The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
-    ``torch.compile`` cannot be told apart: choose the compiled module.
+    ``torch.compile`` cannot be told apart: compile first, then choose what ``torch.compile`` returned. Of a module that
+    ``module.compile()`` compiled in place, choose what contains it.
 
     Examples
     --------
@@ -345,14 +377,8 @@ def offload_modules(
     manager = OffloadActivations(model=model, **options)
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
-    offloading = _Offloading(model, tuple(each.name for each in chosen), only_inputs, manager)
+    offloading = _Offloading(model, chosen, only_inputs, manager)
     _install(_parts(model, chosen, offloading))
     note_source(offloading)
-    traced = compiled_with_more(model, chosen)
-    if traced:
-        warn_user(
-            f"torchoffload: {len(traced)} of {len(chosen)} chosen modules, such as {traced[0]!r}, are part of a region "
-            "of torch.compile, which has no place for their hooks: nothing of them is moved. Choose what was compiled "
-            "as a whole by torch.compile(module), and not by module.compile()."
-        )
+    offloading.warn_of_compiled()
     return OffloadedModules(offloading)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from torchoffload._core import core
-from torchoffload._module_stats import module_lines
+from torchoffload._module_stats import idle_advice, module_lines
 from torchoffload._profile import latest_timing
 from torchoffload._stats import OffloadStats, TapeStats, stats
 from torchoffload._timing import Timing, Transfers
@@ -145,7 +145,7 @@ def _advice(seen: OffloadStats) -> list[str]:
         return []
     kept = {reason: nbytes for reason, nbytes in seen.bytes_kept.items() if seen.records_kept.get(reason)}
     if not kept:
-        return ["", f"NOTHING MOVED. {_NOTHING_SAVED}"]
+        return ["", f"NOTHING MOVED. {idle_advice() or _NOTHING_SAVED}"]
     main = max((reason for reason in kept if reason != "parameter"), key=lambda r: kept[r], default="parameter")
     advice = _ADVICE.get(main, "")
     return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
