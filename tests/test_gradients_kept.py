@@ -145,13 +145,14 @@ def test_the_minimum_counts_bytes_and_is_itself_moved(device_under_test: Device,
 
 def test_the_minimum_counts_what_would_move_not_elements(device_under_test: Device):
     def program(run: Run):
-        x, big = run.leaf(4), run.tensor(64, 1024)
+        x, big = run.leaf(1), run.tensor(64, 1024)
         column = run.tensor(64, 64)
         with run.offload(min_offload_size=8192):
-            y = Save.apply(x, lambda *unpacked: run.check(a=unpacked), big[3])  # 4096 of its own: small
-            y = Save.apply(y, lambda *unpacked: run.check(b=unpacked), column[:, 5])  # reaches all 16384: moves
-            y = Save.apply(y, lambda *unpacked: run.check(c=unpacked), run.tensor(64, 1).expand(64, 64))  # 256: small
+            y = x * big[3]  # 4096 of its own: small
+            y = y.sum() + x * column[:, 5]  # reaches all 16384: moves
+            y = y.sum() + x * run.tensor(64, 1).expand(64, 64)  # 256: small
         y.sum().backward()
+        return x.grad
 
     assert_same_gradients(program, device=device_under_test, moved_bytes=64 * 64 * 4, kept_reason="small")
 

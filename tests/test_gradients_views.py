@@ -9,8 +9,8 @@ from devices import Device
 from functions import Save
 from gradients import Run, assert_same_gradients
 
-# name: (shape of the base, view of it, bytes of float32 that move). The whole storage moves where the view reaches at
-# least half of it, else the reached span alone.
+# name: (shape of the base, view of it, bytes of float32 that move where an operator saves it). The whole storage moves
+# where the view reaches at least half of it, else the reached span alone.
 VIEWS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor], int]] = {
     "plain": ((32, 32), lambda x: x, 4096),
     "transposed": ((32, 32), lambda x: x.t(), 4096),
@@ -45,7 +45,8 @@ def is_same_address(before: int, tensor: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_comes_back_as_it_was(device_under_test: Device, name: str):
-    shape, make_view, moved_bytes = VIEWS[name]
+    """A custom Function's view comes back on all of its storage."""
+    shape, make_view, _ = VIEWS[name]
 
     def program(run: Run):
         x, base = run.leaf(4), run.tensor(*shape)
@@ -58,6 +59,26 @@ def test_a_view_comes_back_as_it_was(device_under_test: Device, name: str):
         with run.offload():
             y = Save.apply(x, look, view)
         del base, view
+        y.sum().backward()
+        return x.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4 * torch.Size(shape).numel())
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_an_operator_saves_comes_back_as_it_was(device_under_test: Device, name: str):
+    shape, make_view, moved_bytes = VIEWS[name]
+
+    def program(run: Run):
+        x, base = run.leaf(1), run.tensor(*shape)
+        view = make_view(base)
+        address = view.data_ptr()
+        with run.offload():
+            y = x * view
+        del base, view
+        unpacked = y.grad_fn._saved_other
+        run.check(view=unpacked, aligned=is_same_address(address, unpacked))
+        del unpacked
         y.sum().backward()
         return x.grad
 
@@ -120,33 +141,37 @@ def test_interleaved_query_key_value_move_as_one_buffer(device_under_test: Devic
 
 def test_a_small_span_of_a_big_storage_moves_alone_and_others_beside_it(device_under_test: Device):
     def program(run: Run):
-        x, big = run.leaf(4), run.tensor(64, 1024)
+        x, big = run.leaf(1), run.tensor(64, 1024)
         with run.offload():
-            y = Save.apply(x, lambda row: run.check(first=row), big[5])  # 4096: its own record
-            y = Save.apply(y, lambda row: run.check(again=row), big[5, 16:32])  # within it: nothing more
-            y = Save.apply(y, lambda row: run.check(second=row), big[9])  # 4096: reaches outside
-            y = Save.apply(y, lambda row: run.check(all=row), big)  # 262144: the whole
-            y = Save.apply(y, lambda row: run.check(last=row), big[60])  # within the whole: nothing more
-        y.sum().backward()
+            products = [
+                x * big[5],  # 4096: its own record
+                x * big[5, 16:32],  # within it: nothing more
+                x * big[9],  # 4096: reaches outside
+                x * big,  # 262144: the whole
+                x * big[60],  # within the whole: nothing more
+            ]
+        del big
+        run.check(saved=[product.grad_fn._saved_other for product in products])
+        sum(product.sum() for product in products).backward()
+        return x.grad
 
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096 + 4096 + 64 * 4096)
 
 
 def test_a_small_span_does_not_drag_its_storage(device_under_test: Device):
-    """The observable difference that is documented: the storage offset counts from the span."""
+    """What an operator saved says so where the program looks at it: the offset counts from the span."""
 
     def program(run: Run):
-        x, big = run.leaf(4), run.tensor(64, 1024)
-        storage_bytes = []
-
-        def look(row: torch.Tensor) -> None:
-            storage_bytes.append(row.untyped_storage().nbytes())
-            run.check(row=row, offset=row.storage_offset() if run.stock else 5 * 1024)
-
+        x, big = run.leaf(1), run.tensor(64, 1024)
         with run.offload(offload_window_bytes=0):
-            y = Save.apply(x, look, big[5])
+            y = x * big[5]
+        del big
+        row = y.grad_fn._saved_other
+        assert run.stock or (row.untyped_storage().nbytes() < 2 * 4096 and row.storage_offset() == 0)
+        run.check(row=row)
+        del row
         y.sum().backward()
-        assert run.stock or storage_bytes[0] < 2 * 4096
+        return x.grad
 
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096)
 

@@ -11,6 +11,7 @@
 #include "autograd/registry.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/statistics.h"
+#include "autograd/user_code.h"
 #include "storage/host_memory.h"
 #include "storage/local_world.h"
 
@@ -181,6 +182,12 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
   if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
+  m.def(
+      "note_saving_code",
+      [](const py::handle& code) {
+        if (!note_saving_code(code.ptr())) throw py::error_already_set();
+      },
+      py::arg("code"), py::pos_only());
   m.def("stats", stats);
   m.def("module_rows", module_rows, py::arg("context"), py::pos_only());
   m.def("reset_stats", [] { Statistics::global().reset(); });

@@ -8,6 +8,7 @@
 
 #include "autograd/operation.h"
 #include "autograd/registry.h"
+#include "autograd/user_code.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
@@ -57,6 +58,15 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
   const c10::StorageImpl* const storage = storage_of(tensor);
   return storage->data_ptr().get_context() == nullptr || backend.is_graph_memory(storage->data());
+}
+
+// What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
+// wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count].
+Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
+  const uint64_t storage_bytes = tensor.storage().nbytes();
+  const Span moved = Schedule::span_to_move(TensorLayout(tensor).span(), storage_bytes);
+  const bool moves_alone = moved.nbytes() < storage_bytes && wrapper == nullptr && !saves_for_user_code();
+  return moves_alone ? Extent::Span : Extent::Storage;
 }
 
 }  // namespace
@@ -165,8 +175,8 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
   return KeptReason::None;
 }
 
-std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper,
-                                                uint32_t module, KeptReason& why) {
+std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent extent,
+                                                const c10::VariableVersion* wrapper, uint32_t module, KeptReason& why) {
   Engine* const engine = find_engine(tensor, state_->options);
   if (engine == nullptr) {
     why = KeptReason::Device;
@@ -190,7 +200,7 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const 
   const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  const auto handle = engine->pack(tensor, layout, layout.span(), tape, wrapper);
+  const auto handle = engine->pack(tensor, layout, layout.span(), extent, tape, wrapper);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
   if (handle) return Moved{engine, layout, *handle};
   why = KeptReason::Small;
@@ -203,6 +213,7 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
   ++Statistics::global().handles;
   const uint32_t module = on_this_thread().module;
   KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
+  const Extent extent = reason == KeptReason::None ? extent_to_move(tensor, wrapper) : Extent::Storage;
   if (reason == KeptReason::None && state_->options.only_inputs &&
       !on_this_thread().admitted.contains(storage_of(tensor))) {
     auto saved = std::make_unique<SavedTensor>(tensor);
@@ -211,11 +222,11 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     Engine* const engine = find_engine(tensor, state_->options);
     const StreamId stream = engine != nullptr ? engine->backend().current_stream() : kNoStream;
     on_this_thread().candidates[storage_of(tensor)].push_back(
-        {saved->self(), bytes_of(tensor), module, std::move(version), stream});
+        {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
     return saved;
   }
   if (reason == KeptReason::None) {
-    if (const auto moved = try_move(tensor, wrapper, module, reason))
+    if (const auto moved = try_move(tensor, extent, wrapper, module, reason))
       return std::make_unique<SavedTensor>(tensor, moved->layout, *moved->engine, moved->handle);
   }
   count_kept_here(reason, bytes_of(tensor), module);
@@ -260,7 +271,8 @@ void Context::admit(const at::Tensor& tensor) {
       continue;
     }
     KeptReason why = KeptReason::None;
-    const auto moved = try_move(kept, candidate.wrapper ? &*candidate.wrapper : nullptr, module, why);
+    const c10::VariableVersion* const wrapper = candidate.wrapper ? &*candidate.wrapper : nullptr;
+    const auto moved = try_move(kept, candidate.extent, wrapper, module, why);
     if (!moved) {
       count_kept_here(why, candidate.nbytes, module);
     } else if (SavedTensor* const saved = *candidate.saved) {

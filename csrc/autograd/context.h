@@ -63,6 +63,7 @@ class Context {
     uint64_t nbytes = 0;
     uint32_t module = 0;
     std::optional<c10::VariableVersion> wrapper;
+    Extent extent = Extent::Storage;
     StreamId stream = kNoStream;  // that the operator which saved it fills it on
   };
   struct OnThread {
@@ -81,8 +82,8 @@ class Context {
   OnThread& on_this_thread();
   TapeId open_tape(Engine& engine);
   void close_tapes(OnThread& entry);
-  std::optional<Moved> try_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper, uint32_t module,
-                                KeptReason& why);
+  std::optional<Moved> try_move(const at::Tensor& tensor, Extent extent, const c10::VariableVersion* wrapper,
+                                uint32_t module, KeptReason& why);
   void keep_candidates(OnThread& entry);
   void count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module);
   KeptReason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;

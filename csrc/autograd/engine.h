@@ -80,11 +80,12 @@ class Engine {
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
+  // `extent`: whether the record has to stand for all of the storage, or for `span` at least.
   // `wrapper` is the version of the wrapper subclass that it is an inner tensor of, or null.
   // Returns nullopt when there is none to join and what would move is below the minimum.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
-  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, TapeId tape,
-                                   const c10::VariableVersion* wrapper = nullptr);
+  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
+                                   Extent extent, TapeId tape, const c10::VariableVersion* wrapper = nullptr);
 
   // The saved tensor's bytes, ordered for the stream that is current, with the version counter of the saved tensor. May
   // block.

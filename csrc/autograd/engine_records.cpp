@@ -110,7 +110,7 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 // ---- saves ----
 
 std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                         TapeId tape, const c10::VariableVersion* wrapper) {
+                                         Extent extent, TapeId tape, const c10::VariableVersion* wrapper) {
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   const MemoryOrigin origin = backend_.origin_of(storage);
@@ -121,10 +121,9 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     identity.wrapper_version = wrapper->current_version();
   }
   ContextState& context = *tapes_[tape.index].context;
-  std::optional<RecordId> id = ledger_.find(tape, identity, span, layout.itemsize());
-  // Of an inner tensor the storage_offset stays exact: a wrapper may compare those of its parts, or compute with them.
-  const bool is_exact = wrapper != nullptr;
-  if (id && (was_written_through_a_wrapper(*id) || (is_exact && ledger_.record(*id).span.begin != 0))) id.reset();
+  const Span moved = extent == Extent::Storage ? Span{0, identity.nbytes} : span;
+  std::optional<RecordId> id = ledger_.find(tape, identity, moved, layout.itemsize());
+  if (id && was_written_through_a_wrapper(*id)) id.reset();
   if (id) {
     const Record& record = ledger_.record(*id);
     if (record.kept == KeptReason::None) {
@@ -141,7 +140,6 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     const auto* first = static_cast<const std::byte*>(identity.data) + span.begin;
     backend_.saw_pack(first, span.nbytes(), stream, at::sequence_number::peek());
   } else {
-    const Span moved = is_exact ? Span{0, identity.nbytes} : Schedule::span_to_move(span, identity.nbytes);
     if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
     id = add_record(tensor, identity, moved, origin.stream, tape);
   }

@@ -11,6 +11,9 @@
 
 namespace torchoffload {
 
+// What of a storage moves with a save: the span that it reaches, or all.
+enum class Extent : uint8_t { Span, Storage };
+
 class Schedule {
  public:
   // The bytes that move when the first save of a storage reaches `span`: the whole storage when the span is at least

@@ -1,6 +1,7 @@
 """The compiled core. Private: the public names are re-exported by ``torchoffload``."""
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, final
 
 import torch
@@ -51,6 +52,9 @@ def noop_pack(tensor: torch.Tensor, /) -> object:
     """A handle that keeps the tensor, detached; ``unpack`` gives it back."""
 
 def never_offload(tensor: torch.Tensor, /) -> None: ...
+def note_saving_code(code: CodeType, /) -> None:
+    """Let what a function saves while a frame of this code is the innermost one move with all of its storage."""
+
 def stats() -> dict[str, Any]:
     """Totals since reset_stats() and a list of rows under "tapes"; keys are the fields of ``OffloadStats``."""
 

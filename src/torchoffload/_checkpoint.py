@@ -27,6 +27,7 @@ from torchoffload._core import core
 from torchoffload._hook_stack import Role
 from torchoffload._offload import is_disabled, plain_tensors
 from torchoffload._options import check_bool
+from torchoffload._user_code import saves_for_user_code
 
 __all__ = ["selective_checkpoint_context_fn"]
 
@@ -197,6 +198,7 @@ class _Kept:
 class _Packed:
     """A tensor that a context took."""
 
+    @saves_for_user_code  # which what is computed again calls with it
     def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
         self._handle = pack(_alias(tensor))
         self._held: torch.Tensor | None = None
@@ -236,8 +238,7 @@ def _is_made_of(output: Any, arguments: Any) -> bool:
 
 
 def _is_mutable(operator: Any) -> bool:
-    schema = getattr(operator, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
 
 
 @dataclass(frozen=True)
