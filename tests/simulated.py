@@ -55,6 +55,14 @@ class Simulation:
         """Another compute_stream. Memory allocated on it comes from a pool of its own."""
         return SimulatedStream(device, _control.make_compute_stream(device))
 
+    def external_stream(self, device: int = 0) -> SimulatedStream:
+        """A compute_stream of the program's own, which it may destroy; as ``torch.cuda.ExternalStream``."""
+        return SimulatedStream(device, _control.make_external_stream(device))
+
+    def destroy(self, stream: SimulatedStream) -> None:
+        """From here on every call that names the stream is reported, as a race is."""
+        _control.destroy_stream(stream.stream)
+
     def current_stream(self, device: int = 0) -> SimulatedStream:
         """The stream on which this thread's operators run on `device`."""
         return SimulatedStream(device, _control.current_stream(device))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,7 +159,12 @@ def test_the_pool_of_a_mem_pool_is_used_by_forward_on_a_side_stream(device_under
 # ---- the whole process on another allocator ----
 
 ALLOCATORS = {"expandable": "expandable_segments:True", "async": "backend:cudaMallocAsync"}
-CORE_CASES = ["test_gradients_order.py", "test_gradients_windows.py", "test_gradients_threads.py"]
+CORE_CASES = [
+    "test_gradients_order.py",
+    "test_gradients_windows.py",
+    "test_gradients_threads.py",
+    "test_foreign_memory.py",
+]
 
 
 @pytest.mark.slow
@@ -172,3 +178,39 @@ def test_the_core_cases_on_another_allocator(options: str):
     done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+PROFILED_ON_A_PLUGGABLE_ALLOCATOR = """
+import sys, torch, torchoffload
+from torch.cuda.memory import CUDAPluggableAllocator, change_current_allocator
+allocator = CUDAPluggableAllocator(sys.argv[1], "give", "take")
+change_current_allocator(allocator)
+x = torch.ones(512, 512, device="cuda", requires_grad=True)
+with torchoffload.profile() as profile, torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0):
+    y = x.sin().exp()
+y.sum().backward()
+assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+assert torchoffload.stats().bytes_offloaded > 0
+print("done")
+"""
+
+PLUGGABLE_ALLOCATOR = """
+#include <cuda_runtime_api.h>
+#include <sys/types.h>
+extern "C" void* give(ssize_t size, int device, cudaStream_t stream) {
+  void* memory = nullptr;
+  return cudaMalloc(&memory, size) == cudaSuccess ? memory : nullptr;
+}
+extern "C" void take(void* memory, ssize_t size, int device, cudaStream_t stream) { cudaFree(memory); }
+"""
+
+
+def test_a_profile_on_an_allocator_that_keeps_no_account(tmp_path: Path):
+    """A CUDAPluggableAllocator raises where it is asked how much is allocated."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    source, library = tmp_path / "allocator.cu", tmp_path / "allocator.so"
+    source.write_text(PLUGGABLE_ALLOCATOR)
+    subprocess.run([nvcc, "-shared", "-Xcompiler", "-fPIC", str(source), "-o", str(library)], check=True, timeout=300)
+    command = [sys.executable, "-c", PROFILED_ON_A_PLUGGABLE_ALLOCATOR, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "done", done.stderr[-2000:]

@@ -1,9 +1,7 @@
-"""Streams of the program's own: such as their owner destroys, and such as a Function fills what it saves on."""
+"""Streams that their owner destroys, and streams whose queues are full."""
 
-import pathlib
-import subprocess
-import sys
-from typing import Any
+import threading
+import time
 
 import pytest
 import torch
@@ -44,78 +42,76 @@ def test_what_a_destroyed_stream_waited_for_is_not_remembered(device_under_test:
     assert_same_gradients(program, device=device_under_test)
 
 
-class FilledBeside(torch.autograd.Function):
-    """x, saving 2x, which a side stream still computes: the caller joins that stream before it uses the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(DELAY_CYCLES)
-            doubled = x * 2
-        x.record_stream(side)
-        doubled.record_stream(torch.cuda.current_stream())
-        ctx.save_for_backward(doubled)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (doubled,) = ctx.saved_tensors
-        return gradient * doubled, None
-
-
 @pytest.mark.cuda
 @pytest.mark.devices("cuda")
-def test_what_a_function_fills_on_a_stream_of_its_own_is_copied_when_it_is_there(device_under_test: Device):
+def test_a_stream_is_destroyed_with_copies_of_its_tensors_in_the_window(device_under_test: Device):
+    """The next forward fills the window, and another graph dies: neither may name the stream."""
     if torch.cuda.get_allocator_backend() != "native":
-        return  # another allocator does not tell on which stream its memory is: see the limits in docs/compatibility.md
-
-    side = torch.cuda.Stream()
+        return
+    cudart = torch.cuda.cudart()
 
     def program(run: Run):
+        handle = torch.zeros(1, dtype=torch.int64)
+        cudart.cudaStreamCreate(handle.data_ptr())
+        stream = torch.cuda.ExternalStream(int(handle[0]))
         x = run.leaf(ROWS, ROWS)
-        with torch.cuda.stream(side):
-            rubbish = torch.full((ROWS, ROWS), 7.0, device=run.device)
         torch.cuda.synchronize()
-        del rubbish  # whose memory the Function will be given
-        with run.offload():
-            y = FilledBeside.apply(x, side)
-            z = y.sin()  # the copy of what was saved is enqueued
-            torch.cuda.current_stream().wait_stream(side)
-            y = y.exp()
-        (y.sum() + z.sum()).backward()
+        with torch.cuda.stream(stream), run.offload(offload_window_bytes=16 * ROWS * ROWS * 4):
+            y = x.sin().exp().sum()
+        torch.cuda.synchronize()
+        cudart.cudaStreamDestroy(int(handle[0]))
+        with run.offload(offload_window_bytes=2 * ROWS * ROWS * 4):
+            z = x
+            for _ in range(12):
+                z = z.sin()
+        z.sum().backward()
+        del y
         return x.grad
 
     assert_same_gradients(program, device=device_under_test)
 
 
-_FIRST_OF_A_PROCESS = """
-import sys
-import torch, torchoffload
-sys.path.insert(0, sys.argv[1])
-from test_cuda_streams import FilledBeside
-if sys.argv[2] == "allocated before":
-    torch.zeros(1, device="cuda")
-with torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0, learn=False):
-    side = torch.cuda.Stream()
-    x = torch.full((1024, 1024), 3.0, device="cuda", requires_grad=True)
-    y = FilledBeside.apply(x, side)
-    z = y.sin()
-    torch.cuda.current_stream().wait_stream(side)
-    y = y.exp()
-y.sum().backward()
-assert torch.equal(x.grad, 6 * x.detach().exp()), x.grad
-"""
+def _longest_pause_s(work) -> float:
+    """How long another Python thread stood still, at most, while `work` ran."""
+    longest, is_over = [0.0], threading.Event()
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not is_over.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            longest[0] = max(longest[0], now - last)
+            last = now
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        work()
+    finally:
+        is_over.set()
+        other.join()
+    return longest[0]
 
 
 @pytest.mark.cuda
 @pytest.mark.devices("cuda")
-@pytest.mark.parametrize("when", ["allocated before", "nothing allocated before"])
-def test_the_first_saved_tensor_of_a_process_is_waited_for_as_any(device_under_test: Device, when: str):
-    if torch.cuda.get_allocator_backend() != "native":
-        return
-    tests = str(pathlib.Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST_OF_A_PROCESS, tests, when], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-800:]
+def test_other_threads_run_while_a_full_stream_blocks_a_copy(device_under_test: Device):
+    """More copies than a stream takes commands are enqueued while it waits for three seconds of computing."""
+    x = torch.ones(1 << 18, device="cuda", requires_grad=True)
+    begin = time.monotonic()
+    torch.cuda._sleep(500_000_000)
+    torch.cuda.synchronize()
+    cycles_per_s = 500_000_000 / (time.monotonic() - begin)
+
+    def forward(sleep_s: float) -> torch.Tensor:
+        torch.cuda._sleep(max(1, int(sleep_s * cycles_per_s)))
+        y = x
+        with device_under_test.context(offload_window_bytes=64 << 30):
+            for _ in range(900):
+                y = torch.sin(y)
+        return y
+
+    forward(0).sum().backward()  # pinned memory is there from here on
+    torch.cuda.synchronize()
+    assert _longest_pause_s(lambda: forward(3.0)) < 0.5
+    torch.cuda.synchronize()

@@ -38,6 +38,7 @@ class Record:
     is_kept: bool = False
     has_slot: bool = False
     epoch: int = 0
+    holds: int = 0
     handles: dict[int, int] = dataclasses.field(default_factory=dict)  # handle -> the epoch that it has seen
 
     def stands_for(self, identity: tuple[int, int, int]) -> bool:
@@ -223,23 +224,43 @@ class Model(RuleBasedStateMachine):
     def drop(self, record: Record, handle: int) -> None:
         seen = record.handles.pop(handle)
         released, all_seen, tape_gone = self.ledger.drop_handle(record.key, seen)
-        assert released == (not record.handles)
+        self.forget_record_if_gone(record, released, all_seen, tape_gone)
+
+    def forget_record_if_gone(self, record: Record, released: bool, all_seen: bool, tape_gone: bool) -> None:
+        assert released == (not record.handles and not record.holds)
         assert all_seen == record.all_seen()
         if released:
             record.tape.records.remove(record)
             self.gone_records.append(record.key)
         assert tape_gone == (released and self.forget_if_gone(record.tape))
 
+    # Holds
+
+    @precondition(lambda self: self.records())
+    @rule(pick=PICKS)
+    def hold(self, pick: int) -> None:
+        record = self.records()[pick % len(self.records())]
+        self.ledger.hold(record.key)
+        record.holds += 1
+
+    @precondition(lambda self: any(record.holds for record in self.records()))
+    @rule(pick=PICKS)
+    def let_go(self, pick: int) -> None:
+        held = [record for record in self.records() if record.holds]
+        record = held[pick % len(held)]
+        record.holds -= 1
+        self.forget_record_if_gone(record, *self.ledger.let_go(record.key))
+
     def pick_handle(self, pick: int) -> tuple[Record, int]:
         handles = [(record, handle) for record in self.records() for handle in record.handles]
         return handles[pick % len(handles)]
 
-    @precondition(lambda self: self.records())
+    @precondition(lambda self: any(record.handles for record in self.records()))
     @rule(pick=PICKS)
     def drop_handle(self, pick: int) -> None:
         self.drop(*self.pick_handle(pick))
 
-    @precondition(lambda self: self.records())
+    @precondition(lambda self: any(record.handles for record in self.records()))
     @rule(pick=PICKS)
     def mark_seen(self, pick: int) -> None:
         record, handle = self.pick_handle(pick)

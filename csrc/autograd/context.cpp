@@ -54,10 +54,11 @@ uint64_t bytes_of(const at::Tensor& tensor) {
   return TensorLayout::is_plain(tensor) ? static_cast<uint64_t>(tensor.nbytes()) : 0;
 }
 
-// Whose memory it is may write it anew, or hand it on, with no new version or storage.
+// Whose memory it is may write it anew, or hand it on, with no new version or storage; or at once, when it is dropped,
+// whatever streams still do with it.
 bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
-  const c10::StorageImpl* const storage = storage_of(tensor);
-  return storage->data_ptr().get_context() == nullptr || backend.is_graph_memory(storage->data());
+  const c10::DataPtr& data = storage_of(tensor)->data_ptr();
+  return data.get_context() == nullptr || !backend.owns(data) || backend.is_graph_memory(data.get());
 }
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
@@ -129,16 +130,28 @@ void Context::exit() {
   --entry.depth;
   if (entry.depth == 0) keep_candidates(entry);
   const Operation operation;
-  Engine::flush_pending(state_.get());
-  Operation::drop_now();  // what a tape freed is counted as it closes
-  const std::vector<std::pair<Engine*, TapeId>> closed = on_this_thread().tapes;
-  close_tapes(on_this_thread());
+  std::vector<std::pair<Engine*, TapeId>> closed;
+  try {
+    Engine::flush_pending(state_.get());
+    Operation::drop_now();  // what a tape freed is counted as it closes
+    closed = leave_thread();
+  } catch (...) {
+    leave_thread();  // whatever became of the copies, the tapes are over
+    throw;
+  }
   for (const auto& [engine, tape] : closed) engine->forward_ended(tape);
+}
+
+// Closes the tapes of the calling thread, and returns them.
+std::vector<std::pair<Engine*, TapeId>> Context::leave_thread() {
+  std::vector<std::pair<Engine*, TapeId>> closed = on_this_thread().tapes;
+  close_tapes(on_this_thread());
   if (on_this_thread().depth == 0) {
     std::erase_if(threads_, [](const OnThread& known) {
       return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());
     });
   }
+  return closed;
 }
 
 void Context::close_tapes(OnThread& entry) {
@@ -225,12 +238,16 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
         {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
     return saved;
   }
+  auto saved = std::make_unique<SavedTensor>(tensor, SavedTensor::Undecided::Yet);
   if (reason == KeptReason::None) {
-    if (const auto moved = try_move(tensor, extent, wrapper, module, reason))
-      return std::make_unique<SavedTensor>(tensor, moved->layout, *moved->engine, moved->handle);
+    if (const auto moved = try_move(tensor, extent, wrapper, module, reason)) {
+      saved->move_to(*moved->engine, moved->layout, moved->handle);
+      return saved;
+    }
   }
+  saved->keep(tensor);
   count_kept_here(reason, bytes_of(tensor), module);
-  return std::make_unique<SavedTensor>(tensor);
+  return saved;
 }
 
 void Context::count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -82,6 +83,7 @@ class Context {
   OnThread& on_this_thread();
   TapeId open_tape(Engine& engine);
   void close_tapes(OnThread& entry);
+  std::vector<std::pair<Engine*, TapeId>> leave_thread();
   std::optional<Moved> try_move(const at::Tensor& tensor, Extent extent, const c10::VariableVersion* wrapper,
                                 uint32_t module, KeptReason& why);
   void keep_candidates(OnThread& entry);
@@ -89,8 +91,8 @@ class Context {
   KeptReason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;
-  std::vector<OnThread> threads_;
-  TapeRow kept_row_;  // saves that meet no tape
+  std::list<OnThread> threads_;  // a reference stays valid while other threads come and go
+  TapeRow kept_row_;             // saves that meet no tape
 };
 
 // Storages of every Parameter seen, also of those that a wrapper subclass has inside: no context moves them.

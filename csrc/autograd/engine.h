@@ -1,7 +1,12 @@
 // Engine: carries out, for one device and tier, what ledger and schedule say.
 // Ownership:     what each record holds, by the record's index: its source or reload buffer, its slot, its points.
 //                Backends and stores are borrowed and live for the process; so does the engine.
-// Thread safety: needs the GIL. What blocks runs in a BlockingSection, after which the ledger is read again.
+// Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: other threads'
+// operations
+//                may come between, so the ledger is read again after it. A record whose copy is being enqueued is held
+//                (Ledger::hold) so that it is not released meanwhile. See Note [Copies that others come between].
+// Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; retire(), and with
+//                it release(), never throws.
 // Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what,
 //                why).
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
@@ -15,9 +20,11 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "autograd/context_state.h"
+#include "autograd/operation.h"
 #include "autograd/statistics.h"
 #include "autograd/tensor_layout.h"
 #include "autograd/timeline.h"
@@ -40,6 +47,7 @@ struct DeviceBytes {
   uint64_t base_bytes = 0;  // where the storage's first byte stands in the storage that was packed
   StreamId stream = kNoStream;
   Point busy_until;
+  bool is_buffer = false;  // allocated by us on `stream`
 };
 
 // One handle's share in a record.
@@ -119,10 +127,12 @@ class Engine {
     Slot slot;
     Point offload_end;
     Point reload_end;
+    std::vector<Point> other_reload_ends;  // of reloads of several threads at once: they guard the slot too
     uint64_t charged_bytes = 0;
     uint64_t learned_bytes = 0;  // kept because of what was learned: they count towards the windows
     uint32_t number = 0;         // in its tape
     uint32_t module = 0;         // that saved it first
+    bool is_slot_lost = false;   // a copy of it has no known end: it is never used again
     bool was_needed = false;     // by a backward
     bool is_confirmed = false;   // I/O: the write is known to have succeeded
   };
@@ -161,6 +171,32 @@ class Engine {
   struct PendingCopy;
   static std::deque<PendingCopy>& pending_copies();
 
+  // `waiter` was told to wait for a point of `producer`.
+  struct Waited {
+    StreamId waiter;
+    StreamId producer;
+    uint64_t serial;
+  };
+  // In engine_copies.cpp.
+  struct OffloadCopy;
+  struct ReloadCopy;
+  struct Waits;
+
+  // While it lives, its record is not released.
+  class Hold {
+   public:
+    Hold(Engine& engine, RecordId id) : engine_(&engine), id_(id) { engine.ledger_.hold(id); }
+    Hold(Hold&& other) noexcept : engine_(std::exchange(other.engine_, nullptr)), id_(other.id_) {}
+    Hold& operator=(Hold&&) = delete;
+    ~Hold() {
+      if (engine_ != nullptr) engine_->let_go(id_);
+    }
+
+   private:
+    Engine* engine_;
+    RecordId id_;
+  };
+
   Holdings& holdings(RecordId id) { return holdings_[id.index]; }
   ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
   StreamId offload_stream(RecordId id);
@@ -181,16 +217,20 @@ class Engine {
   void mark(EntryKind kind, RecordId id, StreamId stream);
 
   // Offload.
-  RecordId add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, StreamId allocated_on,
-                      TapeId tape);
+  RecordHandle add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, StreamId allocated_on,
+                          TapeId tape, const c10::VariableVersion* wrapper);
+  void fill_record(RecordId id, const at::Tensor& tensor, StreamId allocated_on, KeptReason kept);
   bool fits_budget(ContextState& context, uint64_t nbytes);
   uint64_t most_capacity_bytes(ContextState& context);
-  void enqueue_offload(const PendingCopy& copy, StreamId& ordered_after);
+  void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
+  void enqueue(OffloadCopy& copy, Waits& waits) const;
+  void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   bool is_pending(RecordId id);
   bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   void store_is_full(ContextState& context, const std::string& why);
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
+  void drain_window_of(RecordId id);
   void finish_offload(RecordId id);
   void enter_offload_window(RecordId id);
   void leave_offload_window(RecordId id);
@@ -203,9 +243,12 @@ class Engine {
   // Reload.
   enum class Reload : uint8_t { AskedFor, Ahead };
   void start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
+  ReloadCopy plan_reload(const Schedule::Ahead& wanted, StreamId consumer);
+  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, Waits& waits) const;
+  void enqueue(ReloadCopy& copy, Waits& waits) const;
+  void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
   void begin_reload(const Schedule::Ahead& started, Reload why);
   void finish_reload(RecordId id);
-  void enqueue_reload(RecordId id, c10::DataPtr target, StreamId consumer);
   void prefetch(TapeId tape);
   void prefetch_coming(uint64_t kept_bytes);
   bool reload_ahead(TapeId tape, uint64_t kept_bytes, bool stops_at_source);
@@ -222,12 +265,27 @@ class Engine {
   void keep_if_resized(RecordId id);
 
   // Order and release.
+  template <typename Call>
+  void without_gil(StreamId stream, Call call) {
+    std::optional<BlockingSection> blocking;
+    if (backend_.may_block(stream)) blocking.emplace();
+    call();
+  }
+  bool must_wait(StreamId waiter, Point point);
+  void remember_wait(StreamId waiter, Point point);
   void order(StreamId waiter, Point point);
   void stall(StreamId waiter, Point point, EntryKind why, RecordId id);
   bool is_ordered(StreamId waiter, Point point) const;
-  void retire(DeviceBytes bytes, Mutant mutant);
+  void retire(DeviceBytes bytes, Mutant mutant) noexcept;
+  bool may_be_dropped(const DeviceBytes& bytes, Mutant mutant);
+  bool is_lasting(StreamId stream) const;
+  bool can_be_used(StreamId stream) const;
+  void synchronize(Point point);
   void reap();
+  void let_go(RecordId id) noexcept;
+  void drop_holdings(RecordId id, const Ledger::DroppedHandle& dropped);
   void release_slot(Holdings& held);
+  void charge(Holdings& held, ContextState& context, uint64_t nbytes);
   void uncharge(Holdings& held, TapeId tape);
   void tape_is_gone(TapeId tape);
 
@@ -245,24 +303,20 @@ class Engine {
   uint64_t largest_record_bytes_ = 0;
   uint64_t tapes_opened_ = 0;
   uint64_t records_added_ = 0;
-  std::vector<Holdings> holdings_;           // by record index
-  std::vector<TapeInfo> tapes_;              // by tape index
+  std::deque<Holdings> holdings_;            // by record index; a reference stays valid while others are added
+  std::deque<TapeInfo> tapes_;               // by tape index; likewise
   std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily
   size_t prune_offloads_at_ = 64;
   uint64_t offload_window_bytes_ = 0;
   std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
   uint64_t reload_window_bytes_ = 0;
-  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or a capture forbids the wait
+  uint64_t starting_bytes_ = 0;       // of reloads ahead that are being enqueued, and in no window yet
+  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or they could not be waited for yet
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
   uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step
   uint32_t same_step_count_ = 0;
   bool is_growth_held_ = false;
-  struct Waited {
-    StreamId waiter;
-    StreamId producer;
-    uint64_t serial;
-  };
   std::vector<Waited> waited_;
 };
 

@@ -90,7 +90,7 @@ void Engine::give_up_if_seen(RecordId id) {
   Holdings& held = holdings(id);
   DeviceBytes bytes = std::exchange(held.bytes, {});
   held.given_up.emplace(bytes.storage.getWeakStorageImpl());
-  held.given_up_bytes = {{}, bytes.base_bytes, bytes.stream, bytes.busy_until};
+  held.given_up_bytes = {{}, bytes.base_bytes, bytes.stream, bytes.busy_until, bytes.is_buffer};
   ledger_.give_up(id);
   const bool is_reload = bytes.busy_until == held.reload_end;
   retire(std::move(bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
@@ -112,8 +112,10 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
 at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
                             const DeviceBytes& bytes) {
   const StreamId consumer = backend_.current_stream();
-  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3).
-  if (!mutated(Mutant::NoteUseAtUnpack)) backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
+  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3). A source
+  // is as without us; see Note [Streams that may be destroyed].
+  if ((bytes.is_buffer || is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
+    backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
   const Span& span = ledger_.record(id).span;
   const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
   backend_.saw_unpack(first, span.nbytes(), consumer);

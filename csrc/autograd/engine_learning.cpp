@@ -134,6 +134,7 @@ void Engine::backward_begins(TapeId id) {
 // Another backward was expected: what was reloaded for it goes back to its slots.
 void Engine::pass_by_others(TapeId id) {
   for (const RecordId ahead : std::vector(ahead_)) {
+    if (!ledger_.is_live(ahead)) continue;  // another thread released it while the one before was passed by
     const TapeId tape = ledger_.record(ahead).tape;
     if (tape != id && !tapes_[tape.index].has_backward_begun) pass_by(ahead);
   }
@@ -175,6 +176,7 @@ Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {
   return entry;
 }
 
+// May block.
 void Engine::mark(EntryKind kind, RecordId id, StreamId stream) {
   if (!timeline_.is_on() || backend_.is_capturing()) return;
   Timeline::Entry moment = entry(kind, id);

@@ -1,4 +1,4 @@
-// The engine's bookkeeping: tapes, saves, budget, slots, statistics. Nothing here waits or enqueues a copy.
+// The engine's bookkeeping: tapes, saves, windows, statistics. Nothing here waits or enqueues a copy.
 #include <ATen/SequenceNumber.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -11,19 +11,8 @@
 #include "autograd/operation.h"
 #include "autograd/pending.h"
 #include "core/mutant.h"
-#include "storage/host_memory.h"
-#include "storage/local_world.h"
-#ifdef TORCHOFFLOAD_TESTING
-#include "device/logging_backend.h"
-#endif
 
 namespace torchoffload {
-
-namespace {
-
-uint64_t host_charged_bytes = 0;  // of the default budget, which all devices of the process share
-
-}  // namespace
 
 std::deque<Engine::PendingCopy>& Engine::pending_copies() {
   thread_local std::deque<PendingCopy> pending;
@@ -84,14 +73,15 @@ void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
   if (const auto& context = tapes_[id.index].context; context->options.fraction < 1)
     context->eligible_bytes[this] = tapes_[id.index].eligible_bytes;
+  const uint64_t number = tapes_[id.index].number;
   learn_tape(id);
-  if (!is_inherited()) timeline_.note_close(tapes_[id.index].number);
   for (const Save& save : ledger_.tape(id).saves) {
     if (!ledger_.is_live(save.record)) continue;
     holdings(save.record).identity.reset();
     holdings(save.record).wrappers.clear();
   }
   if (ledger_.close_tape(id).gone) tape_is_gone(id);
+  if (!is_inherited()) timeline_.note_close(number);  // may block
 }
 
 void Engine::tape_is_gone(TapeId id) {
@@ -124,6 +114,9 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
   const Span moved = extent == Extent::Storage ? Span{0, identity.nbytes} : span;
   std::optional<RecordId> id = ledger_.find(tape, identity, moved, layout.itemsize());
   if (id && was_written_through_a_wrapper(*id)) id.reset();
+  // What an external stream does with the storage is waited for through a record of its own.
+  const StreamId stream = backend_.current_stream();
+  if (id && stream != holdings(*id).packed_on && !is_lasting(stream)) id.reset();
   if (id) {
     const Record& record = ledger_.record(*id);
     if (record.kept == KeptReason::None) {
@@ -134,58 +127,72 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     }
     // Another stream uses the storage now; its memory waits for that one too, whoever drops it last: without us the
     // graph would hold it (R3).
-    const StreamId stream = backend_.current_stream();
     if (stream != holdings(*id).packed_on && !mutated(Mutant::NoteUseAtJoin))
       backend_.note_use(*tensor.storage().unsafeGetStorageImpl(), stream);
     const auto* first = static_cast<const std::byte*>(identity.data) + span.begin;
     backend_.saw_pack(first, span.nbytes(), stream, at::sequence_number::peek());
-  } else {
-    if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
-    id = add_record(tensor, identity, moved, origin.stream, tape);
+    if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
+    return RecordHandle{*id, ledger_.add_handle(*id)};
   }
-  if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
-  return RecordHandle{*id, ledger_.add_handle(*id)};
+  if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
+  return add_record(tensor, identity, moved, origin.stream, tape, wrapper);
 }
 
-RecordId Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved,
-                            StreamId allocated_on, TapeId tape) {
+// The record has its handle before anything else, so that whatever throws, both are undone in the one way that there
+// is.
+RecordHandle Engine::add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved,
+                                StreamId allocated_on, TapeId tape, const c10::VariableVersion* wrapper) {
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
-  KeptReason learned = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
-  if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) learned = KeptReason::BeyondFraction;
-  const bool fits = learned != KeptReason::None || fits_budget(*context, store_.slot_bytes(moved.nbytes()));
-  if (!fits) store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
+  KeptReason kept = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
+  if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) kept = KeptReason::BeyondFraction;
+  if (kept == KeptReason::None && !fits_budget(*context, store_.slot_bytes(moved.nbytes()))) {
+    store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
+    kept = KeptReason::HostFull;
+  }
+  if (holdings_.size() < ledger_.next_index_limit()) holdings_.resize(ledger_.next_index_limit());
   const RecordId id = ledger_.add_record(tape, identity, moved);
-  if (holdings_.size() <= id.index) holdings_.resize(id.index + 1);
-  Holdings& held = holdings_[id.index];
-  held = {};
+  const Hold hold(*this, id);
+  const RecordHandle handle{id, ledger_.add_handle(id)};
+  try {
+    fill_record(id, tensor, allocated_on, kept);
+    if (wrapper != nullptr) holdings(id).wrappers.note(*wrapper);
+  } catch (...) {
+    release(handle);
+    throw;
+  }
+  return handle;
+}
+
+void Engine::fill_record(RecordId id, const at::Tensor& tensor, StreamId allocated_on, KeptReason kept) {
+  const Record& record = ledger_.record(id);
+  TapeInfo& tape = tapes_[record.tape.index];
+  ContextState& context = *tape.context;
+  Holdings& held = holdings(id);
   const c10::Storage& storage = tensor.storage();
   if (!mutated(Mutant::IdentityHoldsStorage)) held.identity.emplace(storage.getWeakStorageImpl());
   held.version = tensor.unsafeGetTensorImpl()->version_counter();
-  held.address_modulo = (reinterpret_cast<uintptr_t>(identity.data) + moved.begin) % kAlignmentBytes;
-  held.number = static_cast<uint32_t>(tapes_[tape.index].record_count++);
-  held.module = context->module;
+  const auto* const first = static_cast<const std::byte*>(record.identity.data) + record.span.begin;
+  held.address_modulo = reinterpret_cast<uintptr_t>(first) % kAlignmentBytes;
+  held.number = static_cast<uint32_t>(tape.record_count++);
+  held.module = context.module;
   held.packed_on = backend_.current_stream();
   held.allocated_on = allocated_on;
   held.bytes = {storage, 0, held.packed_on, {}};
-  if (!mutated(Mutant::NoteUseAtPack)) backend_.note_use(*storage.unsafeGetStorageImpl(), held.bytes.stream);
-  if (!fits) {
-    ledger_.keep(id, KeptReason::HostFull);
-    note_kept(id, KeptReason::HostFull, moved.nbytes());
-    return id;
+  // See Note [Streams that may be destroyed].
+  if (is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
+    backend_.note_use(*storage.unsafeGetStorageImpl(), held.packed_on);
+  if (kept == KeptReason::HostFull) {
+    ledger_.keep(id, kept);
+    return note_kept(id, kept, record.nbytes());
   }
-  if (learned != KeptReason::None) {
-    keep_learned(id, learned);
+  if (kept != KeptReason::None) {
+    keep_learned(id, kept);
   } else {
-    held.charged_bytes = store_.slot_bytes(moved.nbytes());
-    context->charged_bytes += held.charged_bytes;
-    if (context->options.tier == Tier::Host) host_charged_bytes += held.charged_bytes;
-    Statistics::global().charged_bytes += held.charged_bytes;
+    charge(held, context, store_.slot_bytes(record.nbytes()));
   }
   const uint64_t sequence_number = at::sequence_number::peek();
-  const auto* first = static_cast<const std::byte*>(identity.data) + moved.begin;
-  backend_.saw_pack(first, moved.nbytes(), held.bytes.stream, sequence_number);
-  pending_copies().push_back({this, id, sequence_number, context.get()});
-  return id;
+  backend_.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
+  pending_copies().push_back({this, id, sequence_number, &context});
 }
 
 // See Note [Versions of inner tensors]. Where a wrapper alone says that the bytes are the same, the tensor that the
@@ -200,73 +207,12 @@ bool Engine::was_written_through_a_wrapper(RecordId id) {
 }
 
 bool Engine::is_pending(RecordId id) {
-  return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Resident &&
-         ledger_.record(id).kept == KeptReason::None;
+  if (!ledger_.is_live(id)) return false;
+  const Record& record = ledger_.record(id);
+  return record.state == RecordState::Resident && record.kept == KeptReason::None && record.live_handles > 0;
 }
 
-// ---- budget and slots ----
-
-bool Engine::fits_budget(ContextState& context, uint64_t nbytes) {
-  if (mutated(Mutant::BudgetHonoured)) return true;
-  if (context.options.budget_bytes) return context.charged_bytes + nbytes <= *context.options.budget_bytes;
-  if (context.options.tier == Tier::Disk) return true;  // the disk itself says when it is full
-  const uint64_t capacity_bytes = store_.capacity_bytes();
-  if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
-    default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);
-    budget_read_at_capacity_ = capacity_bytes;
-  }
-  return host_charged_bytes + nbytes <= *default_budget_bytes_;
-}
-
-void Engine::store_is_full(ContextState& context, const std::string& why) {
-  const bool is_disk = context.options.tier == Tier::Disk;
-  const std::string option = context.options.budget_bytes || !is_disk ? "host_budget_bytes" : "disk_dir";
-  TORCH_CHECK(context.options.on_full == OnFull::Keep, "torchoffload: a saved tensor cannot be offloaded: ", why,
-              ". Raise ", option, ", or set on_host_full=\"keep\" to let such tensors stay on the device.");
-  context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why + ". Set " +
-                                       option + " to change that, or on_host_full=\"error\" to make it an error.");
-}
-
-// May block; the record may be gone, or used, after it.
-std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
-  const uint64_t nbytes = ledger_.record(id).nbytes();
-  std::optional<Slot> slot = store_.try_acquire(nbytes, guards);
-  while (!slot) {
-    try {
-      const BlockingSection blocking;
-      store_.grow(nbytes);
-    } catch (const StoreFull& full) {
-      if (!is_pending(id)) return std::nullopt;
-      const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
-      keep(id, KeptReason::HostFull);
-      store_is_full(*context, full.what());
-      return std::nullopt;
-    }
-#ifdef TORCHOFFLOAD_TESTING
-    log_event("grow");
-#endif
-    if (!is_pending(id)) return std::nullopt;
-    slot = store_.try_acquire(nbytes, guards);
-  }
-  return slot;
-}
-
-void Engine::release_slot(Holdings& held) {
-  std::vector<Point> guards;
-  if (!held.offload_end.is_beginning() && !mutated(Mutant::SlotGuardedByOffload)) guards.push_back(held.offload_end);
-  if (!held.reload_end.is_beginning() && !mutated(Mutant::SlotGuardedByReload)) guards.push_back(held.reload_end);
-  store_.release(held.slot, guards);
-  Statistics::global().slot_released(held.slot.nbytes());
-  held.slot = {};
-}
-
-void Engine::uncharge(Holdings& held, TapeId tape) {
-  ContextState& context = *tapes_[tape.index].context;
-  context.charged_bytes -= held.charged_bytes;
-  if (context.options.tier == Tier::Host) host_charged_bytes -= held.charged_bytes;
-  Statistics::global().charged_bytes -= held.charged_bytes;
-  held.charged_bytes = 0;
-}
+// ---- kept and moved ----
 
 void Engine::keep(RecordId id, KeptReason reason) {
   Holdings& held = holdings(id);
@@ -329,7 +275,7 @@ void Engine::go_on_reloading() {
   if (engine == nullptr || graph_task != torch::autograd::get_current_graph_task_id()) return;
   if (engine->is_inherited() || !engine->ledger_.has_tape(tape)) return;
   engine->reap();
-  engine->prefetch(tape);
+  if (engine->ledger_.has_tape(tape)) engine->prefetch(tape);
 }
 
 // Reloads ahead of the consumer, once per unpack in backward.
@@ -353,19 +299,19 @@ bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, bool stops_at_source) 
   const Tape& tape = ledger_.tape(id);
   if (tape.reload_cursor == tape.first_save) return true;
   const uint64_t window_bytes = tapes_[id.index].windows.reload_bytes;
-  auto wanted = Schedule::take_reloads(ledger_, id, reload_window_bytes_ + kept_bytes, window_bytes, stops_at_source);
+  const uint64_t held_bytes = reload_window_bytes_ + starting_bytes_ + kept_bytes;
+  auto wanted = Schedule::take_reloads(ledger_, id, held_bytes, window_bytes, stops_at_source);
   std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead);
   return ledger_.has_tape(id) && ledger_.tape(id).reload_cursor == ledger_.tape(id).first_save;
 }
 
-// One at a time, right after its copy was enqueued: should the next one fail, this one is known to be on its way.
 void Engine::begin_reload(const Schedule::Ahead& started, Reload why) {
   const RecordId id = started.record;
   const uint64_t nbytes = ledger_.record(id).nbytes();
   if (why == Reload::Ahead) {
-    ledger_.begin_reload_ahead(id, started.expected_at);
     ahead_.push_back(id);
+    ledger_.begin_reload_ahead(id, started.expected_at);
     reload_window_bytes_ += nbytes;
     uint64_t& peak_bytes = Statistics::global().peak_reload_window_bytes;
     peak_bytes = std::max(peak_bytes, reload_window_bytes_);

@@ -176,6 +176,7 @@ std::optional<LiveSave> SavedTensor::describe() const {
     const c10::IntArrayRef sizes = layout_.sizes();
     return LiveSave{layout_.dtype(), sizes.vec(), c10::multiply_integers(sizes) * layout_.itemsize(), 0};
   }
+  if (!kept_.defined()) return std::nullopt;
   LiveSave save{kept_.scalar_type(), std::nullopt, 0, 0};
   if (!TensorLayout::is_plain(kept_)) return save;
   save.sizes = kept_.sizes().vec();
@@ -185,11 +186,12 @@ std::optional<LiveSave> SavedTensor::describe() const {
 
 // ---- one saved tensor ----
 
-SavedTensor::SavedTensor(const at::Tensor& tensor)
-    : version_check_(tensor), kept_(tensor.is_leaf() ? tensor : detached_alias(tensor)), is_itself_(tensor.is_leaf()) {}
+SavedTensor::SavedTensor(const at::Tensor& tensor) : SavedTensor(tensor, Undecided::Yet) { keep(tensor); }
 
-SavedTensor::SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle)
-    : version_check_(tensor), engine_(&engine), handle_(handle), layout_(layout) {}
+void SavedTensor::keep(const at::Tensor& tensor) {
+  is_itself_ = tensor.is_leaf();
+  kept_ = is_itself_ ? tensor : detached_alias(tensor);
+}
 
 SavedTensor::~SavedTensor() {
   leave_list();  // while there is something to describe
@@ -202,10 +204,10 @@ SavedTensor::~SavedTensor() {
   Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
 }
 
-void SavedTensor::move_to(Engine& engine, const TensorLayout& layout, RecordHandle handle) {
+void SavedTensor::move_to(Engine& engine, TensorLayout layout, RecordHandle handle) noexcept {
   engine_ = &engine;
   handle_ = handle;
-  layout_ = layout;
+  layout_ = std::move(layout);
   is_itself_ = false;
   kept_ = at::Tensor();
 }

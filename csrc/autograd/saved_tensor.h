@@ -116,13 +116,16 @@ class SavedTensor final : public Saved {
   // Kept. A leaf is kept itself, as autograd keeps it: it has no history to hold, and its type, its attributes and what
   // `.data =` gives it count. Of any other tensor a detached alias.
   explicit SavedTensor(const at::Tensor& tensor);
-  // Moved.
-  SavedTensor(const at::Tensor& tensor, const TensorLayout& layout, Engine& engine, RecordHandle handle);
+  // To be kept or moved before it is used: all that can fail is done before there is a record, whose handle would else
+  // be nobody's.
+  enum class Undecided : uint8_t { Yet };
+  SavedTensor(const at::Tensor& tensor, Undecided) : version_check_(tensor) {}
   ~SavedTensor() override;
 
-  // Where it is kept: its tensor, and the change to moved.
   const at::Tensor& kept() const { return kept_; }
-  void move_to(Engine& engine, const TensorLayout& layout, RecordHandle handle);
+  void keep(const at::Tensor& tensor);
+  // Also of one that was kept.
+  void move_to(Engine& engine, TensorLayout layout, RecordHandle handle) noexcept;
 
   // Points to it for as long as it lives, then to null.
   const std::shared_ptr<SavedTensor*>& self();

@@ -1,6 +1,7 @@
 #include "autograd/timeline.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "autograd/operation.h"
@@ -27,9 +28,27 @@ const char* to_string(EntryKind kind) {
   return "?";
 }
 
-void Timeline::start() {
-  if (wanted_++ > 0) return;
-  origin_ = backend_.record_timed(backend_.current_stream());
+void Timeline::start() { ++wanted_; }
+
+TimedPoint Timeline::record(StreamId stream) {
+  std::optional<BlockingSection> blocking;
+  if (backend_.may_block(stream)) blocking.emplace();
+  return backend_.record_timed(stream);
+}
+
+void Timeline::set_origin() {
+  if (!is_on() || origin_.is_set() || !backend_.tells_time()) return;
+  const TimedPoint origin = record(backend_.current_stream());
+  if (is_on() && !origin_.is_set()) {
+    origin_ = origin;
+  } else {  // another thread set it meanwhile, or nobody wants it any more
+    backend_.give_back(origin);
+  }
+}
+
+TimedPoint Timeline::now(StreamId stream) {
+  set_origin();
+  return record(stream);
 }
 
 void Timeline::stop() {
@@ -57,6 +76,7 @@ void Timeline::note_close(uint64_t tape) {
   try {
     entry.device_bytes = backend_.allocated_bytes();
     entry.begin = now(backend_.current_stream());
+    if (!is_profiled_) return backend_.give_back(entry.begin);  // it ended while this waited
     closes_.push_back({entries_.size(), entry});
   } catch (...) {  // tapes close in destructors, too; a failing device says so at the next call that matters
   }
@@ -81,9 +101,8 @@ std::vector<Timeline::Entry> Timeline::stop_profile() {
   do {
     const StreamId streams[] = {backend_.current_stream(), backend_.offload_stream(), backend_.reload_stream()};
     for (const StreamId stream : streams) {
-      const Point end = backend_.record(stream);
       const BlockingSection blocking;
-      backend_.synchronize(end);
+      backend_.synchronize(backend_.record(stream));
     }
   } while (!read_profile());
   std::vector<Entry> seen;
@@ -113,6 +132,10 @@ void Timeline::forget_unread() {
 }
 
 void Timeline::add(Entry entry) {
+  if (!is_on() || !origin_.is_set() || !entry.begin.is_set()) {
+    backend_.give_back(entry.begin);
+    return backend_.give_back(entry.end);
+  }
   if (is_profiled_) entry.device_bytes = backend_.allocated_bytes();
   entries_.push_back(entry);
 }

@@ -1,6 +1,6 @@
 // Timeline: when what happened on the device, for the Learner and for profile(). Off, it costs a test of a bool.
 // Ownership:     its entries, and the timed points of those that were not read yet. One for each engine.
-// Thread safety: needs the GIL.
+// Thread safety: needs the GIL. What takes a time may block, and lets other threads in.
 // Stream order:  adds points to streams, and no waits.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 #pragma once
@@ -36,13 +36,15 @@ class Timeline {
     uint64_t in_bytes = 0;      // in the reload window
     uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where nobody asked
     TimedPoint begin, end;
-    double begin_s = 0;  // since start(), in what stop_profile() returns since start_profile(); once read() got there
+    double begin_s =
+        0;  // since the origin, in what stop_profile() returns since start_profile(); once read() got there
     double end_s = 0;
   };
 
   explicit Timeline(Backend& backend) : backend_(backend) {}
 
-  // Of those who want entries: a tape that is timed, profile(). Counted. The first start() is the origin of time.
+  // Of those who want entries: a tape that is timed, profile(). Counted. The first time that is taken after the first
+  // start() is the origin.
   void start();
   void stop();  // the last one forgets all entries
   bool is_on() const { return wanted_ > 0; }
@@ -58,9 +60,12 @@ class Timeline {
   // For profile(): the tape of this number closed. Does nothing where profile() is off.
   void note_close(uint64_t tape);
 
-  TimedPoint now(StreamId stream) { return backend_.record_timed(stream); }
+  TimedPoint now(StreamId stream);
 
-  // Takes both points over; `end` unset for a moment.
+  // Before times are taken by others than now(), without the GIL.
+  void set_origin();
+
+  // Takes both points over; `end` unset for a moment. Drops what has no begin, and what nobody wants by now.
   void add(Entry entry);
 
   // Entries are numbered from 0 and kept until the last stop().
@@ -80,6 +85,7 @@ class Timeline {
   void forget_unread();
   bool read_profile();
   double take_seconds(TimedPoint& point);
+  TimedPoint record(StreamId stream);
 
   Backend& backend_;
   uint32_t wanted_ = 0;

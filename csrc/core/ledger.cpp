@@ -61,6 +61,8 @@ const char* to_string(KeptReason reason) {
       return "capturing";
     case KeptReason::Borrowed:
       return "borrowed";
+    case KeptReason::ExternalStream:
+      return "external_stream";
     case KeptReason::Pending:
       return "pending";
     case KeptReason::LivesOn:
@@ -85,6 +87,7 @@ TapeId Ledger::open_tape() {
   uint32_t index = 0;
   if (free_tapes_.empty()) {
     index = static_cast<uint32_t>(tapes_.size());
+    free_tapes_.reserve(tapes_.size() + 1);
     tapes_.emplace_back();
   } else {
     index = free_tapes_.back();
@@ -170,14 +173,15 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
 RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span) {
   Tape& tape = this->tape(tape_id);
   if (!tape.open) broken("a record was added to a closed tape");
-  uint32_t index = 0;
+  // What may find no memory comes first, so that a record is made wholly or not at all.
   if (free_records_.empty()) {
-    index = static_cast<uint32_t>(records_.size());
+    if (free_records_.capacity() <= records_.size()) free_records_.reserve(2 * records_.size() + 1);
     records_.emplace_back();
-  } else {
-    index = free_records_.back();
-    free_records_.pop_back();
+    free_records_.push_back(static_cast<uint32_t>(records_.size() - 1));
   }
+  const uint32_t index = free_records_.back();
+  const auto [head, is_first] = tape.by_storage.try_emplace(identity.storage, index);
+  free_records_.pop_back();
   Record& record = records_[index];
   const uint32_t generation = record.generation;
   record = Record{};
@@ -186,11 +190,7 @@ RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span
   record.tape = tape_id;
   record.identity = identity;
   record.span = span;
-  const auto [head, is_first] = tape.by_storage.try_emplace(identity.storage, index);
-  if (!is_first) {
-    record.next_same_storage = head->second;
-    head->second = index;
-  }
+  if (!is_first) record.next_same_storage = std::exchange(head->second, index);
   tape.total_bytes += span.nbytes();
   ++tape.live_records;
   ++live_records_;
@@ -219,11 +219,11 @@ void Ledger::unlink(Tape& tape, uint32_t index) {
 uint64_t Ledger::add_handle(RecordId id) {
   Record& joined = record(id);
   Tape& tape = this->tape(joined.tape);
-  const bool is_first = joined.live_handles == 0;
+  tape.saves.push_back({id, tape.total_bytes - (joined.was_saved ? 0 : joined.nbytes())});
+  joined.was_saved = true;
   ++joined.live_handles;
   ++joined.unseen;
   ++live_handles_;
-  tape.saves.push_back({id, tape.total_bytes - (is_first ? joined.nbytes() : 0)});
   return tape.end_save() - 1;
 }
 
@@ -234,13 +234,27 @@ Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
   --dropped.live_handles;
   --live_handles_;
   result.all_seen = dropped.unseen == 0;
-  if (dropped.live_handles > 0) return result;
+  release_if_unused(id, result);
+  return result;
+}
 
+Ledger::DroppedHandle Ledger::let_go(RecordId id) {
+  Record& held = record(id);
+  DroppedHandle result{.was = held.state, .tape = held.tape};
+  --held.holds;
+  result.all_seen = held.unseen == 0;
+  release_if_unused(id, result);
+  return result;
+}
+
+void Ledger::release_if_unused(RecordId id, DroppedHandle& result) {
+  Record& record = records_[id.index];
+  if (record.live_handles > 0 || record.holds > 0) return;
   result.released = true;
-  Tape& tape = this->tape(dropped.tape);
+  Tape& tape = this->tape(record.tape);
   unlink(tape, id.index);
-  dropped.state = RecordState::Released;
-  ++dropped.generation;
+  record.state = RecordState::Released;
+  ++record.generation;
   free_records_.push_back(id.index);
   --live_records_;
   --tape.live_records;
@@ -250,7 +264,6 @@ Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
     free_tape(result.tape);
     result.tape_gone = true;
   }
-  return result;
 }
 
 // ---- transitions ----
@@ -342,6 +355,7 @@ void Ledger::check_invariants() const {
     if (record.state == RecordState::Released) continue;
     ++records;
     handles += record.live_handles;
+    if (record.live_handles == 0 && record.holds == 0) broken("a record that nobody uses was not released");
     if (record.unseen > record.live_handles) broken("more handles unseen than alive");
     if (record.prefetched && record.state != RecordState::Reloading) broken("prefetched outside Reloading");
     if (record.kept != KeptReason::None && record.has_slot) broken("a kept record has a slot");

@@ -10,11 +10,14 @@
 //                                                    ^ give_up (only with a slot) _____________________/
 //   any state -> Released when the last handle dies.
 //
-// Invariants (check_invariants): a released record is in no tape's count; live_handles > 0 for every other record;
+// Invariants (check_invariants): a released record is in no tape's count; every other record has a handle or is held;
 // unseen <= live_handles; only Reloading, Reloaded carry `prefetched`; a tape that is closed joins nothing.
+// A reference to a record or a tape stays valid while others are added.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -38,9 +41,10 @@ enum class KeptReason : uint8_t {
   HostFull,
   Resized,
   WriteFailed,
-  Pending,    // asked for before its copy was enqueued
-  Capturing,  // a CUDA graph was being captured
-  Borrowed,   // the memory is not the storage's own
+  Pending,         // asked for before its copy was enqueued
+  Capturing,       // a CUDA graph was being captured
+  Borrowed,        // the memory is not the storage's own
+  ExternalStream,  // saved on a stream that its owner may destroy, and that was no longer current
   // Learned from earlier steps; see Learner.
   LivesOn,     // the program holds the storage through backward
   NeededSoon,  // asked for before it could be out and back
@@ -50,7 +54,7 @@ enum class KeptReason : uint8_t {
   BeyondFraction,  // `fraction` of the bytes had moved before it
   NotAnInput,      // under `only_inputs`
 };
-inline constexpr size_t kKeptReasonCount = 19;
+inline constexpr size_t kKeptReasonCount = 20;
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as
@@ -71,11 +75,13 @@ struct Record {
   RecordState state = RecordState::Released;
   KeptReason kept = KeptReason::None;
   bool has_slot = false;
+  bool was_saved = false;    // had a handle
   bool prefetched = false;   // reloaded ahead, not yet asked for
   uint64_t expected_at = 0;  // then: the save that it was reloaded for
   TapeId tape;
   uint32_t generation = 0;
   uint32_t live_handles = 0;
+  uint32_t holds = 0;   // by who enqueues a copy of it; see hold()
   uint32_t unseen = 0;  // live handles not given the bytes since the last reload
   uint32_t epoch = 0;   // counts reloads; a handle that was given the bytes remembers it
   uint32_t next_same_storage = UINT32_MAX;
@@ -127,6 +133,8 @@ class Ledger {
   // storage holds, so versions do not matter: views may count theirs apart.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
+  // The index of the next record is below this.
+  size_t next_index_limit() const { return records_.size() + 1; }
   bool is_live(RecordId id) const;
   Record& record(RecordId id);
 
@@ -140,6 +148,13 @@ class Ledger {
     TapeId tape;
   };
   DroppedHandle drop_handle(RecordId id, uint32_t seen_epoch);
+
+  // Until let_go() the record is not released, though its last handle dies. Holds are counted.
+  void hold(RecordId id) { ++record(id).holds; }
+  DroppedHandle let_go(RecordId id);
+  // Will the next drop_handle(), or let_go(), release it?
+  bool is_last_handle(RecordId id) { return record(id).live_handles == 1 && record(id).holds == 0; }
+  bool is_last_hold(RecordId id) { return record(id).live_handles == 0 && record(id).holds == 1; }
 
   // Transitions. Each checks its from-state and throws std::logic_error when it is another.
   void keep(RecordId id, KeptReason reason);  // Resident or Offloading -> Resident, for good
@@ -163,14 +178,15 @@ class Ledger {
   void check_invariants() const;
 
  private:
+  void release_if_unused(RecordId id, DroppedHandle& result);
   void unlink(Tape& tape, uint32_t index);
   void forget_dead_saves(Tape& tape);
   void free_tape(TapeId id);
   Record& expect(RecordId id, RecordState from, const char* what);
 
-  std::vector<Record> records_;
-  std::vector<uint32_t> free_records_;
-  std::vector<Tape> tapes_;
+  std::deque<Record> records_;
+  std::vector<uint32_t> free_records_;  // has room for all, so that a release never allocates
+  std::deque<Tape> tapes_;
   std::vector<uint32_t> free_tapes_;
   uint64_t live_records_ = 0;
   uint64_t live_handles_ = 0;

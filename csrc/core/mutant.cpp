@@ -31,6 +31,9 @@ const char* mutant_name(Mutant mutant) {
     NAME(TrimWaitsForGuards)
     NAME(SlotGuardedByOffload)
     NAME(SlotGuardedByReload)
+    NAME(SlotGuardedByEachReload)
+    NAME(SlotGuardedByCopyInVain)
+    NAME(SourceBusyUntilCopyInVain)
     NAME(NoteUseAtPack)
     NAME(NoteUseAtJoin)
     NAME(NoteUseAtUnpack)
@@ -59,6 +62,7 @@ const char* mutant_name(Mutant mutant) {
     NAME(DeallocQueuedInsideOperation)
     NAME(PackedInGraphTaskStays)
     NAME(BorrowedStays)
+    NAME(StreamsMayBeDestroyed)
     NAME(BudgetHonoured)
     case Mutant::kCount:
       break;

@@ -24,11 +24,14 @@ enum class Mutant : uint8_t {
   IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
   TrimWaitsForGuards,            // R13 (storage/pinned_arena.cpp)
   // Guards and notes.
-  SlotGuardedByOffload,  // R5, R9
-  SlotGuardedByReload,   // R5
-  NoteUseAtPack,         // R3
-  NoteUseAtJoin,         // R3, a later save on another stream
-  NoteUseAtUnpack,       // R3
+  SlotGuardedByOffload,       // R5, R9
+  SlotGuardedByReload,        // R5
+  SlotGuardedByEachReload,    // R5, of two threads at once
+  SlotGuardedByCopyInVain,    // R5, the record was used or dropped while its copy was enqueued
+  SourceBusyUntilCopyInVain,  // R9, likewise
+  NoteUseAtPack,              // R3
+  NoteUseAtJoin,              // R3, a later save on another stream
+  NoteUseAtUnpack,            // R3
   // Checks.
   CopyNotInsideItsOperator,  // R1
   VersionCheckedAtUnpack,    // section 4, Versions
@@ -55,6 +58,7 @@ enum class Mutant : uint8_t {
   DeallocQueuedInsideOperation,  // section 5, locks
   PackedInGraphTaskStays,        // section 6
   BorrowedStays,                 // memory that is not the storage's own
+  StreamsMayBeDestroyed,         // by their owners, where they came from outside
   BudgetHonoured,                // section 7
   kCount,
 };

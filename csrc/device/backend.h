@@ -1,7 +1,8 @@
 // Backend: how bytes move between one kind of device and one tier. The seam between the engine and the world.
 // Ownership:     the engine owns tensors and slots; a backend keeps no reference to either after a call, except an
 //                I/O backend, which touches a copy's memory until the copy's point is reached.
-// Thread safety: every method, any thread.
+// Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
+// Failures:      a call that throws has enqueued nothing.
 // Stream order:  a backend does what it is told: it orders nothing on its own. Every cross-stream wait is in
 //                autograd/engine.cpp.
 // Shutdown:      backends live for the process; see Note [No CUDA after main].
@@ -53,7 +54,7 @@ class Backend {
   // The point at the end of what was enqueued on `stream` up to now.
   virtual Point record(StreamId stream) = 0;
 
-  // What is enqueued on `waiter` after this call runs after `point`. Blocks the host only if may_block(waiter).
+  // What is enqueued on `waiter` after this call runs after `point`.
   virtual void wait(StreamId waiter, Point point) = 0;
 
   // Device memory whose address is `address_modulo` modulo kAlignmentBytes, allocated on current_stream() and
@@ -64,8 +65,12 @@ class Backend {
   virtual void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) = 0;
   virtual void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) = 0;
 
+  // Is this memory of the device's own allocator? Any other has an owner that is called at once when it is dropped, and
+  // knows nothing of streams.
+  virtual bool owns(const c10::DataPtr& /*data*/) const { return true; }
+
   // Tells the allocator that `stream` used this storage: its memory, once freed, waits for what is enqueued there.
-  // Free when `stream` is the one it was allocated on.
+  // Free when `stream` is the one it was allocated on. Does nothing for memory that owns() denies.
   virtual void note_use(c10::StorageImpl& storage, StreamId stream) = 0;
 
   // Two answers with another allocation mean that the storage was given other memory in between, wherever it stands.
@@ -93,18 +98,20 @@ class Backend {
   virtual std::optional<double> seconds_between(TimedPoint /*from*/, TimedPoint /*to*/) { return std::nullopt; }
   virtual void give_back(TimedPoint) {}  // an unset one: nothing
 
-  // Of the device's allocator, in use now.
+  // Of the device's allocator, in use now; 0 where it does not tell.
   virtual uint64_t allocated_bytes() { return 0; }
 
   // True for I/O: the memory of a copy must be held until status() says that its point was reached, since no stream
   // order protects it. False where waiting on a stream is enough (R9).
   virtual bool completes_in_background() const = 0;
 
-  // False for a stream that its owner may destroy, after which another may have its id: what it waited for is not
-  // remembered.
+  // False for a stream that its owner may destroy, after which another may have its id. It is there for sure while it
+  // is the calling thread's current one; see Note [Streams that may be destroyed].
   virtual bool is_lasting(StreamId /*stream*/) { return true; }
 
-  // True if wait(stream, ...) blocks the host. The engine then releases the GIL around it.
+  // True if record(), record_timed(), wait(), allocate() or a copy on this stream may block the host: a stream takes so
+  // many commands and no more until it has come to some of them, and the host itself, where it is the stream, waits and
+  // copies. They are called without the GIL then, and no lock is held over them that a holder of the GIL may want.
   virtual bool may_block(StreamId stream) const = 0;
 
   // Is this memory of CUDA graphs that are replayed behind autograd's back? See Note [Memory of graph trees].

@@ -59,27 +59,34 @@ class TrackedStream {
 
   uint64_t record() {
     const OnDevice on_device(device_);
+    const std::lock_guard recording(recording_);
+    const cudaEvent_t event = next_event();
+    C10_CUDA_CHECK(cudaEventRecord(event, stream_));
     const std::lock_guard lock(mutex_);
-    const size_t place = (serial_ + 1) % kEventsPerStream;
-    if (events_.size() <= place) events_.resize(place + 1, nullptr);
-    if (events_[place] == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&events_[place], cudaEventDisableTiming));
-    C10_CUDA_CHECK(cudaEventRecord(events_[place], stream_));
     return ++serial_;
   }
 
-  // Applies `use` to an event that is reached no earlier than the point.
-  template <typename Use>
-  void with_event(uint64_t serial, Use use) {
+  // An event that is reached no earlier than the point. It may be recorded anew at any time, later on the same stream.
+  cudaEvent_t event_of(uint64_t serial) {
     const std::lock_guard lock(mutex_);
     const uint64_t oldest = serial_ < kEventsPerStream ? 1 : serial_ - kEventsPerStream + 1;
-    use(events_[std::max(serial, oldest) % kEventsPerStream]);
+    return events_[std::max(serial, oldest) % kEventsPerStream];
   }
 
  private:
   const c10::DeviceIndex device_;
   const cudaStream_t stream_;
+  cudaEvent_t next_event() {
+    const std::lock_guard lock(mutex_);
+    const size_t place = (serial_ + 1) % kEventsPerStream;
+    if (events_.size() <= place) events_.resize(place + 1, nullptr);
+    if (events_[place] == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&events_[place], cudaEventDisableTiming));
+    return events_[place];
+  }
+
   const std::optional<c10::cuda::CUDAStream> torch_stream_;
-  std::mutex mutex_;
+  std::mutex recording_;  // one point at a time; held while the stream's queue is full, so it comes before mutex_
+  std::mutex mutex_;      // guards what is below; never held while a call may block
   std::vector<cudaEvent_t> events_;
   uint64_t serial_ = 0;
 };
@@ -132,23 +139,16 @@ class TimedEvents {
 
   TimedPoint record(cudaStream_t stream) {
     const OnDevice on_device(device_);
-    const std::lock_guard lock(mutex_);
-    if (free_.empty()) {
-      cudaEvent_t event = nullptr;
-      C10_CUDA_CHECK(cudaEventCreate(&event));
-      events_.push_back(event);
-      free_.push_back(static_cast<uint32_t>(events_.size()));
-    }
-    const uint32_t id = free_.back();
-    C10_CUDA_CHECK(cudaEventRecord(events_[id - 1], stream));
-    free_.pop_back();
+    const auto [id, event] = take();
+    const cudaError_t error = cudaEventRecord(event, stream);  // may block: no lock is held
+    if (error != cudaSuccess) give_back({id});
+    C10_CUDA_CHECK(error);
     return {id};
   }
 
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) {
-    const std::lock_guard lock(mutex_);
     float milliseconds = 0;
-    const cudaError_t error = cudaEventElapsedTime(&milliseconds, events_.at(from.id - 1), events_.at(to.id - 1));
+    const cudaError_t error = cudaEventElapsedTime(&milliseconds, event(from), event(to));
     if (error == cudaErrorNotReady) {
       (void)cudaGetLastError();  // no failure of anybody's
       return std::nullopt;
@@ -164,14 +164,38 @@ class TimedEvents {
   }
 
  private:
+  std::pair<uint32_t, cudaEvent_t> take() {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) {
+      cudaEvent_t event = nullptr;
+      C10_CUDA_CHECK(cudaEventCreate(&event));
+      events_.push_back(event);
+      free_.push_back(static_cast<uint32_t>(events_.size()));
+    }
+    const uint32_t id = free_.back();
+    free_.pop_back();
+    return {id, events_[id - 1]};
+  }
+
+  cudaEvent_t event(TimedPoint point) {
+    const std::lock_guard lock(mutex_);
+    return events_.at(point.id - 1);
+  }
+
   const c10::DeviceIndex device_;
-  std::mutex mutex_;
+  std::mutex mutex_;  // never held while a call may block
   std::vector<cudaEvent_t> events_;
   std::vector<uint32_t> free_;
 };
 
 // An allocation whose address was moved to another place modulo kAlignmentBytes; owns the one it lies in.
 void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
+
+// The allocation that `data` lies in.
+const c10::DataPtr& allocation_of(const c10::DataPtr& data) {
+  const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
+  return shifted != nullptr ? *shifted : data;
+}
 
 class CudaBackend final : public Backend {
  public:
@@ -197,9 +221,8 @@ class CudaBackend final : public Backend {
   void wait(StreamId waiter, Point point) override {
     TrackedStream& waiting = StreamTable::instance().at(waiter);
     const OnDevice on_device(waiting.device());
-    StreamTable::instance().at(point.stream).with_event(point.serial, [&](cudaEvent_t event) {
-      C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
-    });
+    const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
+    C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
   }
 
   c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override {
@@ -222,12 +245,18 @@ class CudaBackend final : public Backend {
                                    StreamTable::instance().at(stream).raw()));
   }
 
+  // By the deleter, as the native allocator itself knows its memory: tensors that came through DLPack, the CUDA array
+  // interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
+  bool owns(const c10::DataPtr& data) const override {
+    const c10::DeleterFnPtr deleter = allocation_of(data).get_deleter();
+    return deleter == c10::cuda::CUDACachingAllocator::get()->raw_deleter() || is_marked(deleter);
+  }
+
   void note_use(c10::StorageImpl& storage, StreamId stream) override {
     const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
-    if (!torch_stream) return;
-    const c10::DataPtr& data = storage.data_ptr();
-    const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
-    c10::cuda::CUDACachingAllocator::get()->recordStream(shifted != nullptr ? *shifted : data, *torch_stream);
+    // cudaMallocAsync's allocator takes no other's memory, and says so with an error.
+    if (!torch_stream || !owns(storage.data_ptr())) return;
+    c10::cuda::CUDACachingAllocator::get()->recordStream(allocation_of(storage.data_ptr()), *torch_stream);
   }
 
   // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its
@@ -237,8 +266,7 @@ class CudaBackend final : public Backend {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
       return {mark_memory(storage, allocator->raw_deleter()), kNoStream};
     }
-    const auto* const shifted = storage.data_ptr().cast_context<c10::DataPtr>(&delete_shifted);
-    const auto found = find_cuda_allocation(device_, shifted != nullptr ? shifted->get() : storage.data());
+    const auto found = find_cuda_allocation(device_, allocation_of(storage.data_ptr()).get());
     if (!found) return {};
     const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
     if (found->raw_stream == current.stream()) return {found->number, current_stream()};
@@ -254,7 +282,12 @@ class CudaBackend final : public Backend {
   PointStatus status(Point) override {
     TORCH_INTERNAL_ASSERT(false, "a step on a GPU never asks for a point's status");
   }
-  bool is_lasting(StreamId stream) override { return !StreamTable::instance().at(stream).is_external(); }
+  bool is_lasting(StreamId stream) override {
+    // Asked at each save: of the same stream, nearly always.
+    thread_local std::pair<StreamId, bool> latest{kNoStream, true};
+    if (latest.first != stream) latest = {stream, !StreamTable::instance().at(stream).is_external()};
+    return latest.second;
+  }
   bool is_capturing() override {
     // Asked several times at each save: the default stream, which no capture can be of, must not cost a call of CUDA.
     const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
@@ -266,7 +299,7 @@ class CudaBackend final : public Backend {
     return raw != nullptr && is_capturing_raw(raw);
   }
   bool completes_in_background() const override { return false; }
-  bool may_block(StreamId) const override { return false; }
+  bool may_block(StreamId) const override { return true; }
 
   bool tells_time() const override { return true; }
   TimedPoint record_timed(StreamId stream) override { return timed_.record(StreamTable::instance().at(stream).raw()); }
@@ -275,9 +308,13 @@ class CudaBackend final : public Backend {
   }
   void give_back(TimedPoint point) override { timed_.give_back(point); }
   uint64_t allocated_bytes() override {
-    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
-    return static_cast<uint64_t>(
-        stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+    try {
+      const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);
+      return static_cast<uint64_t>(
+          stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+    } catch (const c10::Error&) {  // a CUDAPluggableAllocator keeps no account
+      return 0;
+    }
   }
 
  private:
@@ -347,9 +384,7 @@ Backend& cuda_backend(int device_index) {
 
 void cuda_synchronize(Point point) {
   if (point.is_beginning()) return;
-  cudaEvent_t event = nullptr;
-  StreamTable::instance().at(point.stream).with_event(point.serial, [&](cudaEvent_t found) { event = found; });
-  C10_CUDA_CHECK(cudaEventSynchronize(event));
+  C10_CUDA_CHECK(cudaEventSynchronize(StreamTable::instance().at(point.stream).event_of(point.serial)));
 }
 
 HostRegistration cuda_host_registration() {

@@ -1,15 +1,17 @@
 // CudaBackend: one CUDA device and pinned (or plain) host memory, over c10/cuda and the CUDA runtime.
 // Ownership:     one backend per device; its two streams and all events live for the process.
-// Thread safety: every method, any thread; one leaf mutex guards the table of streams.
+// Thread safety: every method, any thread. No mutex that another stream's users need is held over a call that may
+// block,
+//                and none is held while the GIL is asked for.
 // Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
-// Not handled:   copies under stream capture; memory that is not the caching allocator's (note_use does nothing for
-// it).
+// Not handled:   copies under stream capture; memory that is not the caching allocator's (owns() denies it).
 //
 // Note [Event ring]
 // A stream's points are recorded into a ring of kEventsPerStream events, in turn. A point older than the ring is waited
 // for through the oldest event in it: a later point of the same stream, whose reaching implies the older one's. So no
-// event is counted or looked for, and one is never waited for in a meaning that it lost.
+// event is counted or looked for, and one is never waited for in a meaning that it lost: also not one that is recorded
+// anew between the look at the ring and the wait.
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>

@@ -2,13 +2,27 @@
 
 #ifdef TORCHOFFLOAD_TESTING
 
+#include <utility>
+
 namespace torchoffload {
 
 namespace {
 
 SeamLog& seam_log() { return SeamLog::instance(); }
 
+// Never destroyed: what it calls may be a Python object.
+std::function<void(const std::string&)>& seam_hook() {
+  static auto* const hook = new std::function<void(const std::string&)>;
+  return *hook;
+}
+
+void call_hook(const char* call) {
+  if (seam_hook()) seam_hook()(call);
+}
+
 }  // namespace
+
+void set_seam_hook(std::function<void(const std::string&)> hook) { seam_hook() = std::move(hook); }
 
 SeamLog& SeamLog::instance() {
   static SeamLog* const log = new SeamLog;
@@ -97,6 +111,7 @@ StreamId LoggingBackend::reload_stream() {
 }
 
 Point LoggingBackend::record(StreamId stream) {
+  call_hook("record");
   const Point point = inner_.record(stream);
   if (seam_log().is_on()) {
     seam_log().meet_point(point);
@@ -106,31 +121,37 @@ Point LoggingBackend::record(StreamId stream) {
 }
 
 TimedPoint LoggingBackend::record_timed(StreamId stream) {
+  call_hook("record_timed");
   if (seam_log().is_on()) seam_log().write("record_timed " + name(stream));
   return inner_.record_timed(stream);
 }
 
 void LoggingBackend::wait(StreamId waiter, Point point) {
+  call_hook("wait");
   if (seam_log().is_on()) seam_log().write("wait " + name(waiter) + " <- " + name(point));
   inner_.wait(waiter, point);
 }
 
 c10::DataPtr LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  call_hook("allocate");
   if (seam_log().is_on()) write("allocate", inner_.current_stream(), nbytes);
   return inner_.allocate(nbytes, address_modulo);
 }
 
 void LoggingBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
+  call_hook("copy_out");
   if (seam_log().is_on()) write("copy_out", stream, nbytes);
   inner_.copy_out(slot, source, nbytes, stream);
 }
 
 void LoggingBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
+  call_hook("copy_in");
   if (seam_log().is_on()) write("copy_in", stream, nbytes);
   inner_.copy_in(target, slot, nbytes, stream);
 }
 
 void LoggingBackend::note_use(c10::StorageImpl& storage, StreamId stream) {
+  call_hook("note_use");
   if (seam_log().is_on()) seam_log().write("note_use " + name(stream));
   inner_.note_use(storage, stream);
 }

@@ -5,6 +5,9 @@
 // Shutdown:      never destroyed; see Note [No CUDA after main].
 // In the test build only.
 //
+// Before each call that enqueues, allocates or notes a use it calls the hook that a test set: which may throw, as a
+// device that fails would, or let another thread in.
+//
 // A stream is named by its role, "offload_stream[0]"; compute_streams are told apart in the order in which the log
 // meets them, "compute_stream[0]", "compute_stream[0]#2". A point is named by its place among those recorded since the
 // log was cleared, "compute_stream[0]@1", or "@before" that. Lines:
@@ -14,6 +17,7 @@
 //   synchronize offload_stream[0]@7                status offload_stream[0]@7
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -55,6 +59,9 @@ class SeamLog {
 // A line from elsewhere, such as "grow 2097152".
 inline void log_event(const std::string& line) { SeamLog::instance().write(line); }
 
+// `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
+void set_seam_hook(std::function<void(const std::string& call)> hook);
+
 class LoggingBackend final : public Backend {
  public:
   LoggingBackend(Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
@@ -68,6 +75,7 @@ class LoggingBackend final : public Backend {
   c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+  bool owns(const c10::DataPtr& data) const override { return inner_.owns(data); }
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
   MemoryOrigin origin_of(c10::StorageImpl& storage) override { return inner_.origin_of(storage); }
   bool is_capturing_on(StreamId stream) override { return inner_.is_capturing_on(stream); }

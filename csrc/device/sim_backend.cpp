@@ -83,12 +83,15 @@ StreamId SimBackend::reload_stream() { return world().stream_of(device_index_, S
 
 Point SimBackend::record(StreamId stream) {
   const Point point = world().record(stream);
-  if (tells_time()) points_s_[{stream, point.serial}] = clock_s(stream);
+  if (!tells_time()) return point;
+  const std::lock_guard lock(mutex_);
+  points_s_[{stream, point.serial}] = clock_s(stream);
   return point;
 }
 
 void SimBackend::wait(StreamId waiter, Point point) {
   world().wait(waiter, point);
+  const std::lock_guard lock(mutex_);
   const auto found = points_s_.find({point.stream, point.serial});
   if (found == points_s_.end()) return;
   double& clock = clock_s(waiter);
@@ -119,7 +122,11 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
-void SimBackend::note_use(c10::StorageImpl& storage, StreamId stream) { world().note_use(storage.data(), stream); }
+bool SimBackend::owns(const c10::DataPtr& data) const { return data.get_deleter() == &free_simulated; }
+
+void SimBackend::note_use(c10::StorageImpl& storage, StreamId stream) {
+  if (owns(storage.data_ptr())) world().note_use(storage.data(), stream);
+}
 
 MemoryOrigin SimBackend::origin_of(c10::StorageImpl& storage) {
   const auto [allocation, stream] = world().origin_of(storage.data());
@@ -136,21 +143,36 @@ void SimBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId strea
 
 void SimBackend::saw_operators_end() { world().end_operators(); }
 
+bool SimBackend::tells_time() const {
+  const std::lock_guard lock(mutex_);
+  return link_bytes_per_s_ > 0;
+}
+
 TimedPoint SimBackend::record_timed(StreamId stream) {
   if (!tells_time()) return {};
+  const std::lock_guard lock(mutex_);
   timed_s_.push_back(clock_s(stream));
   return {static_cast<uint32_t>(timed_s_.size())};
 }
 
 std::optional<double> SimBackend::seconds_between(TimedPoint from, TimedPoint to) {
+  const std::lock_guard lock(mutex_);
   return timed_s_.at(to.id - 1) - timed_s_.at(from.id - 1);
 }
+
+bool SimBackend::is_lasting(StreamId stream) { return !world().is_external(stream); }
 
 uint64_t SimBackend::allocated_bytes() { return world().allocated_bytes(device_index_); }
 
 void SimBackend::set_link(double bytes_per_s) {
+  const std::lock_guard lock(mutex_);
   link_bytes_per_s_ = bytes_per_s;
-  if (!tells_time()) points_s_.clear();
+  if (bytes_per_s <= 0) points_s_.clear();
+}
+
+void SimBackend::advance(double seconds) {
+  const std::lock_guard lock(mutex_);
+  now_s_ += seconds;
 }
 
 // A stream of ours goes on from where its work ends, and not before the host gives it more.
@@ -162,7 +184,8 @@ double& SimBackend::clock_s(StreamId stream) {
 }
 
 void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
-  if (tells_time()) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
+  const std::lock_guard lock(mutex_);
+  if (link_bytes_per_s_ > 0) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
 }
 
 void start_simulation(SimOptions options) {

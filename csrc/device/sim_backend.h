@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,16 +36,18 @@ class SimBackend final : public Backend {
   c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+  bool owns(const c10::DataPtr& data) const override;
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
   MemoryOrigin origin_of(c10::StorageImpl& storage) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
-  bool tells_time() const override { return link_bytes_per_s_ > 0; }
+  bool tells_time() const override;
   TimedPoint record_timed(StreamId stream) override;
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override;
   uint64_t allocated_bytes() override;
+  bool is_lasting(StreamId stream) override;
   bool completes_in_background() const override { return false; }
-  bool may_block(StreamId) const override { return false; }
+  bool may_block(StreamId) const override { return true; }  // as on CUDA
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
   void saw_operators_end() override;
@@ -52,13 +55,14 @@ class SimBackend final : public Backend {
   // Simulated time: computing takes what advance() says, a copy its bytes over the rate, and a wait until its point.
   // All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
   void set_link(double bytes_per_s);
-  void advance(double seconds) { now_s_ += seconds; }
+  void advance(double seconds);
 
  private:
   void take_link(StreamId stream, uint64_t nbytes);
-  double& clock_s(StreamId stream);
+  double& clock_s(StreamId stream);  // under the mutex
 
   const int device_index_;
+  mutable std::mutex mutex_;  // guards all below
   double link_bytes_per_s_ = 0;
   double now_s_ = 0;                                          // of computing
   std::map<StreamId, double> copied_s_;                       // when what a stream of ours was given ends

@@ -71,7 +71,7 @@ MemoryOwner SimWorld::require_block(Stream& stream, AccessKind kind, const void*
 void SimWorld::saw_pack(const void* address, uint64_t nbytes, StreamId id, uint64_t sequence_number) {
   Lock lock(mutex_);
   begin_call();
-  const Stream& packing = stream(id);
+  const Stream& packing = used(id);
   if (running_) pending_.push_back({span_of(address, nbytes), packing.index, this_thread(), sequence_number});
   end_call();
 }
@@ -120,7 +120,7 @@ void SimWorld::check_no_open_operator(Stream& stream, const Span& span) {
 void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
   Lock lock(mutex_);
   begin_call();
-  Stream& consuming = stream(id);
+  Stream& consuming = used(id);
   const MemoryOwner owner = require_block(consuming, AccessKind::UnpackReads, address, nbytes);
   access(consuming, AccessKind::UnpackReads, owner, address, nbytes);
   end_call();
@@ -149,7 +149,7 @@ void SimWorld::note_use(const void* address, StreamId id) {
   begin_call();
   SimBlock* block = heap_.find(address);
   const bool known = block && (block->stream == id || std::count(block->users.begin(), block->users.end(), id));
-  if (block && !known) block->users.push_back(stream(id).id);
+  if (block && !known) block->users.push_back(used(id).id);
   end_call();
 }
 
@@ -176,7 +176,7 @@ void SimWorld::free(void* address) noexcept {
   clock.join(host_clock_);
   SimHeap::Reuse reuse = SimHeap::Reuse::AtOnce;
   for (const StreamId user : block->users) {
-    clock.join(stream(user).clock);
+    clock.join(used(user).clock);
     // A real pool would hold the block back until the queue has run; here nothing waits for that.
     if (!stream(user).queue.empty()) reuse = SimHeap::Reuse::Never;
   }

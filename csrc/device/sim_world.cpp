@@ -48,6 +48,7 @@ void SimWorld::start(const SimOptions& options) {
     stream.snapshots.clear();
     stream.clock = {};
     stream.run_count = 0;
+    stream.is_external = stream.is_destroyed = false;
   }
   options_ = options;
   random_.seed(options.seed);
@@ -104,6 +105,29 @@ SimWorld::Stream& SimWorld::stream(StreamId id) {
   return streams_[found->second];
 }
 
+SimWorld::Stream& SimWorld::used(StreamId id) {
+  Stream& found = stream(id);
+  if (found.is_destroyed) report("race: " + found.name + " is used after its owner destroyed it");
+  return found;
+}
+
+StreamId SimWorld::make_external_stream(int index) {
+  const StreamId made = make_compute_stream(index);
+  Lock lock(mutex_);
+  stream(made).is_external = true;
+  return made;
+}
+
+void SimWorld::destroy_stream(StreamId id) {
+  Lock lock(mutex_);
+  stream(id).is_destroyed = true;
+}
+
+bool SimWorld::is_external(StreamId id) {
+  Lock lock(mutex_);
+  return stream(id).is_external;
+}
+
 StreamId SimWorld::stream_of(int index, StreamRole role) {
   Lock lock(mutex_);
   const Device& found = device(index);
@@ -136,7 +160,7 @@ int SimWorld::current_device() {
 
 void SimWorld::set_current_stream(StreamId id) {
   Lock lock(mutex_);
-  const Stream& chosen = stream(id);
+  const Stream& chosen = used(id);
   if (chosen.role != StreamRole::Compute) throw std::invalid_argument("operators cannot run on " + chosen.name);
   CurrentStreams& current = current_streams(simulation_);
   current.device = chosen.device;
@@ -163,7 +187,7 @@ const SimWorld::Snapshot* SimWorld::snapshot(Point point) {
 Point SimWorld::record(StreamId id) {
   Lock lock(mutex_);
   begin_call();
-  Stream& recorded = stream(id);
+  Stream& recorded = used(id);
   recorded.clock.join(host_clock_);
   recorded.snapshots.push_back({recorded.clock, recorded.run_count + recorded.queue.size()});
   end_call();
@@ -173,7 +197,7 @@ Point SimWorld::record(StreamId id) {
 void SimWorld::wait(StreamId waiter, Point point) {
   Lock lock(mutex_);
   begin_call();
-  Stream& waiting = stream(waiter);
+  Stream& waiting = used(waiter);
   if (!point.is_beginning() && point.stream != waiter) {
     if (const Snapshot* reached = snapshot(point)) {
       waiting.clock.join(reached->clock);
@@ -188,7 +212,7 @@ void SimWorld::wait(StreamId waiter, Point point) {
 void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, StreamId id) {
   Lock lock(mutex_);
   begin_call();
-  Stream& copying = stream(id);
+  Stream& copying = used(id);
   const MemoryOwner owner = require_block(copying, AccessKind::CopyOutReads, source, nbytes);
   const auto begin = reinterpret_cast<uint64_t>(source);
   check_no_open_operator(copying, {begin, begin + nbytes});
@@ -201,7 +225,7 @@ void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, St
 void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, StreamId id) {
   Lock lock(mutex_);
   begin_call();
-  Stream& copying = stream(id);
+  Stream& copying = used(id);
   const MemoryOwner owner = require_block(copying, AccessKind::CopyInWrites, target, nbytes);
   access(copying, AccessKind::CopyInReads, MemoryOwner::Slot, slot, nbytes);
   access(copying, AccessKind::CopyInWrites, owner, target, nbytes);

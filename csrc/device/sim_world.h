@@ -60,6 +60,10 @@ class SimWorld {
   // Streams. A device's ids are the same in every simulation.
   StreamId stream_of(int device, StreamRole role);
   StreamId make_compute_stream(int device);
+  // A compute_stream of the program's own: from destroy_stream() on, a call that names it is reported as a race is.
+  StreamId make_external_stream(int device);
+  void destroy_stream(StreamId stream);
+  bool is_external(StreamId stream);
   StreamId current_stream(int device);
   int current_device();
   void set_current_stream(StreamId stream);  // and its device
@@ -120,6 +124,8 @@ class SimWorld {
     std::vector<Snapshot> snapshots;  // of the points after it
     std::deque<Command> queue;
     uint64_t run_count = 0;
+    bool is_external = false;
+    bool is_destroyed = false;
   };
   struct Device {
     std::vector<uint32_t> compute;  // dense indices; the first is the default
@@ -141,6 +147,7 @@ class SimWorld {
   uint32_t add_stream(int device, StreamRole role, const std::string& name);
   Device& device(int index);
   Stream& stream(StreamId id);
+  Stream& used(StreamId id);              // by a call
   const Snapshot* snapshot(Point point);  // null: reached before this simulation
   void run(Stream& stream, uint64_t command_count);
   void run_to(Point point);

@@ -38,9 +38,9 @@ class TapeStats(_Counts):
         Saved again, and joined to a record that was there: moved once.
     records_kept, bytes_kept : dict of str to int
         Not moved, by reason: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``,
-        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, and as learned from
-        earlier steps ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``; as asked for with
-        ``offload_modules``, ``beyond_fraction``, ``not_an_input``.
+        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``,
+        ``external_stream``, and as learned from earlier steps ``lives_on``, ``needed_soon``, ``tape_end``,
+        ``small_copy``; as asked for with ``offload_modules``, ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
         Device memory that the tape had given up when it closed (as its context was left, or as its backward began):
         what the memory at the loss is smaller by.

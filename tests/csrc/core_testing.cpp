@@ -57,6 +57,12 @@ void bind_core_testing(py::module_& module) {
              const auto dropped = self.drop_handle(record_id(id), seen);
              return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
            })
+      .def("hold", [](Ledger& self, Key id) { self.hold(record_id(id)); })
+      .def("let_go",
+           [](Ledger& self, Key id) {
+             const auto dropped = self.let_go(record_id(id));
+             return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
+           })
       .def("is_live", [](Ledger& self, Key id) { return self.is_live(record_id(id)); })
       .def("state", [](Ledger& self, Key id) { return std::string(to_string(self.record(record_id(id)).state)); })
       .def("has_slot", [](Ledger& self, Key id) { return self.record(record_id(id)).has_slot; })

@@ -8,9 +8,14 @@
 
 #include <ATen/SequenceNumber.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/mutant.h"
@@ -78,6 +83,53 @@ void refuse_allocation(int64_t after) {
   set_allocation_hook([left = std::make_shared<int64_t>(after)] {
     TORCH_CHECK_WITH(OutOfMemoryError, (*left)-- != 0, "simulated device out of memory: this allocation was refused");
   });
+}
+
+// The call at the seam after the next `after` fails, and so do the `times` - 1 after it.
+struct SeamFault {
+  std::atomic<int64_t> calls{0};
+  int64_t after = 0;
+  int64_t times = 1;
+};
+std::shared_ptr<SeamFault> seam_fault;
+
+void fail_seam_calls(int64_t after, int64_t times) {
+  seam_fault = std::make_shared<SeamFault>();
+  seam_fault->after = after;
+  seam_fault->times = times;
+  set_seam_hook([fault = seam_fault](const std::string& call) {
+    const int64_t number = fault->calls++;
+    TORCH_CHECK(number < fault->after || number >= fault->after + fault->times, "simulated fault of the device in ",
+                call);
+  });
+}
+
+// Returns how many calls there were.
+int64_t clear_seam_faults() {
+  set_seam_hook(nullptr);
+  return seam_fault ? std::exchange(seam_fault, nullptr)->calls.load() : 0;
+}
+
+// The names of the calls at the seam that were made with the GIL held, and without it.
+struct CallsByGil {
+  std::mutex mutex;
+  std::set<std::string> with_gil, without_gil;
+};
+std::shared_ptr<CallsByGil> calls_by_gil;
+
+void watch_gil_at_seam() {
+  calls_by_gil = std::make_shared<CallsByGil>();
+  set_seam_hook([calls = calls_by_gil](const std::string& call) {
+    const std::lock_guard lock(calls->mutex);
+    (PyGILState_Check() == 1 ? calls->with_gil : calls->without_gil).insert(call);
+  });
+}
+
+// Ends it.
+std::pair<std::set<std::string>, std::set<std::string>> seam_calls_by_gil() {
+  set_seam_hook(nullptr);
+  const auto calls = std::exchange(calls_by_gil, nullptr);
+  return {calls->with_gil, calls->without_gil};
 }
 
 // torch.cuda.Stream.wait_stream: a call that a program makes between operators.
@@ -183,6 +235,8 @@ void bind_simulated_testing(py::module_& m) {
   });
   m.def("set_tells_origins", [](bool tells) { world().set_tells_origins(tells); });
   m.def("make_compute_stream", [](int device) { return world().make_compute_stream(device); });
+  m.def("make_external_stream", [](int device) { return world().make_external_stream(device); });
+  m.def("destroy_stream", [](StreamId stream) { world().destroy_stream(stream); });
   m.def("current_stream", [](int device) { return world().current_stream(device); });
   m.def("set_current_stream", &set_current_stream);
   m.def("current_device", [] { return world().current_device(); });
@@ -190,6 +244,12 @@ void bind_simulated_testing(py::module_& m) {
   m.def("make_stream_wait_stream", &make_stream_wait_stream);
 
   m.def("set_allocation_hook", &set_allocation_hook, py::arg("hook").none(true));
+
+  m.def("set_seam_hook", &set_seam_hook, py::arg("hook").none(true));
+  m.def("watch_gil_at_seam", &watch_gil_at_seam);
+  m.def("seam_calls_by_gil", &seam_calls_by_gil);
+  m.def("fail_seam_calls", &fail_seam_calls);
+  m.def("clear_seam_faults", &clear_seam_faults);
 
   m.def("refuse_registration", &refuse_registration);
   m.def("refuse_allocation", &refuse_allocation);

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import itertools
 import time
 
 import torch
@@ -237,21 +236,43 @@ def a_graph_is_dropped_while_the_disk_reads_for_it(stage: Stage) -> str:
     "DeallocQueuedInsideOperation",
     wrong="RuntimeError: torchoffload ledger: a record was used after its release",
 )
-def the_collector_runs_inside_an_allocation(stage: Stage) -> None:
-    """As it may in an allocator that is written in Python."""
-    leaves = [stage.leaf() for _ in range(3)]
-    with stage.context(reload_window_bytes=AMPLE_BYTES):
-        outputs = [x.sin() for x in leaves]
-    last = outputs.pop()
-    outputs.append(outputs)  # garbage for the collector alone
+def the_collector_runs_as_a_record_is_joined(stage: Stage) -> None:
+    """As it may in an allocator that is written in Python: what is joined has one handle, which is garbage."""
+    side = stage.simulation.new_stream()
     gc.collect()
-    del outputs
     gc.disable()
-    allocations = itertools.count()
-    # At the second one: two records were chosen to be loaded ahead.
-    testing.set_allocation_hook(lambda: gc.collect() if next(allocations) == 1 else None)
-    try:
-        torch.autograd.grad(last.sum(), leaves[-1])  # loads the other two ahead
-    finally:
-        testing.set_allocation_hook(None)
-        gc.enable()
+    h = stage.leaf() * 2
+    with stage.context():
+        garbage = [h.sin()]
+        garbage.append(garbage)
+        del garbage
+        stage.next_operator()
+        side.wait_stream(stage.main)
+        testing.set_seam_hook(lambda call: gc.collect() if call == "note_use" else None)
+        try:
+            with stage.simulation.stream(side):
+                y = h.cos()
+        finally:
+            testing.set_seam_hook(None)
+            gc.enable()
+    stage.main.wait_stream(side)
+    y.sum().backward()
+
+
+# ---- streams from outside ----
+
+
+@scenario(
+    "StreamsMayBeDestroyed",
+    wrong="race: compute_stream[0]#2 is used after its owner destroyed it",
+)
+def a_window_is_drained_after_the_stream_that_filled_it_is_gone(stage: Stage) -> None:
+    external = stage.simulation.external_stream()
+    with stage.simulation.stream(external):
+        x = stage.leaf()
+        with stage.context(offload_window_bytes=AMPLE_BYTES):
+            y = x.sin()
+    stage.simulation.destroy(external)
+    with stage.context():
+        z = stage.leaf().sin()
+    del y, z

@@ -1,7 +1,11 @@
 """The scenarios of waits, guards and notes, R2 to R9: on the simulated device, where one that is missing is a race."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
 import torch
-from scenario import AMPLE_BYTES, Stage, race, scenario
+from scenario import AMPLE_BYTES, Stage, race, scenario, testing
 
 import torchoffload
 
@@ -133,6 +137,81 @@ def _pack_on_device_1(stage: Stage) -> None:
         with stage.context():
             y = elsewhere.sin()
     del y
+
+
+@contextlib.contextmanager
+def _another_thread_inside(call: str, work: Callable[[], None]) -> Iterator[None]:
+    """`work` runs on another thread in the middle of this thread's first such call."""
+    this_thread = threading.get_ident()
+    is_over = []
+
+    def hook(name: str) -> None:
+        if threading.get_ident() != this_thread or name != call or is_over:
+            return
+        is_over.append(True)
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+
+    testing.set_seam_hook(hook)
+    try:
+        yield
+    finally:
+        testing.set_seam_hook(None)
+
+
+def _drop_as_it_is_copied(stage: Stage) -> None:
+    """A record's last handle dies on another thread while its copy is being enqueued."""
+    graphs = []
+    with stage.context(offload_window_bytes=AMPLE_BYTES):
+        graphs.append((stage.leaf() * 2).sin())
+        with _another_thread_inside("copy_out", graphs.clear):
+            stage.next_operator()
+
+
+@scenario(
+    "SlotGuardedByCopyInVain",
+    wrong=race("copy out writes slot @ offload_stream[0]", "copy out writes slot @ offload_stream[1]"),
+)
+def the_slot_of_a_copy_in_vain_goes_to_another_device(stage: Stage) -> None:
+    _drop_as_it_is_copied(stage)
+    _pack_on_device_1(stage)
+
+
+@scenario(
+    "SourceBusyUntilCopyInVain",
+    wrong=race("copy out reads source @ offload_stream[0]", "source memory is freed @ compute_stream[0]"),
+)
+def a_record_dies_while_its_copy_is_enqueued(stage: Stage) -> None:
+    _drop_as_it_is_copied(stage)
+
+
+@scenario(
+    "SlotGuardedByEachReload",
+    wrong=race("copy in reads slot @ compute_stream[0]", "copy out writes slot @ compute_stream[0]#3"),
+)
+def two_threads_reload_a_record_at_once(stage: Stage) -> None:
+    second, third = stage.simulation.new_stream(), stage.simulation.new_stream()
+    x = stage.leaf()
+    with stage.context(use_streams=False):
+        h = x * 2
+        outputs = [h.sin(), h.cos()]
+        del h
+
+    def on_the_second() -> None:
+        second.wait_stream(stage.main)
+        with stage.simulation.stream(second):
+            torch.autograd.grad(outputs[1].sum(), x, retain_graph=True)
+
+    with _another_thread_inside("copy_in", on_the_second):
+        torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
+    outputs.clear()
+    with stage.simulation.stream(third):
+        third.wait_stream(second)  # which knows nothing of the first thread's reload
+        other = stage.leaf()
+        with stage.context(use_streams=False):
+            w = other.sin()
+    del w
 
 
 # ---- reload ----
