@@ -103,7 +103,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
   uint64_t place = handle.save;
   if (in_backward) {
     const TapeId tape = ledger_.record(id).tape;
-    reloading() = {this, tape, torch::autograd::get_current_graph_task_id()};
+    note_asking(tape);
     backward_begins(tape);
     if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
     place = Schedule::place_of(handle.save, std::exchange(tapes_[tape.index].asked_before, handle.save));
@@ -184,7 +184,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
         if (!is_as_before) break;  // another thread had it while this one waited
         handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
         at::Tensor tensor = hand_out(id, layout, version, bytes);
-        give_up_if_seen(id);
+        in_backward ? give_up_if_seen(id) : give_up(id);
         return tensor;
       }
       case RecordState::Released:

@@ -114,6 +114,7 @@ class Engine {
   void append_live_rows(std::vector<TapeRow>& rows) const;
 
  private:
+  static constexpr int kNoGraphTask = -1;
   struct Holdings {
     DeviceBytes bytes;  // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> identity;  // while the tape is open
@@ -137,6 +138,7 @@ class Engine {
     bool is_confirmed = false;   // I/O: the write is known to have succeeded
   };
   struct TapeInfo {
+    TapeId id;
     std::shared_ptr<ContextState> context;
     TapeRow row;
     uint64_t number = 0;        // in the order of opening
@@ -149,6 +151,7 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
     uint64_t latest_record = 0;   // by records_added_
     uint64_t asked_before = 0;    // the save that a backward asked for last
+    int asked_by = kNoGraphTask;  // the graph task that asked last, and what it reloaded is not given back yet
     bool is_timed = false;
     bool has_backward_begun = false;
     uint64_t first_entry = 0;  // of the timeline, where timed
@@ -165,9 +168,14 @@ class Engine {
   struct Reloading {
     Engine* engine = nullptr;
     TapeId tape;
-    int graph_task = -1;
+    int graph_task = kNoGraphTask;
   };
   static Reloading& reloading();
+  // A graph task that asked this engine for something. What `ended` refers to dies with it, however it ends.
+  struct AskingTask {
+    int id = kNoGraphTask;
+    std::weak_ptr<const void> ended;
+  };
   struct PendingCopy;
   static std::deque<PendingCopy>& pending_copies();
 
@@ -261,8 +269,17 @@ class Engine {
                       const DeviceBytes& bytes);
   std::optional<DeviceBytes> lock_given_up(RecordId id);
   void give_up_if_seen(RecordId id);
+  void give_up(RecordId id);
   bool slot_is_complete(RecordId id);
   void keep_if_resized(RecordId id);
+
+  // The ends of graph tasks, in engine_tasks.cpp.
+  void note_asking(TapeId tape);
+  void await_end_of(int graph_task);
+  void give_back_of_ended();
+  enum class Ahead : uint8_t { GoesBack, Stays };
+  bool give_back(int graph_task, Ahead ahead);
+  bool give_back(TapeInfo& tape, Ahead ahead);
 
   // Order and release.
   template <typename Call>
@@ -309,6 +326,7 @@ class Engine {
   size_t prune_offloads_at_ = 64;
   uint64_t offload_window_bytes_ = 0;
   std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
+  std::vector<AskingTask> asking_tasks_;
   uint64_t reload_window_bytes_ = 0;
   uint64_t starting_bytes_ = 0;       // of reloads ahead that are being enqueued, and in no window yet
   std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or they could not be waited for yet

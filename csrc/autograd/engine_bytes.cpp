@@ -85,8 +85,13 @@ bool Engine::slot_is_complete(RecordId id) {
 
 // R8: from here on the bytes are held weakly, until the next reload.
 void Engine::give_up_if_seen(RecordId id) {
-  if (ledger_.record(id).state != RecordState::Reloaded || !slot_is_complete(id)) return;
-  if (!ledger_.all_seen(id) && !mutated(Mutant::BufferHeldUntilSeen)) return;
+  if (ledger_.record(id).state != RecordState::Reloaded) return;
+  if (ledger_.all_seen(id) || mutated(Mutant::BufferHeldUntilSeen)) give_up(id);
+}
+
+// Nothing happens where there is no slot that could bring the bytes back.
+void Engine::give_up(RecordId id) {
+  if (!slot_is_complete(id)) return;
   Holdings& held = holdings(id);
   DeviceBytes bytes = std::exchange(held.bytes, {});
   held.given_up.emplace(bytes.storage.getWeakStorageImpl());

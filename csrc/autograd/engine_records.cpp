@@ -22,11 +22,13 @@ std::deque<Engine::PendingCopy>& Engine::pending_copies() {
 // ---- tapes ----
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
+  give_back_of_ended();
   const bool is_step_begin = ledger_.live_tapes() == 0;
   const TapeId tape = ledger_.open_tape();
   if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
   TapeInfo& info = tapes_[tape.index];
   info = {};
+  info.id = tape;
   info.context = std::move(context);
   info.number = ++tapes_opened_;
   info.order_number = order_.opened(tape, is_step_begin);

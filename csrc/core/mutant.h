@@ -51,6 +51,9 @@ enum class Mutant : uint8_t {
   BufferHeldUntilSeen,         // R8
   GivenUpIsFoundAgain,         // R8
   PassedByReturnsToOffloaded,  // R11
+  EndedTaskPassesBy,           // R14
+  EndedTaskGivesUp,            // R14
+  FailedTaskIsNoticed,         // R14
   FailedWriteKeepsRecord,      // section 7, disk
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,

@@ -74,6 +74,12 @@ class Stage:
         """Another operator saves a tensor: what was packed before it has been written, and is copied out now."""
         torch.ones(1, requires_grad=True).sin()  # itself below the minimum
 
+    def in_backward(self, look: Callable[[], None]) -> None:
+        """Call ``look`` inside a backward: what it reads of saved tensors, that backward has asked for."""
+        y = torch.ones((), requires_grad=True) * 1
+        y.register_hook(lambda _gradient: look())
+        y.backward()
+
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:

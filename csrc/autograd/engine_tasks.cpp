@@ -1,0 +1,102 @@
+// R14: what a backward reloaded and did not use goes back to its slots when that backward ends.
+//
+// Note [Ends of graph tasks]
+// A graph task is one call of autograd's engine. It may ask for a part of a tape only: autograd.grad with inputs, one
+// of several branches, an exception. What it reloaded ahead would then fill the reload window for as long as the graph
+// lives, and what other handles of a record wait for would stay on the device, counted in no window.
+// Autograd calls back at the end of a graph task that succeeds. One that fails calls nobody, but drops its callbacks: a
+// token that only such a callback holds tells that it is over, and the next tape or graph task looks.
+// A graph task that freed its graph may have left another one of the same tape, such as the next micro-batch's, to
+// which the next graph task comes: what was reloaded ahead stays for that one, in the window, until another tape opens
+// or is asked. A tape belongs to the graph task that asked it last. What was reloaded for a tape whose backward is yet
+// to come has none, and stays, too.
+#include <Python.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "autograd/engine.h"
+#include "autograd/operation.h"
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+namespace {
+
+// Holds the GIL, on whichever thread.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+}  // namespace
+
+// Once per unpack in backward.
+void Engine::note_asking(TapeId tape) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  reloading() = {this, tape, graph_task};
+  if (tapes_[tape.index].asked_by == graph_task) return;
+  tapes_[tape.index].asked_by = graph_task;  // before the next line: what was reloaded for this tape is wanted now
+  give_back_of_ended();
+  await_end_of(graph_task);
+}
+
+void Engine::await_end_of(int graph_task) {
+  for (const AskingTask& known : asking_tasks_) {
+    if (known.id == graph_task) return;
+  }
+  const auto token = std::make_shared<const int>(graph_task);
+  asking_tasks_.push_back({graph_task, token});
+  const Ahead ahead = torch::autograd::get_current_graph_task_keep_graph() ? Ahead::GoesBack : Ahead::Stays;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token, ahead] {
+    if (Operation::is_shut_down() || is_inherited()) return;
+    const WithGil with_gil;
+    const Operation operation;
+    (void)give_back(*token, ahead);
+  });
+}
+
+// Of graph tasks that failed, and what was not given back at the end of others.
+void Engine::give_back_of_ended() {
+  if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
+  std::erase_if(asking_tasks_,
+                [&](const AskingTask& task) { return task.ended.expired() && give_back(task.id, Ahead::GoesBack); });
+}
+
+// Returns whether all of it was given back.
+bool Engine::give_back(int graph_task, Ahead ahead) {
+  bool is_all = true;
+  for (TapeInfo& tape : tapes_) {
+    if (tape.context && tape.asked_by == graph_task && !give_back(tape, ahead)) is_all = false;
+  }
+  return is_all;
+}
+
+// A slot that I/O still writes to is waited for by nobody here: until it is complete the bytes stay.
+bool Engine::give_back(TapeInfo& tape, Ahead ahead) {
+  bool is_all = ahead == Ahead::GoesBack;
+  if (ahead == Ahead::GoesBack) {
+    tape.asked_before = 0;
+    for (const RecordId id : std::vector(ahead_)) {
+      if (ledger_.record(id).tape == tape.id && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
+    }
+  }
+  for (const Save& save : ledger_.tape(tape.id).saves) {
+    if (!ledger_.is_live(save.record) || mutated(Mutant::EndedTaskGivesUp)) continue;
+    const Record& record = ledger_.record(save.record);
+    if (record.state != RecordState::Reloaded) continue;
+    give_up(save.record);
+    is_all = is_all && (record.state != RecordState::Reloaded || !record.has_slot);
+  }
+  if (is_all) tape.asked_by = kNoGraphTask;
+  return is_all;
+}
+
+}  // namespace torchoffload
