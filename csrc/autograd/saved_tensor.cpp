@@ -64,6 +64,7 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
   if (view == nullptr || !view->has_bw_view()) return;
   view_ = view->get_backward_view().has_view_fn() ? View::Replayed : View::Strided;
   creation_ = view->get_creation_meta();
+  did_base_require_grad_ = view->get_backward_view().base_.requires_grad();
   base_ = c10::weak_intrusive_ptr<c10::TensorImpl>(view->get_backward_view().base_.getIntrusivePtr());
 }
 
@@ -77,12 +78,15 @@ VersionCheck::Node VersionCheck::origin() const {
   return view_ == View::None ? before : origin_of_view(before);
 }
 
-// Of a view whose base was written to: autograd makes its grad_fn anew, or refuses to. Here it does so for a stand-in.
+// Of a view whose base was written to: autograd makes its grad_fn anew, or refuses to, before it looks at versions.
+// Here it does so for a stand-in. A base that the program has dropped required a gradient if it did when the view was
+// saved.
 VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
   if (view_ == View::Replayed && creation_ == torch::autograd::CreationMeta::DEFAULT) return before;
   const at::AutoGradMode with_grad(true);
   const auto alive = base_.lock();
-  if (!before && !(alive && at::Tensor(alive).requires_grad())) return before;
+  const bool does_base_require_grad = alive ? at::Tensor(alive).requires_grad() : did_base_require_grad_;
+  if (!before && !does_base_require_grad) return before;
   const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
   const at::Tensor view = torch::autograd::make_variable_differentiable_view(
       base.tensor_data(), torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/false,

@@ -68,6 +68,7 @@ class VersionCheck {
   WeakNode grad_fn_;           // at the pack
   bool seems_output_ = false;  // for where no node says it: a read outside backward
   View view_ = View::None;
+  bool did_base_require_grad_ = false;
   torch::autograd::CreationMeta creation_ = torch::autograd::CreationMeta::DEFAULT;
   c10::weak_intrusive_ptr<c10::TensorImpl> base_;
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_;
