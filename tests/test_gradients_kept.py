@@ -143,18 +143,18 @@ def test_the_minimum_counts_bytes_and_is_itself_moved(device_under_test: Device,
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096 if moves else 0, **kept)
 
 
-def test_the_minimum_counts_what_would_move_not_elements(device_under_test: Device):
+def test_the_minimum_counts_storages_not_elements(device_under_test: Device):
     def program(run: Run):
         x, big = run.leaf(1), run.tensor(64, 1024)
         column = run.tensor(64, 64)
         with run.offload(min_offload_size=8192):
-            y = x * big[3]  # 4096 of its own: small
+            y = x * big[3]  # 4096 of 262144: moves alone
             y = y.sum() + x * column[:, 5]  # reaches all 16384: moves
-            y = y.sum() + x * run.tensor(64, 1).expand(64, 64)  # 256: small
+            y = y.sum() + x * run.tensor(64, 1).expand(64, 64)  # 16384 by its sizes, 256 by its storage: small
         y.sum().backward()
         return x.grad
 
-    assert_same_gradients(program, device=device_under_test, moved_bytes=64 * 64 * 4, kept_reason="small")
+    assert_same_gradients(program, device=device_under_test, moved_bytes=4096 + 64 * 64 * 4, kept_reason="small")
 
 
 def test_kept_is_decided_once_for_a_record(device_under_test: Device):

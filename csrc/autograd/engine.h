@@ -90,7 +90,7 @@ class Engine {
   // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
   // `extent`: whether the record has to stand for all of the storage, or for `span` at least.
   // `wrapper` is the version of the wrapper subclass that it is an inner tensor of, or null.
-  // Returns nullopt when there is none to join and what would move is below the minimum.
+  // Returns nullopt when there is none to join, what would move is below the minimum, and moving it would free nothing.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
   std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
                                    Extent extent, TapeId tape, const c10::VariableVersion* wrapper = nullptr);
@@ -279,7 +279,7 @@ class Engine {
   void give_back_of_ended();
   enum class Ahead : uint8_t { GoesBack, Stays };
   bool give_back(int graph_task, Ahead ahead);
-  bool give_back(TapeInfo& tape, Ahead ahead);
+  bool give_back(TapeId tape, Ahead ahead);
 
   // Order and release.
   template <typename Call>

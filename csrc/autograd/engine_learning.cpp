@@ -51,6 +51,8 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   // L1: what lives on elsewhere frees nothing by being moved.
   if (tape.context->options.learn && lives_on_.contains(tensor.storage().unsafeGetStorageImpl()))
     return KeptReason::LivesOn;
+  // A part of a storage pins all of it where it is kept, and counts towards the windows with its own bytes alone.
+  if (nbytes < tensor.storage().nbytes()) return KeptReason::None;
   const bool is_bounded = reason == KeptReason::TapeEnd || reason == KeptReason::SmallCopy;
   if (is_bounded && learned_bytes_ + nbytes > tape.windows.reload_bytes) return KeptReason::None;
   return reason;

@@ -113,7 +113,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     identity.wrapper_version = wrapper->current_version();
   }
   ContextState& context = *tapes_[tape.index].context;
-  const Span moved = extent == Extent::Storage ? Span{0, identity.nbytes} : span;
+  Span moved = extent == Extent::Storage ? Span{0, identity.nbytes} : span;
   std::optional<RecordId> id = ledger_.find(tape, identity, moved, layout.itemsize());
   if (id && was_written_through_a_wrapper(*id)) id.reset();
   // What an external stream does with the storage is waited for through a record of its own.
@@ -136,7 +136,11 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
     if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
     return RecordHandle{*id, ledger_.add_handle(*id)};
   }
-  if (moved.nbytes() < context.options.min_offload_bytes) return std::nullopt;
+  if (moved.nbytes() < context.options.min_offload_bytes) {
+    const auto small = Schedule::extent_of_small_view(ledger_.of_storage(tape, identity.storage));
+    if (!small) return std::nullopt;
+    if (*small == Extent::Storage) moved = {0, identity.nbytes};
+  }
   return add_record(tensor, identity, moved, origin.stream, tape, wrapper);
 }
 

@@ -63,39 +63,55 @@ void Engine::await_end_of(int graph_task) {
   });
 }
 
-// Of graph tasks that failed, and what was not given back at the end of others.
+// Of graph tasks that failed, and what was not given back at the end of others. May block, as all below.
 void Engine::give_back_of_ended() {
   if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
-  std::erase_if(asking_tasks_,
-                [&](const AskingTask& task) { return task.ended.expired() && give_back(task.id, Ahead::GoesBack); });
+  std::vector<int> ended;
+  for (const AskingTask& task : asking_tasks_) {
+    if (task.ended.expired()) ended.push_back(task.id);
+  }
+  for (const int id : ended) {
+    if (give_back(id, Ahead::GoesBack)) std::erase_if(asking_tasks_, [&](const AskingTask& task) { return task.id == id; });
+  }
 }
 
 // Returns whether all of it was given back.
 bool Engine::give_back(int graph_task, Ahead ahead) {
+  std::vector<TapeId> asked;
+  for (const TapeInfo& tape : tapes_) {
+    if (tape.context && tape.asked_by == graph_task) asked.push_back(tape.id);
+  }
   bool is_all = true;
-  for (TapeInfo& tape : tapes_) {
-    if (tape.context && tape.asked_by == graph_task && !give_back(tape, ahead)) is_all = false;
+  for (const TapeId tape : asked) {
+    if (ledger_.has_tape(tape) && !give_back(tape, ahead)) is_all = false;
   }
   return is_all;
 }
 
 // A slot that I/O still writes to is waited for by nobody here: until it is complete the bytes stay.
-bool Engine::give_back(TapeInfo& tape, Ahead ahead) {
+bool Engine::give_back(TapeId tape, Ahead ahead) {
+  std::vector<RecordId> reloaded;
+  for (const Save& save : ledger_.tape(tape).saves) {
+    if (ledger_.is_live(save.record) && ledger_.record(save.record).state == RecordState::Reloaded)
+      reloaded.push_back(save.record);
+  }
   bool is_all = ahead == Ahead::GoesBack;
   if (ahead == Ahead::GoesBack) {
-    tape.asked_before = 0;
+    tapes_[tape.index].asked_before = 0;
     for (const RecordId id : std::vector(ahead_)) {
-      if (ledger_.record(id).tape == tape.id && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
+      const bool is_of_tape = ledger_.is_live(id) && ledger_.record(id).tape == tape;
+      if (is_of_tape && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
     }
   }
-  for (const Save& save : ledger_.tape(tape.id).saves) {
-    if (!ledger_.is_live(save.record) || mutated(Mutant::EndedTaskGivesUp)) continue;
-    const Record& record = ledger_.record(save.record);
-    if (record.state != RecordState::Reloaded) continue;
-    give_up(save.record);
-    is_all = is_all && (record.state != RecordState::Reloaded || !record.has_slot);
+  const auto is_reloaded = [&](RecordId id) {
+    return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Reloaded;
+  };
+  for (const RecordId id : reloaded) {
+    if (!is_reloaded(id) || mutated(Mutant::EndedTaskGivesUp)) continue;
+    give_up(id);
+    if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
-  if (is_all) tape.asked_by = kNoGraphTask;
+  if (is_all && ledger_.has_tape(tape)) tapes_[tape.index].asked_by = kNoGraphTask;
   return is_all;
 }
 

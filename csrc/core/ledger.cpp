@@ -170,6 +170,20 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
   return std::nullopt;
 }
 
+Ledger::OfStorage Ledger::of_storage(TapeId tape_id, const void* storage) const {
+  OfStorage found;
+  const Tape& tape = tapes_[tape_id.index];
+  const auto head = tape.by_storage.find(storage);
+  if (head == tape.by_storage.end()) return found;
+  for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
+    const Record& record = records_[index];
+    ++found.records;
+    found.is_kept = found.is_kept || record.kept != KeptReason::None;
+    found.has_whole = found.has_whole || record.nbytes() == record.identity.nbytes;
+  }
+  return found;
+}
+
 RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span) {
   Tape& tape = this->tape(tape_id);
   if (!tape.open) broken("a record was added to a closed tape");

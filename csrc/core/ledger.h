@@ -132,6 +132,13 @@ class Ledger {
   // at a distance that is a multiple of `itemsize`. A record whose copy was not enqueued yet stands for whatever the
   // storage holds, so versions do not matter: views may count theirs apart.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
+  // What the open tape has of a storage.
+  struct OfStorage {
+    uint32_t records = 0;
+    bool is_kept = false;    // one of them is, and with it all of the storage
+    bool has_whole = false;  // one of them stands for all of it, if not as it is now
+  };
+  OfStorage of_storage(TapeId tape, const void* storage) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
   // The index of the next record is below this.
   size_t next_index_limit() const { return records_.size() + 1; }

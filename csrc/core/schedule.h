@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/ledger.h"
@@ -19,6 +20,17 @@ class Schedule {
   // The bytes that move when the first save of a storage reaches `span`: the whole storage when the span is at least
   // half of it, else the span alone.
   static Span span_to_move(const Span& span, uint64_t storage_bytes);
+
+  // Note [Small views]
+  // A kept view pins all of its storage, so what counts against the minimum is the storage: of one that is large enough
+  // a view of a few bytes moves alone. Where the tape keeps that storage anyway, moving a view would free nothing. And
+  // where it saves many small views of one storage, the first few move alone, and then one copy of all serves the rest,
+  // once: so of a storage that lives on elsewhere, such as a table of positions, never more moves for nothing than its
+  // own bytes and those few. From the third tape on such a storage is known, and stays.
+  static constexpr uint32_t kSmallViewsAlone = 8;
+
+  // What moves for a view below the minimum that no record stands for; nullopt: nothing.
+  static std::optional<Extent> extent_of_small_view(const Ledger::OfStorage& known);
 
   // Where the consumer is: the later of the last two saves that it asked for. Once far ahead is not yet gone on: a
   // checkpoint asks for its input before it asks for what was saved behind that.

@@ -67,7 +67,7 @@ class OffloadActivations(saved_tensors_hooks):
         The offload window as a count, at least 1, of the largest record seen. Not together with
         ``offload_window_bytes``.
     min_offload_size : int, optional
-        Bytes below which a saved tensor is kept. Default: 64 KiB for the host tier, 1 MiB for the disk tier.
+        Bytes of storage below which a saved tensor is kept. Default: 64 KiB for the host tier, 1 MiB for the disk tier.
     model : torch.nn.Module, optional
         Its parameters and buffers are never moved; read at the first entry. Parameters are recognised without it,
         buffers are not. Held weakly.
