@@ -1,4 +1,4 @@
-"""The disk tier with many directories: their stores may be made, used and trimmed by several threads at once."""
+"""The disk tier with many directories: made, used and trimmed by several threads at once, and given up when idle."""
 
 import os
 import subprocess
@@ -22,6 +22,12 @@ FREED_MEMORY_IS_FILLED = {"GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.mall
     [
         "stores_made_while_trim_waits",
         pytest.param("stores_made_beside_trim", marks=pytest.mark.slow),
+        "directories_that_are_left",
+        "directories_that_are_deleted",
+        "one_directory_over_and_over",
+        "a_directory_that_is_in_use_keeps_its_file",
+        "a_deleted_directory_is_full",
+        pytest.param("threads_with_directories_in_turn", marks=pytest.mark.slow),
     ],
 )
 def test_it_is_right_in_the_end(name: str, tmp_path: Path):

@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
 #include <map>
 #include <string>
@@ -53,14 +56,55 @@ Engine* make_engine(Backend& backend, SlotStore& store) {
   return engines().back();
 }
 
-Engine* disk_engine(const std::string& directory) {
-  // A forked child makes its own: the file that it inherits is the parent's; see Note [Forked children].
-  static auto* const by_directory = new std::map<std::pair<std::string, uint64_t>, Engine*>;
-  Engine*& engine = (*by_directory)[{directory, fork_generation()}];
-  if (engine == nullptr) {
-    auto* const backend = new DiskBackend(directory);
+// A directory that was offloaded to. Its engine stays, since handles, tapes and copies refer to it; what it has from
+// the system, a file and threads, it gives up while it is idle.
+struct Directory {
+  std::string path;
+  uint64_t generation =
+      0;  // a forked child makes its own: the inherited file is the parent's; see Note [Forked children]
+  DiskBackend* backend = nullptr;
+  Engine* engine = nullptr;
+
+  bool is_idle() const { return engine->ledger().live_tapes() == 0 && backend->is_idle(); }
+};
+
+// The latest used first.
+std::vector<Directory>& directories() {
+  static auto* const leaked = new std::vector<Directory>;
+  return *leaked;
+}
+
+// Idle directories that keep what they have, for a program that uses some in turn. One that was deleted does not count.
+constexpr size_t kDirectoriesKept = 2;
+
+std::vector<DiskBackend*> idle_backends() {
+  std::vector<DiskBackend*> idle;
+  size_t kept_count = 0;
+  for (const Directory& directory : directories()) {
+    const bool is_kept = kept_count < kDirectoriesKept && access(directory.path.c_str(), F_OK) == 0;
+    if (is_kept) ++kept_count;
+    if (!is_kept && directory.backend->store().is_open() && directory.is_idle()) idle.push_back(directory.backend);
+  }
+  return idle;
+}
+
+Engine* disk_engine(const std::string& path) {
+  std::vector<Directory>& known = directories();
+  const auto is_it = [&](const Directory& each) { return each.path == path && each.generation == fork_generation(); };
+  if (!known.empty() && is_it(known.front())) return known.front().engine;
+  const auto found = std::find_if(known.begin(), known.end(), is_it);
+  if (found == known.end()) {
+    auto* const backend = new DiskBackend(path);
     add_store(backend->store());
-    engine = make_engine(*backend, backend->store());
+    Engine* const engine = make_engine(*backend, backend->store());
+    known.insert(known.begin(), {path, fork_generation(), backend, engine});
+  } else {
+    std::rotate(known.begin(), found, found + 1);
+  }
+  Engine* const engine = known.front().engine;
+  if (const std::vector<DiskBackend*> idle = idle_backends(); !idle.empty()) {
+    const BlockingSection blocking;
+    for (DiskBackend* const backend : idle) backend->trim();
   }
   return engine;
 }
@@ -182,9 +226,11 @@ void stop_stores() {
 
 uint64_t trim_stores() {
   const std::vector<SlotStore*> all = stores();
+  const std::vector<Directory> all_directories = directories();
   const BlockingSection blocking;
   uint64_t given_back_bytes = 0;
   for (SlotStore* const store : all) given_back_bytes += store->trim();
+  for (const Directory& directory : all_directories) given_back_bytes += directory.backend->trim();
   return given_back_bytes;
 }
 

@@ -16,8 +16,9 @@
 
 namespace torchoffload {
 
-// The engine that moves `tensor` under these options, or null where no engine serves its device.
-// Throws std::runtime_error for a CUDA tensor under Tier::Disk.
+// The engine that moves `tensor` under these options, or null where no engine serves its device. May block under
+// Tier::Disk: where another directory than the last is used, those that are idle give up their files and threads.
+// Throws std::runtime_error for a CUDA tensor under Tier::Disk, and where no spill file can be made.
 Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options);
 
 // profile() on or off, for the engines there are and those that come.
@@ -45,7 +46,8 @@ struct PinnedMemory {
 };
 PinnedMemory pinned_memory();
 
-// Gives back what no slot uses, in every store. Returns the bytes given back. May block, without the GIL.
+// Gives back what no slot uses, in every store, and the threads of those that no copy uses. Returns the bytes given
+// back. May block, without the GIL.
 uint64_t trim_stores();
 
 // The process is about to end, and Operation::shut_down() was called: no store takes anything any more, and none that

@@ -22,6 +22,17 @@ DiskBackend::~DiskBackend() {
   synchronize(record(reload_));
 }
 
+bool DiskBackend::is_idle() const {
+  return store_.used_bytes() == 0 && offload_queue_.is_idle() && reload_queue_.is_idle();
+}
+
+uint64_t DiskBackend::trim() {
+  const uint64_t given_back_bytes = store_.trim();
+  offload_queue_.end_idle_threads();
+  reload_queue_.end_idle_threads();
+  return given_back_bytes;
+}
+
 Point DiskBackend::record(StreamId stream) {
   if (stream != host_) return {stream, queue_of(stream).submitted()};
   std::lock_guard lock(host_mutex_);

@@ -36,6 +36,13 @@ class DiskBackend final : public Backend {
 
   SpillFile& store() { return store_; }
 
+  // No slot is in use, and no copy on its way. False in a forked child of the process that made it.
+  bool is_idle() const;
+
+  // Gives up what nothing uses: disk, and with the last of it the file; threads. The next copy makes them anew. Returns
+  // the bytes of disk given back. May block: called without the GIL, by any thread, also while others copy.
+  uint64_t trim();
+
   c10::Device device() const override { return c10::Device(c10::DeviceType::CPU); }
   StreamId current_stream() override { return host_; }
   StreamId offload_stream() override { return offload_; }

@@ -49,22 +49,46 @@ IoQueue::~IoQueue() {
   if (fork_guard_.inherited()) return;
   {
     std::lock_guard lock(mutex_);
-    is_stopping_ = true;
+    are_threads_ending_ = true;
   }
-  submitted_or_stopped_.notify_all();
+  submitted_or_ending_.notify_all();
   for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+}
+
+bool IoQueue::is_idle() const {
+  if (fork_guard_.inherited()) return false;
+  std::lock_guard lock(mutex_);
+  return is_reached(submitted_);
+}
+
+void IoQueue::end_idle_threads() {
+  if (fork_guard_.inherited()) return;
+  {
+    std::lock_guard lock(mutex_);
+    if (are_threads_ending_ || threads_.empty() || !is_reached(submitted_)) return;
+    are_threads_ending_ = true;
+  }
+  submitted_or_ending_.notify_all();
+  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+  {
+    std::lock_guard lock(mutex_);
+    threads_.clear();
+    are_threads_ending_ = false;
+  }
+  threads_ended_.notify_all();
 }
 
 uint64_t IoQueue::submit(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
   std::unique_lock lock(mutex_);
+  threads_ended_.wait(lock, [&] { return !are_threads_ending_; });
   if (threads_.empty()) start_threads();
   auto is_reached_floor = [](const Floor& floor) { return floor.queue->is_reached(floor.serial); };
   std::erase_if(floors_, is_reached_floor);
   waiting_.push_back({submitted_ + 1, job, floors_});
   const uint64_t serial = ++submitted_;
   lock.unlock();
-  submitted_or_stopped_.notify_one();
+  submitted_or_ending_.notify_one();
   return serial;
 }
 
@@ -138,7 +162,7 @@ void* IoQueue::thread_main(void* queue) {
 void IoQueue::work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    submitted_or_stopped_.wait(lock, [&] { return is_stopping_ || !waiting_.empty(); });
+    submitted_or_ending_.wait(lock, [&] { return are_threads_ending_ || !waiting_.empty(); });
     if (waiting_.empty()) return;
     Submitted next = std::move(waiting_.front());
     waiting_.pop_front();

@@ -37,7 +37,9 @@ namespace torchoffload {
 // Why it cannot deadlock. A floor, and a conflict, name only jobs submitted before. Of all jobs not done, in all
 // queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own queue is done,
 // so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
-// with a thread free to take it. It ends, as file I/O does, and the argument repeats.
+// with a thread free to take it. It ends, as file I/O does, and the argument repeats. There are threads wherever there
+// is a job: end_idle_threads() ends them only while none is waiting or running, and a submit() that comes meanwhile
+// waits until they are gone, which depends on no job, and starts new ones.
 
 enum class IoDirection : uint8_t { Out, In };  // memory to slot, slot to memory
 
@@ -53,7 +55,7 @@ class IoQueue {
   // What one job does; returns the reason of its failure, or empty.
   using Transfer = std::function<std::string(const IoJob&)>;
 
-  // `name`: of the threads, 15 characters at most. They start with the first job.
+  // `name`: of the threads, 15 characters at most. They start with the first job, also after end_idle_threads().
   IoQueue(std::string name, unsigned thread_count, Transfer transfer);
 
   // Waits for what was submitted, and ends the threads: for tests, since the queues of a process are never destroyed.
@@ -81,6 +83,11 @@ class IoQueue {
   // Nobody asks for this job's failure any more, be it done or not.
   void forget(uint64_t serial);
 
+  bool is_idle() const;  // every job is done
+
+  // Ends the threads where the queue is idle; else does nothing. Blocks until they are gone.
+  void end_idle_threads();
+
  private:
   struct Floor {
     const IoQueue* queue = nullptr;
@@ -104,7 +111,7 @@ class IoQueue {
   const ForkGuard fork_guard_;
 
   mutable std::mutex mutex_;  // guards all below; completed_ is written under it, and read anywhere
-  mutable std::condition_variable submitted_or_stopped_;
+  mutable std::condition_variable submitted_or_ending_;
   mutable std::condition_variable completed_moved_;
   std::deque<Submitted> waiting_;
   std::vector<Submitted> running_;  // taken off the queue and not done; at most one a thread
@@ -115,7 +122,8 @@ class IoQueue {
   std::map<uint64_t, std::string> failures_;  // by serial
   std::set<uint64_t> forgotten_;              // not yet reached
   std::vector<pthread_t> threads_;
-  bool is_stopping_ = false;
+  std::condition_variable threads_ended_;
+  bool are_threads_ending_ = false;  // then nothing is submitted, and who ends them alone touches threads_
 };
 
 }  // namespace torchoffload

@@ -66,9 +66,33 @@ SpillFile::SpillFile(std::string directory, std::function<void(Point)> synchroni
     : directory_(std::move(directory)),
       synchronize_(std::move(synchronize)),
       policy_(policy),
-      cached_(open_unlinked(directory_)),
-      direct_(reopen_direct(cached_)),
-      uses_direct_io_(direct_.is_open()) {}
+      file_(std::make_shared<File>(directory_)) {}
+
+SpillFile::File::File(const std::string& directory)
+    : cached(open_unlinked(directory)), direct(reopen_direct(cached)), uses_direct_io(direct.is_open()) {}
+
+bool SpillFile::is_open() const {
+  if (fork_guard_.inherited()) return false;
+  std::lock_guard lock(mutex_);
+  return file_ != nullptr;
+}
+
+bool SpillFile::uses_direct_io() const {
+  if (fork_guard_.inherited()) return false;
+  std::lock_guard lock(mutex_);
+  return file_ != nullptr && file_->uses_direct_io;
+}
+
+void SpillFile::open_again() {
+  if (file_ != nullptr) return;
+  try {
+    auto file = std::make_shared<File>(directory_);
+    std::lock_guard lock(mutex_);
+    file_ = std::move(file);
+  } catch (const std::runtime_error& error) {
+    throw StoreFull(error.what());
+  }
+}
 
 std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return std::nullopt;
@@ -83,6 +107,7 @@ void SpillFile::grow(uint64_t nbytes) {
   require_sane_request(nbytes, "disk");
   std::lock_guard growing(grow_mutex_);
   if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
+  open_again();
   uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
   const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
   uint64_t begin = first_gap(chunk_bytes);
@@ -125,13 +150,21 @@ uint64_t SpillFile::trim() {
     // The host waits for every guard: a late write would fill the hole again.
     for (const Point& guard : guards) synchronize_(guard);
     const bool is_tail = span.begin >= end;  // given back by the truncation below
-    if (is_tail ||
-        io_calls.punch_hole(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes())) == 0) {
+    if (is_tail || io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin),
+                                       static_cast<off_t>(span.nbytes())) == 0) {
       given_back_bytes += span.nbytes();
     }
   }
-  if (!idle.empty() && ftruncate(cached_.get(), static_cast<off_t>(end)) != 0) return 0;
+  if (!idle.empty() && ftruncate(file_->cached.get(), static_cast<off_t>(end)) != 0) return 0;
+  close_if_empty();
   return given_back_bytes;
+}
+
+// Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
+void SpillFile::close_if_empty() {
+  std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
+  std::lock_guard lock(mutex_);
+  if (chunks_.empty()) file = std::move(file_);
 }
 
 uint64_t SpillFile::capacity_bytes() const {
@@ -148,25 +181,25 @@ uint64_t SpillFile::used_bytes() const {
 
 std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes) {
   if (fork_guard_.inherited()) return kInherited;
-  const Span span = locate(slot, nbytes);
+  const auto [file, span] = locate(slot, nbytes);
   const auto* bytes = static_cast<const std::byte*>(source);
   IoResult result;
-  if (!try_write_direct(bytes, span, result)) result = write_cached(bytes, span);
+  if (!try_write_direct(*file, bytes, span, result)) result = write_cached(*file, bytes, span);
   return result.complete ? std::string() : describe("write", span, result);
 }
 
 std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
   if (fork_guard_.inherited()) return kInherited;
-  const Span span = locate(slot, nbytes);
+  const auto [file, span] = locate(slot, nbytes);
   auto* bytes = static_cast<std::byte*>(target);
   IoResult result;
-  if (!try_read_direct(bytes, span, result)) result = read_cached(bytes, span);
+  if (!try_read_direct(*file, bytes, span, result)) result = read_cached(*file, bytes, span);
   return result.complete ? std::string() : describe("read", span, result);
 }
 
-bool SpillFile::try_write_direct(const std::byte* source, Span span, IoResult& result) {
-  if (!uses_direct_io()) return false;
-  std::byte* buffer = buffers_.try_acquire();
+bool SpillFile::try_write_direct(File& file, const std::byte* source, Span span, IoResult& result) {
+  if (!file.uses_direct_io) return false;
+  std::byte* buffer = file.buffers.try_acquire();
   if (buffer == nullptr) return false;
   result.complete = true;
   for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
@@ -179,57 +212,57 @@ bool SpillFile::try_write_direct(const std::byte* source, Span span, IoResult& r
     }
     std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
     const uint64_t begin = span.begin + done_bytes;
-    result = write_fully(direct_.get(), buffer, {begin, begin + padded_bytes});
+    result = write_fully(file.direct.get(), buffer, {begin, begin + padded_bytes});
     done_bytes += std::min(result.done_bytes, piece_bytes);
     result.done_bytes = done_bytes;
   }
-  buffers_.release(buffer);
+  file.buffers.release(buffer);
   if (result.complete || result.error != EINVAL) return true;
-  uses_direct_io_.store(false, std::memory_order_relaxed);  // this file system takes the flag, and not the I/O
+  file.uses_direct_io.store(false, std::memory_order_relaxed);  // this file system takes the flag, and not the I/O
   return false;
 }
 
-bool SpillFile::try_read_direct(std::byte* target, Span span, IoResult& result) {
-  if (!uses_direct_io()) return false;
-  std::byte* buffer = buffers_.try_acquire();
+bool SpillFile::try_read_direct(File& file, std::byte* target, Span span, IoResult& result) {
+  if (!file.uses_direct_io) return false;
+  std::byte* buffer = file.buffers.try_acquire();
   if (buffer == nullptr) return false;
   result.complete = true;
   for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
     const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
     const uint64_t begin = span.begin + done_bytes;
-    result = read_fully(direct_.get(), buffer, {begin, begin + round_up(piece_bytes, kDiskBlockBytes)});
+    result = read_fully(file.direct.get(), buffer, {begin, begin + round_up(piece_bytes, kDiskBlockBytes)});
     const uint64_t got_bytes = std::min(result.done_bytes, piece_bytes);
     std::memcpy(target + done_bytes, buffer, got_bytes);
     done_bytes += got_bytes;
     result.done_bytes = done_bytes;
   }
-  buffers_.release(buffer);
+  file.buffers.release(buffer);
   if (result.complete || result.error != EINVAL) return true;
-  uses_direct_io_.store(false, std::memory_order_relaxed);
+  file.uses_direct_io.store(false, std::memory_order_relaxed);
   return false;
 }
 
-IoResult SpillFile::write_cached(const std::byte* source, Span span) {
+IoResult SpillFile::write_cached(const File& file, const std::byte* source, Span span) {
   IoResult result;
   result.complete = true;
   for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
     const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
     const Span piece{span.begin + done_bytes, span.begin + done_bytes + piece_bytes};
-    result = write_fully(cached_.get(), source + done_bytes, piece);
+    result = write_fully(file.cached.get(), source + done_bytes, piece);
     done_bytes += result.done_bytes;
     result.done_bytes = done_bytes;
     // The disk starts while the next piece is copied: dirty pages do not pile up.
-    if (result.complete) start_write_back(cached_.get(), piece);
+    if (result.complete) start_write_back(file.cached.get(), piece);
   }
   if (!result.complete) return result;
-  result.error = write_back_and_drop(cached_.get(), block_aligned(span));
+  result.error = write_back_and_drop(file.cached.get(), block_aligned(span));
   result.complete = result.error == 0;
   return result;
 }
 
-IoResult SpillFile::read_cached(std::byte* target, Span span) {
-  const IoResult result = read_fully(cached_.get(), target, span);
-  drop_pages(cached_.get(), block_aligned(span));
+IoResult SpillFile::read_cached(const File& file, std::byte* target, Span span) {
+  const IoResult result = read_fully(file.cached.get(), target, span);
+  drop_pages(file.cached.get(), block_aligned(span));
   return result;
 }
 
@@ -256,23 +289,23 @@ uint64_t SpillFile::first_gap(uint64_t nbytes) const {
 void SpillFile::reserve_disk(Span span) const {
   int error = 0;
   do {
-    error = io_calls.reserve(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+    error = io_calls.reserve(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   } while (error == EINTR);
   if (error == 0) return;
   // Part of it may have been reserved: no chunk uses it, so it goes back.
-  io_calls.punch_hole(cached_.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+  io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for the spill file in '" + directory_ +
                   "': " + std::strerror(error));
 }
 
-Span SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
+SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
   if (nbytes > slot.nbytes()) {
     throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
                            std::to_string(slot.nbytes()));
   }
   std::lock_guard lock(mutex_);
   const uint64_t begin = chunks_.at(slot.range.block).begin + slot.range.offset;
-  return {begin, begin + nbytes};
+  return {file_, {begin, begin + nbytes}};
 }
 
 std::string SpillFile::describe(const char* what, Span span, const IoResult& result) const {

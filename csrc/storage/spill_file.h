@@ -1,5 +1,6 @@
 // SpillFile: slots in an unlinked file of its own, for records that rest on a disk.
-// Ownership:     hands out slots, which are values; the file ends with the process, whichever way that ends.
+// Ownership:     hands out slots, which are values; the file ends with the process, whichever way that ends, or with a
+//                trim() that leaves nothing in it. The next grow() makes another.
 // Thread safety: every method, any thread. grow() and trim() take turns, and hold up no other method while they ask the
 //                system. Two transfers that touch one slot are ordered by the caller.
 // Stream order:  a released range carries the points that guard its reuse; trim() alone waits for them, on the host.
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -57,7 +59,8 @@ class TransferBuffers {
 
 class SpillFile final : public SlotStore {
  public:
-  // `synchronize` blocks the host until a point is reached. Throws std::runtime_error (directory, errno's text).
+  // `synchronize` blocks the host until a point is reached. Throws std::runtime_error (directory, errno's text); grow()
+  // throws StoreFull with the same text where the directory has gone since.
   SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy = {});
 
   uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
@@ -75,37 +78,51 @@ class SpillFile final : public SlotStore {
   std::string read(void* target, const Slot& slot, uint64_t nbytes);
 
   const std::string& directory() const { return directory_; }
-  bool uses_direct_io() const { return uses_direct_io_.load(std::memory_order_relaxed); }
+  bool is_open() const;
+  bool uses_direct_io() const;  // false where no file is open
 
   // As RangeAllocator's, and that no two chunks overlap in the file; for tests.
   void check_invariants() const;
 
  private:
+  // What one file needs. A transfer holds it, so that its descriptors are never another file's.
+  struct File {
+    explicit File(const std::string& directory);
+
+    const FileDescriptor cached;  // through the page cache
+    const FileDescriptor direct;  // past it; may be closed
+    std::atomic<bool> uses_direct_io;
+    TransferBuffers buffers;
+  };
+  struct Place {
+    std::shared_ptr<File> file;
+    Span span;
+  };
+
   // Each moves what it can of `span` past the page cache, through a buffer, and returns true with the result; false if
   // that is refused here: the caller goes through the page cache.
-  bool try_write_direct(const std::byte* source, Span span, IoResult& result);
-  bool try_read_direct(std::byte* target, Span span, IoResult& result);
-  IoResult write_cached(const std::byte* source, Span span);
-  IoResult read_cached(std::byte* target, Span span);
+  static bool try_write_direct(File& file, const std::byte* source, Span span, IoResult& result);
+  static bool try_read_direct(File& file, std::byte* target, Span span, IoResult& result);
+  static IoResult write_cached(const File& file, const std::byte* source, Span span);
+  static IoResult read_cached(const File& file, std::byte* target, Span span);
 
   bool fits(uint64_t nbytes) const;
   uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
-  void reserve_disk(Span span) const;         // throws StoreFull
-  Span locate(const Slot& slot, uint64_t nbytes) const;
+  void open_again();                          // throws StoreFull
+  void close_if_empty();
+  void reserve_disk(Span span) const;  // throws StoreFull
+  Place locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 
   const std::string directory_;
   const std::function<void(Point)> synchronize_;
   const ChunkPolicy policy_;
   const ForkGuard fork_guard_;
-  const FileDescriptor cached_;  // through the page cache
-  const FileDescriptor direct_;  // past it; may be closed
-  std::atomic<bool> uses_direct_io_;
-  TransferBuffers buffers_;
 
   std::mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
 
-  mutable std::mutex mutex_;  // guards the two below
+  mutable std::mutex mutex_;    // guards the three below
+  std::shared_ptr<File> file_;  // changed under both; null only while there is no chunk
   RangeAllocator ranges_{kDiskBlockBytes};
   std::map<BlockId, Span> chunks_;  // where in the file; the keys are ranges_' blocks, and no two overlap
 

@@ -61,7 +61,8 @@ const std::vector<std::string_view> kWanted = {"arena round",
                                                "driver kept",
                                                "short transfer",
                                                "interrupted",
-                                               "punch failed"};
+                                               "punch failed",
+                                               "threads ended"};
 
 enum class Kind : uint8_t { Arena, Spill };
 
@@ -100,10 +101,12 @@ class World {
     check();
     expect(store().used_bytes() == 0, "a slot was not given back");
     faults().stop();
+    if (kind_ == Kind::Spill && spill_->is_open())
+      coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
     store().trim();
+    expect(kind_ == Kind::Arena || !spill_->is_open(), "an empty spill file is still open after trim()");
     if (kind_ == Kind::Arena) growth().finish(store().capacity_bytes(), coverage);
     expect(is_stopped_ || store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
-    if (kind_ == Kind::Spill) coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
     coverage.saw(kind_ == Kind::Arena ? "arena round" : "spill round");
     faults().report(coverage);
   }
@@ -308,6 +311,9 @@ class Host {
     } else if (below(2) == 0) {
       coverage.saw("trim");
       if (world_.store().trim() > 0) coverage.saw("trim gave back");
+      if (world_.offload.is_idle()) coverage.saw("threads ended");
+      world_.offload.end_idle_threads();
+      world_.reload.end_idle_threads();
     } else if (world_.store().shrink(below(world_.store().capacity_bytes() + 1)) > 0) {
       coverage.saw("shrink gave back");
     }
