@@ -86,6 +86,14 @@ def test_a_tape_past_the_limit_is_not_learned():
     assert learner.learn(trace, []) is None
 
 
+def test_a_tape_with_fewer_records_than_were_told_is_not_learned():
+    """A record that is refused with an error was told, and is none of the tape."""
+    learner = testing.Learner()
+    trace, _ = walk(learner, [MIB] * 10)
+    assert learner.learn(trace, list(range(9))) is None
+    assert learner.shape_count() == 0
+
+
 def test_an_empty_tape_is_not_learned():
     learner = testing.Learner()
     assert learner.learn(learner.begin(), []) is None

@@ -144,6 +144,26 @@ def test_a_graph_that_is_dropped_leaves_nothing_kept(device_under_test):
 
 
 @UNTIMED
+def test_a_step_that_a_spent_budget_ends_teaches_nothing_wrong(device_under_test):
+    """The record that is refused was told to the Learner, and is none of the tape."""
+
+    def program(run):
+        with contextlib.nullcontext() if run.stock else pytest.raises(RuntimeError, match="host_budget_bytes"):
+            with learning(run, on_host_full="error", host_budget_bytes=8 * RECORD_BYTES):
+                chain(run, run.leaf(WIDTH, WIDTH), 9)
+        assert testing.shapes_learned() == 0
+        for _ in range(3):
+            x = run.leaf(WIDTH, WIDTH)
+            with learning(run):
+                loss = chain(run, x, 9).sum()
+            loss.backward()
+            run.check(grad=x.grad)
+
+    rows = rows_of(program, device_under_test, 3)
+    assert [row.records_kept.get("tape_end", 0) for row in rows] == [0, 4, 4]
+
+
+@UNTIMED
 def test_a_tape_may_keep_all_of_it(device_under_test):
     def program(run):
         for _ in range(3):

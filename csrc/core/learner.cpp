@@ -82,6 +82,8 @@ const Learner::Shape* Learner::latest(uint32_t candidates) const {
 
 std::optional<uint32_t> Learner::learn(const Trace& trace, std::vector<uint64_t> last_save) {
   if (trace.is_long || trace.nbytes.empty()) return std::nullopt;
+  // A record was refused with an error after it had been told of. The tape has one less, so nothing fits together.
+  if (trace.nbytes.size() != last_save.size()) return std::nullopt;
   for (Shape& shape : shapes_) {
     if (shape.options != trace.options || shape.records.nbytes != trace.nbytes) continue;
     ++shape.sightings;

@@ -44,7 +44,8 @@ class Learner {
   // The windows of the shape that the tape goes as; nullopt: it goes as none.
   std::optional<Windows> windows(const Trace& trace) const;
 
-  // The tape is closed. `last_save` as in StepShape. Returns the number of its shape, or nullopt: too long, or empty.
+  // The tape is closed. `last_save` as in StepShape, one for each record that the tape has. Returns the number of its
+  // shape, or nullopt where it is not learned: too long, empty, or of another number of records than next() was told.
   std::optional<uint32_t> learn(const Trace& trace, std::vector<uint64_t> last_save);
 
   // Backward of a tape of this shape has begun. `is_next`: no other tape was packed in between. Learned numbers of
