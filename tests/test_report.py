@@ -149,3 +149,26 @@ def test_tensors_that_cannot_be_asked_for_their_history_hold_up_no_report():
     with pytest.raises(RuntimeError):
         _ = first.grad_fn
     assert "with a history" in torchoffload.report(holders=True)
+
+
+def test_what_one_operator_saved_at_once_is_advised_to_be_compiled_in_blocks():
+    gib = 2**30
+    whole = tape(bytes_kept={"needed_soon": 12 * gib, "tape_end": gib, "parameter": 40 * gib}, bytes_at_once=12 * gib)
+    text = _report.format_stats(made(tapes=(whole,), records_offloaded=20, bytes_offloaded=40 * gib))
+    assert "12.0 GiB of the latest tape stay on the device" in text
+    assert "`for layer in model.model.layers: layer.compile()`" in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"bytes_kept": {"needed_soon": 2 << 30}, "bytes_offloaded": 20 << 30, "bytes_at_once": 20 << 30},
+        {"bytes_kept": {"needed_soon": 20 << 30}, "bytes_at_once": 2 << 30},
+        {"bytes_kept": {"tape_end": 20 << 30}, "bytes_at_once": 20 << 30},
+        {},
+    ],
+    ids=["most of it moved", "saved block by block", "all of it fits the window", "nothing was saved"],
+)
+def test_where_that_is_not_so_no_such_advice_is_given(counts):
+    assert "layer.compile()" not in _report.format_stats(made(tapes=(tape(**counts),), records_offloaded=1))

@@ -62,6 +62,7 @@ py::dict to_dict(const TapeRow& row) {
   dict["records_deduplicated"] = row.records_deduplicated;
   dict["bytes_deduplicated"] = row.bytes_deduplicated;
   dict["bytes_away"] = row.bytes_away;
+  dict["bytes_at_once"] = row.bytes_at_once;
   dict["window_waits"] = row.window_waits;
   dict["passed_by"] = row.passed_by;
   return dict;

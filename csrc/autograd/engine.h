@@ -142,7 +142,7 @@ class Engine {
     std::shared_ptr<ContextState> context;
     TapeRow row;
     uint64_t number = 0;        // in the order of opening
-    uint32_t order_number = 0;  // in its step; see TapeOrder
+    uint64_t order_number = 0;  // see TapeOrder
     Learner::Trace trace;
     std::optional<uint32_t> shape;  // what it was learned as, once closed
     Windows windows;
@@ -150,6 +150,9 @@ class Engine {
     uint64_t record_count = 0;
     uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
     uint64_t latest_record = 0;   // by records_added_
+    uint64_t largest_record_bytes = 0;
+    uint64_t latest_operator = UINT64_MAX;  // the sequence number under which the latest record was saved
+    uint64_t operator_bytes = 0;            // of the records that were saved under it
     uint64_t asked_before = 0;    // the save that a backward asked for last
     int asked_by = kNoGraphTask;  // the graph task that asked last, and what it reloaded is not given back yet
     bool is_timed = false;
@@ -212,6 +215,7 @@ class Engine {
 
   // Learning, in engine_learning.cpp.
   void begin_trace(TapeInfo& tape);
+  RecordKind note_operator(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes);
   KeptReason learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes);
   bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
   void keep_learned(RecordId id, KeptReason reason);
@@ -317,7 +321,6 @@ class Engine {
   TapeOrder order_;
   StorageSet lived_on_, lives_on_;  // storages alive without us at the end of one tape, of two
   uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes
-  uint64_t largest_record_bytes_ = 0;
   uint64_t tapes_opened_ = 0;
   uint64_t records_added_ = 0;
   std::deque<Holdings> holdings_;            // by record index; a reference stays valid while others are added

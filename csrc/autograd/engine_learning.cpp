@@ -1,4 +1,5 @@
 // What the engine tells the Learner of each tape, and keeps because of what was learned.
+#include <ATen/SequenceNumber.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -28,16 +29,28 @@ void Engine::begin_trace(TapeInfo& tape) {
   }
   if (tape.context->options.learn)
     tape.trace = learner_.begin(tape.context->options.windows, order_.is_own_backward_next(tape.order_number));
-  tape.windows = default_windows(tape.context->options.windows, largest_record_bytes_);
+  tape.windows = default_windows(tape.context->options.windows, tape.largest_record_bytes);
+}
+
+// The tape's next record, of this tensor: what it is, and how much its operator saved by now.
+RecordKind Engine::note_operator(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes) {
+  const uint64_t sequence_number = at::sequence_number::peek();
+  const bool is_same_operator = std::exchange(tape.latest_operator, sequence_number) == sequence_number;
+  tape.operator_bytes = is_same_operator ? tape.operator_bytes + nbytes : nbytes;
+  for (TapeRow* const row : {&tape.row, &Statistics::global().totals})
+    row->bytes_at_once = std::max(row->bytes_at_once, tape.operator_bytes);
+  return {static_cast<uint8_t>(tensor.scalar_type()), static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), UINT8_MAX)),
+          is_same_operator};
 }
 
 // Why the tape's next record is to stay, or None.
 KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint64_t nbytes) {
   tape.latest_record = ++records_added_;
-  largest_record_bytes_ = std::max(largest_record_bytes_, nbytes);
+  tape.largest_record_bytes = std::max(tape.largest_record_bytes, nbytes);
   const bool is_first = tape.record_count == 0;
-  const bool was_known = tape.trace.candidates != 0;
-  KeptReason reason = tape.context->options.learn ? learner_.next(tape.trace, nbytes) : KeptReason::None;
+  const bool was_known = tape.trace.is_known();
+  const RecordKind kind = note_operator(tape, tensor, nbytes);
+  KeptReason reason = tape.context->options.learn ? learner_.next(tape.trace, nbytes, kind) : KeptReason::None;
   if (is_first && tape.trace.is_timed && backend_.tells_time()) {
     tape.is_timed = true;
     timeline_.start();
@@ -45,9 +58,9 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   } else if (tape.is_timed && !tape.trace.is_timed) {
     stop_timing(tape, /*is_complete=*/false);
   }
-  if (was_known && tape.trace.candidates == 0) store_.grow_ahead(most_capacity_bytes(*tape.context));
+  if (was_known && !tape.trace.is_known()) store_.grow_ahead(most_capacity_bytes(*tape.context));
   tape.windows =
-      learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, largest_record_bytes_));
+      learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, tape.largest_record_bytes));
   // L1: what lives on elsewhere frees nothing by being moved.
   if (tape.context->options.learn && lives_on_.contains(tensor.storage().unsafeGetStorageImpl()))
     return KeptReason::LivesOn;
@@ -117,10 +130,10 @@ void Engine::learn_tape(TapeId id) {
 #ifdef TORCHOFFLOAD_TESTING
 void Engine::forget_learned_steps() {
   learner_ = {};
+  Statistics::global().tapes_left_behind -= order_.left_behind_count();
   order_ = {};
   lived_on_ = {};
   lives_on_ = {};
-  largest_record_bytes_ = 0;
 }
 #endif
 
@@ -202,13 +215,19 @@ StepTimes Engine::times_of(const TimedTape& tape) {
   } out, in;
   double stalled_s = 0;
   std::optional<double> began_s;
+  uint64_t largest_bytes = 0;  // that was copied
+  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+    const Timeline::Entry& entry = timeline_.entry(number);
+    const bool is_copy = entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn;
+    if (is_copy) largest_bytes = std::max(largest_bytes, entry.nbytes);
+  }
   for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
     const Timeline::Entry& entry = timeline_.entry(number);
     const double span_s = entry.end_s - entry.begin_s;
     if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
       stalled_s += span_s;
     } else if (entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn) {
-      if (entry.nbytes < std::min(kTellingBytes, largest_record_bytes_)) continue;
+      if (entry.nbytes < std::min(kTellingBytes, largest_bytes)) continue;
       Rate& rate = entry.kind == EntryKind::CopyOut ? out : in;
       rate.bytes += static_cast<double>(entry.nbytes);
       rate.seconds += span_s;

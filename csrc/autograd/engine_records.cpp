@@ -23,7 +23,6 @@ std::deque<Engine::PendingCopy>& Engine::pending_copies() {
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
-  const bool is_step_begin = ledger_.live_tapes() == 0;
   const TapeId tape = ledger_.open_tape();
   if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
   TapeInfo& info = tapes_[tape.index];
@@ -31,7 +30,9 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   info.id = tape;
   info.context = std::move(context);
   info.number = ++tapes_opened_;
-  info.order_number = order_.opened(tape, is_step_begin);
+  const size_t left_behind_count = order_.left_behind_count();
+  info.order_number = order_.opened(tape);
+  Statistics::global().tapes_left_behind += order_.left_behind_count() - left_behind_count;
   begin_trace(info);
   ++Statistics::global().live_tapes;
   return tape;
@@ -46,15 +47,19 @@ constexpr uint32_t kStepsUntilKnown = 3;
 }  // namespace
 
 void Engine::fit_store(ContextState& context) {
-  if (is_inherited() || Statistics::global().live_tapes > 0) return;
+  if (is_inherited() || Statistics::global().live_tapes > Statistics::global().tapes_left_behind) return;
   const uint64_t needed_bytes = store_.take_peak_bytes();
   is_growth_held_ = false;
   same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
   step_bytes_ = needed_bytes;
   const uint64_t limit_bytes = most_capacity_bytes(context);
-  if (needed_bytes == 0 || same_step_count_ < kStepsUntilKnown) return store_.grow_ahead(limit_bytes);
+  // Of a step in which nothing moves the store is given back, once. Should a later one move something, it grows as the
+  // first one's did.
+  const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
+  if (!is_known) return store_.grow_ahead(limit_bytes);
   const BlockingSection blocking;
   store_.shrink(needed_bytes);
+  if (needed_bytes == 0) return store_.grow_ahead(limit_bytes);
   store_.reserve(std::min(needed_bytes, limit_bytes));
 }
 
@@ -88,6 +93,9 @@ void Engine::close_tape(TapeId id) {
 
 void Engine::tape_is_gone(TapeId id) {
   stop_timing(tapes_[id.index], /*is_complete=*/true);
+  const size_t left_behind_count = order_.left_behind_count();
+  order_.gone(tapes_[id.index].order_number);
+  Statistics::global().tapes_left_behind -= left_behind_count - order_.left_behind_count();
   Statistics::global().tape_finished(tapes_[id.index].row);
   --Statistics::global().live_tapes;
   tapes_[id.index] = {};

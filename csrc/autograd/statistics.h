@@ -16,7 +16,8 @@ struct TapeRow {
   uint64_t records_reloaded = 0, bytes_reloaded = 0;
   uint64_t records_deduplicated = 0, bytes_deduplicated = 0;
   std::array<uint64_t, kKeptReasonCount> records_kept{}, bytes_kept{};
-  uint64_t bytes_away = 0;  // of device memory given up by the tape's end
+  uint64_t bytes_away = 0;     // of device memory given up by the tape's end
+  uint64_t bytes_at_once = 0;  // of the records that one operator saved, at most
   uint64_t window_waits = 0;
   uint64_t passed_by = 0;
 };
@@ -33,6 +34,7 @@ struct Statistics {
   TapeRow totals;
   uint64_t handles = 0;  // saved tensors seen
   uint64_t live_handles = 0, live_records = 0, live_slots = 0, live_tapes = 0;
+  uint64_t tapes_left_behind = 0;  // of the live ones: no step waits for them; see TapeOrder
   uint64_t slot_bytes = 0, peak_slot_bytes = 0;
   uint64_t peak_pinned_bytes = 0;
   uint64_t charged_bytes = 0;  // of all budgets

@@ -1,7 +1,6 @@
 #include "core/plan.h"
 
 #include <algorithm>
-#include <deque>
 #include <numeric>
 #include <utility>
 
@@ -11,10 +10,9 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// A window of a few of the largest record keeps the link busy while one of them is waited for; above a GiB more than
-// one brings nothing that memory is worth.
-constexpr uint64_t kDefaultWindowRecords = 4;
-constexpr uint64_t kDefaultWindowCapBytes = 1024 * kMiB;
+// The windows that are tried go up to so many of the largest record, and at least so far.
+constexpr uint64_t kMostWindowRecords = 4;
+constexpr uint64_t kMostWindowBytes = 2048 * kMiB;
 
 // Copies below it stay well under the link's rate (1 MiB: nine tenths of it): they are the first to be kept, out of
 // this share of the window.
@@ -34,15 +32,6 @@ constexpr uint64_t kNearEnough = 1024;
 uint64_t sum_of(const std::vector<uint64_t>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
 
 }  // namespace
-
-Windows default_windows(const WindowOptions& options, uint64_t largest_record_bytes) {
-  const uint64_t usual_bytes =
-      std::max(largest_record_bytes, std::min(kDefaultWindowRecords * largest_record_bytes, kDefaultWindowCapBytes));
-  Windows windows{usual_bytes, options.reload_bytes.value_or(usual_bytes)};
-  if (options.offload_records) windows.offload_bytes = *options.offload_records * largest_record_bytes;
-  if (options.offload_bytes) windows.offload_bytes = *options.offload_bytes;
-  return windows;
-}
 
 // ---- which sum ----
 
@@ -96,137 +85,63 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
   return taken;
 }
 
-// ---- what a step takes ----
-
-PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan) {
-  enum class State : uint8_t { Resident, Offloading, Offloaded, Reloading, Done };
-  struct Live {
-    State state = State::Resident;
-    double copied_s = 0;  // out, then in
-  };
-  const size_t count = shape.nbytes.size();
-  const LinkRates& link = times.link;
-  std::vector<Live> live(count);
-  PlannedStep step;
-  double clock_s = 0;
-  double pure_s = 0;
-  double out_free_s = 0;
-  double in_free_s = 0;
-  uint64_t kept_bytes = 0;
-  uint64_t offloading_bytes = 0;
-  uint64_t ahead_bytes = 0;
-  uint64_t moved_out_bytes = 0;
-  uint64_t moved_in_bytes = 0;
-  std::deque<size_t> in_flight;
-  const auto is_kept = [&](size_t record) { return plan.kept[record] != KeptReason::None; };
-  const auto advance = [&](double to_s) {
-    clock_s += std::max(0.0, to_s - pure_s);
-    pure_s = std::max(pure_s, to_s);
-  };
-  const auto note_held = [&] {
-    step.peak_held_bytes = std::max(step.peak_held_bytes, kept_bytes + offloading_bytes + ahead_bytes);
-  };
-
-  for (size_t record = 0; record < count; ++record) {
-    const uint64_t nbytes = shape.nbytes[record];
-    advance(times.records[record].ready_s);
-    if (is_kept(record)) {
-      kept_bytes += nbytes;
-      step.kept_bytes += nbytes;
-    } else {
-      out_free_s = std::max(clock_s, out_free_s) + static_cast<double>(nbytes) / link.out_bytes_per_s + link.latency_s;
-      live[record] = {State::Offloading, out_free_s};
-      in_flight.push_back(record);
-      offloading_bytes += nbytes;
-      moved_out_bytes += nbytes;
-    }
-    while (!in_flight.empty() && offloading_bytes + kept_bytes > plan.windows.offload_bytes) {
-      const size_t oldest = in_flight.front();
-      in_flight.pop_front();
-      clock_s = std::max(clock_s, live[oldest].copied_s);
-      live[oldest].state = State::Offloaded;
-      offloading_bytes -= shape.nbytes[oldest];
-    }
-    note_held();
-  }
-
-  const double forward_s = pure_s;
-  std::vector<size_t> uses;
-  std::vector<size_t> reloads;
-  for (size_t record = 0; record < count; ++record) {
-    if (times.records[record].needed_s < 0) continue;
-    uses.push_back(record);
-    reloads.push_back(record);
-  }
-  std::stable_sort(uses.begin(), uses.end(),
-                   [&](size_t a, size_t b) { return times.records[a].needed_s < times.records[b].needed_s; });
-  std::stable_sort(reloads.begin(), reloads.end(),
-                   [&](size_t a, size_t b) { return shape.last_save[a] > shape.last_save[b]; });
-  const auto start_reload = [&](size_t record) {
-    in_free_s = std::max({clock_s, in_free_s, live[record].copied_s}) +
-                static_cast<double>(shape.nbytes[record]) / link.in_bytes_per_s + link.latency_s;
-    live[record] = {State::Reloading, in_free_s};
-    moved_in_bytes += shape.nbytes[record];
-  };
-  size_t cursor = 0;
-  uint64_t released_bytes = 0;  // of what was kept: a handle dies after its operator ran
-  for (const size_t used : uses) {
-    const uint64_t nbytes = shape.nbytes[used];
-    advance(times.records[used].needed_s);
-    kept_bytes -= std::exchange(released_bytes, 0);
-    switch (live[used].state) {
-      case State::Resident:
-        released_bytes = nbytes;
-        break;
-      case State::Offloading:  // the source is still here
-        offloading_bytes -= nbytes;
-        break;
-      case State::Offloaded:
-        start_reload(used);
-        ahead_bytes += nbytes;
-        break;
-      case State::Reloading:
-      case State::Done:
-        break;
-    }
-    while (cursor < reloads.size()) {
-      const size_t next = reloads[cursor];
-      if (live[next].state == State::Offloaded) {
-        if (ahead_bytes + kept_bytes + shape.nbytes[next] > plan.windows.reload_bytes) break;
-        start_reload(next);
-        ahead_bytes += shape.nbytes[next];
-      }
-      ++cursor;
-    }
-    note_held();
-    if (live[used].state == State::Reloading) {
-      clock_s = std::max(clock_s, live[used].copied_s);
-      ahead_bytes -= nbytes;
-    }
-    live[used].state = State::Done;
-  }
-  advance(times.compute_s);
-  step.step_s = clock_s;
-  step.moved_bytes = moved_out_bytes;
-  step.bound_s = std::max(forward_s, static_cast<double>(moved_out_bytes) / link.out_bytes_per_s) +
-                 std::max(times.compute_s - forward_s, static_cast<double>(moved_in_bytes) / link.in_bytes_per_s);
-  return step;
-}
-
 // ---- the plan ----
 
 namespace {
 
-// L2: a record that is asked for again before it could be out and back saves nothing while it is away.
-std::vector<KeptReason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times) {
-  std::vector<KeptReason> kept(shape.nbytes.size(), KeptReason::None);
-  if (times == nullptr) return kept;
+// How often a plan that holds too much is made smaller before it is given up.
+constexpr int kMostTries = 8;
+
+// What a plan may hold; see Note [What a learned step may hold].
+struct Bound {
+  HeldBytes first;                    // what the first step holds
+  std::vector<uint64_t> after_bytes;  // kept and in flight once a record's operator has ended
+  uint64_t reload_bytes = 0;          // the first step's window
+};
+
+Bound bound_of(const StepShape& shape, const StepTimes& times, const WindowOptions& options) {
+  const Plan plan = first_plan(shape, options);
+  Bound bound{simulate(shape, times, plan).held, {}, plan.reload_bytes};
+  const OperatorSaves saves = operator_saves(shape);
+  const uint64_t set_bytes = options.sets_offload() ? default_windows(options, shape.largest_bytes()).offload_bytes : 0;
+  const auto saved_at = [&](size_t record) { return record < shape.count() ? saves.nbytes[record] : 0; };
+  for (size_t record = 0; record < shape.count(); ++record) {
+    const size_t next = saves.end[record];
+    const size_t after_next = next < shape.count() ? saves.end[next] : next;
+    const uint64_t room_bytes = std::min(bound.first.forward - saved_at(next),
+                                         bound.first.forward_late - saved_at(next) - saved_at(after_next));
+    bound.after_bytes.push_back(std::max(room_bytes, set_bytes));
+  }
+  return bound;
+}
+
+// By how much what is kept exceeds the bound in forward.
+uint64_t excess_bytes(const StepShape& shape, const std::vector<KeptReason>& kept, const Bound& bound) {
+  uint64_t kept_bytes = 0;
+  uint64_t excess_bytes = 0;
   for (size_t record = 0; record < kept.size(); ++record) {
+    if (kept[record] != KeptReason::None) kept_bytes += shape.nbytes[record];
+    excess_bytes = std::max(excess_bytes, kept_bytes - std::min(kept_bytes, bound.after_bytes[record]));
+  }
+  return excess_bytes;
+}
+
+// L2: a record that is asked for again before it could be out and back saves nothing while it is away. Those at the
+// tape's end are asked for first: they come first where the bound does not admit all.
+std::vector<KeptReason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times, const Bound& bound) {
+  std::vector<KeptReason> kept(shape.count(), KeptReason::None);
+  if (times == nullptr) return kept;
+  uint64_t room_bytes = UINT64_MAX;
+  for (size_t record = kept.size(); record-- > 0;) {
+    room_bytes = std::min(room_bytes, bound.after_bytes[record]);
     const auto [ready_s, needed_s] = times->records[record];
     const auto nbytes = static_cast<double>(shape.nbytes[record]);
     const double round_trip_s =
         nbytes / times->link.out_bytes_per_s + nbytes / times->link.in_bytes_per_s + times->link.latency_s;
-    if (needed_s >= 0 && needed_s - ready_s < round_trip_s) kept[record] = KeptReason::NeededSoon;
+    const bool is_soon = needed_s >= 0 && needed_s - ready_s < round_trip_s;
+    if (!is_soon || shape.nbytes[record] > room_bytes) continue;
+    room_bytes -= shape.nbytes[record];
+    kept[record] = KeptReason::NeededSoon;
   }
   return kept;
 }
@@ -267,27 +182,62 @@ void keep_within(std::vector<KeptReason>& kept, const StepShape& shape, uint64_t
   }
 }
 
+// As much of `room_bytes` as the bound admits.
+void keep_end(std::vector<KeptReason>& kept, const StepShape& shape, uint64_t room_bytes, const Bound& bound,
+              bool is_exact) {
+  const uint64_t soon_bytes = kept_bytes(shape, kept);
+  for (int tries = 0; tries < kMostTries && room_bytes > 0; ++tries) {
+    std::vector<KeptReason> with_end = kept;
+    keep_within(with_end, shape, room_bytes, is_exact);
+    const uint64_t excess = excess_bytes(shape, with_end, bound);
+    if (excess == 0) {
+      kept = std::move(with_end);
+      return;
+    }
+    const uint64_t end_bytes = kept_bytes(shape, with_end) - soon_bytes;
+    room_bytes = end_bytes - std::min(end_bytes, excess);
+  }
+}
+
+// The parts of a step that all plans for it share.
+struct Planning {
+  const StepShape& shape;
+  const StepTimes& times;
+  const WindowOptions& options;
+  const Bound& bound;
+  const std::vector<KeptReason>& returns_soon;
+};
+
 // A plan with windows of `window_bytes` where the user set none, beside what returns soon.
-Plan plan_for(const StepShape& shape, std::vector<KeptReason> returns_soon, const WindowOptions& options,
-              uint64_t window_bytes, bool keeps_end, bool is_exact) {
+Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool is_exact) {
+  const auto& [shape, times, options, bound, returns_soon] = step;
   const uint64_t soon_bytes = kept_bytes(shape, returns_soon);
-  const uint64_t largest_bytes = shape.nbytes.empty() ? 0 : *std::max_element(shape.nbytes.begin(), shape.nbytes.end());
-  Plan plan{std::move(returns_soon), default_windows(options, largest_bytes)};
-  if (!options.offload_bytes && !options.offload_records) plan.windows.offload_bytes = soon_bytes + window_bytes;
-  if (!options.reload_bytes) plan.windows.reload_bytes = soon_bytes + window_bytes;
-  if (keeps_end && plan.windows.reload_bytes > soon_bytes)
-    keep_within(plan.kept, shape, plan.windows.reload_bytes - soon_bytes, is_exact);
+  Plan plan{returns_soon, {}, options.reload_bytes.value_or(soon_bytes + window_bytes), window_bytes};
+  if (keeps_end && plan.reload_bytes > soon_bytes)
+    keep_end(plan.kept, shape, plan.reload_bytes - soon_bytes, bound, is_exact);
+  if (!options.reload_bytes)
+    plan.reload_bytes = std::min(plan.reload_bytes, std::max(bound.reload_bytes, kept_bytes(shape, plan.kept)));
+  const uint64_t set_bytes = default_windows(options, shape.largest_bytes()).offload_bytes;
+  for (const uint64_t bound_bytes : bound.after_bytes)
+    plan.offload_bytes.push_back(options.sets_offload() ? set_bytes : std::min(soon_bytes + window_bytes, bound_bytes));
   return plan;
 }
 
-// The least window at which compute or link is as busy as any window makes it.
-uint64_t choose_window(const StepShape& shape, const StepTimes& times, const std::vector<KeptReason>& returns_soon,
-                       const WindowOptions& options, bool keeps_end) {
+// Windows that the user set are within whatever they hold.
+bool is_within(const HeldBytes& held, const WindowOptions& options, const Bound& bound) {
+  const bool is_forward_within = held.forward <= bound.first.forward && held.forward_late <= bound.first.forward_late;
+  return (options.sets_offload() || is_forward_within) &&
+         (options.reload_bytes || held.backward <= std::max(bound.first.forward, bound.first.backward));
+}
+
+// The least window at which compute or link is as busy as any window makes it that holds no more than it may.
+uint64_t choose_window(const Planning& step, bool keeps_end) {
   uint64_t largest_bytes = 0;
-  for (size_t record = 0; record < shape.nbytes.size(); ++record) {
-    if (returns_soon[record] == KeptReason::None) largest_bytes = std::max(largest_bytes, shape.nbytes[record]);
+  for (size_t record = 0; record < step.shape.count(); ++record) {
+    if (step.returns_soon[record] == KeptReason::None)
+      largest_bytes = std::max(largest_bytes, step.shape.nbytes[record]);
   }
-  const uint64_t most_bytes = std::max(kDefaultWindowRecords * largest_bytes, 2 * kDefaultWindowCapBytes);
+  const uint64_t most_bytes = std::max(kMostWindowRecords * largest_bytes, kMostWindowBytes);
   struct Tried {
     uint64_t window_bytes;
     double efficiency;
@@ -297,11 +247,13 @@ uint64_t choose_window(const StepShape& shape, const StepTimes& times, const std
   for (auto window = static_cast<double>(largest_bytes); window <= static_cast<double>(most_bytes);
        window *= kWindowStep) {
     const auto window_bytes = static_cast<uint64_t>(window);
-    const PlannedStep step =
-        simulate(shape, times, plan_for(shape, returns_soon, options, window_bytes, keeps_end, /*is_exact=*/false));
-    const double efficiency = step.step_s > 0 ? step.bound_s / step.step_s : 1;
-    tried.push_back({window_bytes, efficiency});
-    best = std::max(best, efficiency);
+    const PlannedStep planned =
+        simulate(step.shape, step.times, plan_for(step, window_bytes, keeps_end, /*is_exact=*/false));
+    if (is_within(planned.held, step.options, step.bound)) {
+      const double efficiency = planned.step_s > 0 ? planned.bound_s / planned.step_s : 1;
+      tried.push_back({window_bytes, efficiency});
+      best = std::max(best, efficiency);
+    }
     if (window < 1) break;
   }
   for (const auto& [window_bytes, efficiency] : tried) {
@@ -310,19 +262,36 @@ uint64_t choose_window(const StepShape& shape, const StepTimes& times, const std
   return largest_bytes;
 }
 
+// The plan with as much of its reload window as the bound admits; nullopt: it holds too much all the same.
+std::optional<Plan> within_bound(const Planning& step, Plan plan) {
+  for (int tries = 0; tries < kMostTries; ++tries) {
+    const HeldBytes held = simulate(step.shape, step.times, plan).held;
+    if (is_within(held, step.options, step.bound)) return plan;
+    const uint64_t most_bytes = std::max(step.bound.first.forward, step.bound.first.backward);
+    if (step.options.reload_bytes || held.backward <= most_bytes) return std::nullopt;
+    plan.reload_bytes -= std::min(plan.reload_bytes, held.backward - most_bytes);
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
-Plan make_plan(const StepShape& shape, const StepTimes* times, const WindowOptions& options, bool keeps_end) {
+Plan make_plan(const StepShape& shape, const StepTimes* times, const WindowOptions& options, bool keeps_end,
+               std::optional<uint64_t> window_bytes) {
   const bool is_timed = times != nullptr && times->link.is_known();
   const bool is_least_memory = options.reload_bytes == 0;
-  const auto returns_soon = keep_what_returns_soon(shape, is_timed && !is_least_memory ? times : nullptr);
-  uint64_t window_bytes = 0;
-  if (is_timed) {
-    window_bytes = choose_window(shape, *times, returns_soon, options, keeps_end);
-  } else if (!shape.nbytes.empty()) {
-    window_bytes = default_windows({}, *std::max_element(shape.nbytes.begin(), shape.nbytes.end())).reload_bytes;
-  }
-  return plan_for(shape, returns_soon, options, window_bytes, keeps_end, /*is_exact=*/true);
+  const StepTimes in_order = is_timed ? StepTimes{} : times_in_order(shape.count());
+  const StepTimes& known = is_timed ? *times : in_order;
+  const Bound bound = bound_of(shape, known, options);
+  const auto returns_soon = keep_what_returns_soon(shape, is_timed && !is_least_memory ? times : nullptr, bound);
+  const Planning step{shape, known, options, bound, returns_soon};
+  if (!window_bytes)
+    window_bytes = is_timed ? choose_window(step, keeps_end) : default_windows({}, shape.largest_bytes()).reload_bytes;
+  if (auto plan = within_bound(step, plan_for(step, *window_bytes, keeps_end, /*is_exact=*/true)))
+    return *std::move(plan);
+  if (auto plan = within_bound(step, plan_for(step, *window_bytes, /*keeps_end=*/false, /*is_exact=*/true)))
+    return *std::move(plan);
+  return first_plan(shape, options);
 }
 
 }  // namespace torchoffload

@@ -12,33 +12,83 @@ bool TapeOrder::note(Event event) {
   return goes_as_last_;
 }
 
-uint32_t TapeOrder::opened(TapeId tape, bool is_step_begin) {
-  if (is_step_begin) {
-    const bool had_backward =
-        std::any_of(events_.begin(), events_.end(), [](Event event) { return event.is_backward; });
-    if (had_backward) last_ = std::move(events_);  // an evaluation in between is no step
-    events_.clear();
-    tapes_.clear();
-    latest_.reset();
-    goes_as_last_ = last_.size() < 2 * kTapeLimit;
+uint64_t TapeOrder::opened(TapeId tape) {
+  if (alive_.empty()) {
+    begin_step(std::move(events_));
+  } else {
+    look_at_round();
   }
-  const auto number = static_cast<uint32_t>(std::min(tapes_.size(), kTapeLimit));
-  if (number < kTapeLimit) tapes_.push_back(tape);
-  (void)note({number, false});
+  const uint64_t number = next_number_++;
+  alive_.push_back(number);
+  const auto place = static_cast<uint32_t>(std::min(tapes_.size(), kTapeLimit));
+  if (place < kTapeLimit) tapes_.push_back(tape);
+  (void)note({place, false});
   return number;
 }
 
-bool TapeOrder::backward_began(uint32_t number) {
+void TapeOrder::begin_step(std::vector<Event> ended) {
+  const bool had_backward = std::ranges::any_of(ended, &Event::is_backward);
+  if (had_backward) last_ = std::move(ended);  // an evaluation in between is no step
+  events_.clear();
+  tapes_.clear();
+  latest_.reset();
+  first_number_ = next_number_;
+  goes_as_last_ = last_.size() < 2 * kTapeLimit;
+  round_alive_.clear();
+}
+
+// A tape is opened while others are alive. See Note [Tapes that are left behind].
+void TapeOrder::look_at_round() {
+  if (alive_.back() + 1 == next_number_) return;  // the latest tape is alive: nothing has come and gone since
+  if (round_alive_ != alive_) {
+    round_alive_ = alive_;
+    round_count_ = 0;
+  } else if (!is_opening_expected()) {
+    ++round_count_;
+    std::optional<std::vector<Event>> round = latest_round();
+    if (round && (*round == last_ || round_count_ >= rounds_until_left(alive_.size()))) {
+      left_behind_.insert(left_behind_.end(), alive_.begin(), alive_.end());
+      alive_.clear();
+      return begin_step(*std::move(round));
+    }
+  }
+  round_event_ = events_.size();
+  round_number_ = next_number_;
+}
+
+// What happened since the round began, as a step of its own; nullopt: it is none.
+std::optional<std::vector<TapeOrder::Event>> TapeOrder::latest_round() const {
+  std::vector<Event> round(events_.begin() + static_cast<ptrdiff_t>(round_event_), events_.end());
+  const uint64_t first_place = round_number_ - first_number_;
+  const bool is_of_its_own = events_.size() < 2 * kTapeLimit &&
+                             std::ranges::all_of(round, [&](const Event& event) { return event.tape >= first_place; });
+  if (!is_of_its_own || std::ranges::none_of(round, &Event::is_backward)) return std::nullopt;
+  for (Event& event : round) event.tape -= static_cast<uint32_t>(first_place);
+  return round;
+}
+
+bool TapeOrder::is_opening_expected() const {
+  return goes_as_last_ && events_.size() < last_.size() &&
+         last_[events_.size()] == Event{static_cast<uint32_t>(tapes_.size()), false};
+}
+
+void TapeOrder::gone(uint64_t number) {
+  std::erase(alive_, number);
+  std::erase(left_behind_, number);
+}
+
+bool TapeOrder::backward_began(uint64_t number) {
   latest_ = number;
-  return note({number, true});
+  if (number < first_number_) return false;  // of a tape that was left behind
+  return note({static_cast<uint32_t>(std::min(number - first_number_, uint64_t{kTapeLimit})), true});
 }
 
 std::optional<TapeId> TapeOrder::coming(size_t places) const {
   if (!goes_as_last_) return std::nullopt;
   for (size_t place = events_.size(); place < last_.size(); ++place) {
     if (!last_[place].is_backward || places-- > 0) continue;
-    const uint32_t number = last_[place].tape;
-    return number < tapes_.size() ? std::optional(tapes_[number]) : std::nullopt;
+    const uint32_t tape = last_[place].tape;
+    return tape < tapes_.size() ? std::optional(tapes_[tape]) : std::nullopt;
   }
   return std::nullopt;
 }
@@ -47,9 +97,9 @@ bool TapeOrder::is_backward_next() const {
   return goes_as_last_ && events_.size() < last_.size() && last_[events_.size()].is_backward;
 }
 
-std::optional<bool> TapeOrder::is_own_backward_next(uint32_t number) const {
-  if (!goes_as_last_ || events_.size() >= last_.size()) return std::nullopt;
-  return last_[events_.size()] == Event{number, true};
+std::optional<bool> TapeOrder::is_own_backward_next(uint64_t number) const {
+  if (!goes_as_last_ || events_.size() >= last_.size() || number < first_number_) return std::nullopt;
+  return last_[events_.size()] == Event{static_cast<uint32_t>(number - first_number_), true};
 }
 
 }  // namespace torchoffload

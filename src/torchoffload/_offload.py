@@ -64,7 +64,7 @@ class OffloadActivations(saved_tensors_hooks):
     use_streams : bool
         Copy on streams of our own, beside the compute stream. False: on the compute stream itself.
     max_fwd_stash_size : int, optional
-        The offload window as a count, at least 1, of the largest record seen. Not together with
+        The offload window as a count, at least 1, of the tape's largest record. Not together with
         ``offload_window_bytes``.
     min_offload_size : int, optional
         Bytes of storage below which a saved tensor is kept. Default: 64 KiB for the host tier, 1 MiB for the disk tier.

@@ -153,6 +153,29 @@ def _advice(seen: OffloadStats) -> list[str]:
     return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
 
 
+def _moving_bytes(tape: TapeStats) -> int:
+    """Bytes that could have moved, whether they did or not."""
+    return tape.bytes_offloaded + sum(nbytes for reason, nbytes in tape.bytes_kept.items() if reason != "parameter")
+
+
+def _saved_at_once_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
+    """Advise on a model that was compiled as a whole: one operator saves most, and backward asks for it at once."""
+    closed = [tape for tape in tapes if _moving_bytes(tape)]
+    if not closed:
+        return []
+    latest = closed[-1]
+    soon_bytes = latest.bytes_kept.get("needed_soon", 0)
+    if 2 * min(soon_bytes, latest.bytes_at_once) <= _moving_bytes(latest):
+        return []
+    return [
+        "",
+        f"{human_bytes(soon_bytes)} of the latest tape stay on the device: one operator saved most of it at once,",
+        "as the forward of a model that is compiled as a whole does when it ends, and backward asks for it right",
+        "after. Compile the blocks instead, as in `for layer in model.model.layers: layer.compile()`: what one of",
+        "them saves moves while the others compute.",
+    ]
+
+
 def _holders() -> Counter[str]:
     """Count the tensors with a history that Python holds, alike ones together: each keeps its whole graph."""
     found: Counter[str] = Counter()
@@ -224,7 +247,7 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
         ),
         *more,
         *_tape_lines(seen),
-        *_advice(seen),
+        *(_saved_at_once_lines(seen.tapes) or _advice(seen)),
     ]
     return "\n".join(lines)
 

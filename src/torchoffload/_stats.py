@@ -20,6 +20,7 @@ class _Counts:
     records_kept: dict[str, int]
     bytes_kept: dict[str, int]
     bytes_away: int
+    bytes_at_once: int
     window_waits: int
     passed_by: int
 
@@ -44,6 +45,8 @@ class TapeStats(_Counts):
     bytes_away : int
         Device memory that the tape had given up when it closed (as its context was left, or as its backward began):
         what the memory at the loss is smaller by.
+    bytes_at_once : int
+        The most that one operator saved in records of its own, whether they moved or not. A compiled region is one.
     window_waits : int
         How often a full offload window made the compute stream wait.
     passed_by : int

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "autograd/registry.h"
 #include "core/learner.h"
 #include "core/plan.h"
+#include "core/tape_order.h"
 
 namespace py = pybind11;
 
@@ -33,13 +35,19 @@ StepTimes step_times(const std::vector<std::pair<double, double>>& records, doub
   return times;
 }
 
+StepShape step_shape(const Sizes& nbytes, const Sizes& last_save, const std::vector<bool>& joins) {
+  StepShape shape{nbytes, last_save, {}};
+  for (const bool is_same_operator : joins) shape.kinds.push_back({.is_same_operator = is_same_operator});
+  return shape;
+}
+
 py::dict to_dict(const Plan& plan) {
   py::list kept;
   for (const KeptReason reason : plan.kept) kept.append(to_string(reason));
   py::dict dict;
   dict["kept"] = kept;
-  dict["offload_window_bytes"] = plan.windows.offload_bytes;
-  dict["reload_window_bytes"] = plan.windows.reload_bytes;
+  dict["offload_window_bytes"] = plan.offload_bytes.empty() ? 0 : *std::ranges::max_element(plan.offload_bytes);
+  dict["reload_window_bytes"] = plan.reload_bytes;
   return dict;
 }
 
@@ -49,7 +57,9 @@ py::dict to_dict(const PlannedStep& step) {
   dict["bound_s"] = step.bound_s;
   dict["moved_bytes"] = step.moved_bytes;
   dict["kept_bytes"] = step.kept_bytes;
-  dict["peak_held_bytes"] = step.peak_held_bytes;
+  dict["held_forward_bytes"] = step.held.forward;
+  dict["held_forward_late_bytes"] = step.held.forward_late;
+  dict["held_backward_bytes"] = step.held.backward;
   return dict;
 }
 
@@ -65,36 +75,56 @@ void bind_plan_testing(py::module_& module) {
   py::class_<StepTimes>(module, "StepTimes")
       .def(py::init(&step_times), py::arg("records"), py::arg("compute_s"), py::arg("out_rate"), py::arg("in_rate"),
            py::arg("latency_s") = 0.0);
-  // The plan, and what a step under it takes where there are times.
+  // The plan, and what a step under it takes where there are times; else one of which only the order is known.
+  // `joins`: records that were saved by the operator of the record before.
   module.def(
       "plan_step",
-      [](const Sizes& nbytes, const Sizes& last_save, const StepTimes* times, const Options& options, bool keeps_end) {
-        const StepShape shape{nbytes, last_save};
+      [](const Sizes& nbytes, const Sizes& last_save, const StepTimes* times, const Options& options, bool keeps_end,
+         const std::vector<bool>& joins) {
+        const StepShape shape = step_shape(nbytes, last_save, joins);
         const Plan plan = make_plan(shape, times, window_options(options), keeps_end);
-        const std::optional<PlannedStep> step =
-            times != nullptr ? std::optional(simulate(shape, *times, plan)) : std::nullopt;
-        return std::pair(to_dict(plan), step ? py::object(to_dict(*step)) : py::none());
+        const StepTimes in_order = times_in_order(nbytes.size());
+        return std::pair(to_dict(plan), to_dict(simulate(shape, times != nullptr ? *times : in_order, plan)));
       },
       py::arg("nbytes"), py::arg("last_save"), py::arg("times").none(true), py::arg("options") = Options{},
-      py::arg("keeps_end") = true);
+      py::arg("keeps_end") = true, py::arg("joins") = std::vector<bool>{});
+  // What the first step takes, of which nothing is known.
+  module.def(
+      "first_step",
+      [](const Sizes& nbytes, const Sizes& last_save, const StepTimes* times, const Options& options,
+         const std::vector<bool>& joins) {
+        const StepShape shape = step_shape(nbytes, last_save, joins);
+        const StepTimes in_order = times_in_order(nbytes.size());
+        return to_dict(
+            simulate(shape, times != nullptr ? *times : in_order, first_plan(shape, window_options(options))));
+      },
+      py::arg("nbytes"), py::arg("last_save"), py::arg("times").none(true), py::arg("options") = Options{},
+      py::arg("joins") = std::vector<bool>{});
   // What a step takes under a plan that was made elsewhere.
   module.def("simulate",
              [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
                 uint64_t offload_window_bytes, uint64_t reload_window_bytes) {
                Plan plan;
                for (const bool is_kept : kept) plan.kept.push_back(is_kept ? KeptReason::TapeEnd : KeptReason::None);
-               plan.windows = {offload_window_bytes, reload_window_bytes};
-               return to_dict(simulate({nbytes, last_save}, times, plan));
+               plan.offload_bytes.assign(nbytes.size(), offload_window_bytes);
+               plan.reload_bytes = reload_window_bytes;
+               return to_dict(simulate({nbytes, last_save, {}}, times, plan));
              });
 
-  py::class_<Learner::Trace>(module, "Trace").def_readonly("is_timed", &Learner::Trace::is_timed);
+  py::class_<Learner::Trace>(module, "Trace")
+      .def_readonly("is_timed", &Learner::Trace::is_timed)
+      .def_readonly("expected_count", &Learner::Trace::expected_count);
   py::class_<Learner>(module, "Learner")
       .def(py::init<>())
       .def(
           "begin", [](Learner& self, const Options& options) { return self.begin(window_options(options)); },
           py::arg("options") = Options{})
-      .def("next", [](Learner& self, Learner::Trace& trace,
-                      uint64_t nbytes) { return std::string(to_string(self.next(trace, nbytes))); })
+      .def(
+          "next",
+          [](Learner& self, Learner::Trace& trace, uint64_t nbytes, uint8_t dtype) {
+            return std::string(to_string(self.next(trace, nbytes, {.dtype = dtype})));
+          },
+          py::arg("trace"), py::arg("nbytes"), py::arg("dtype") = 0)
       .def("windows",
            [](Learner& self, const Learner::Trace& trace) {
              const auto windows = self.windows(trace);
@@ -104,16 +134,36 @@ void bind_plan_testing(py::module_& module) {
       .def("backward_began", &Learner::backward_began)
       .def("learn_times", [](Learner& self, uint32_t shape, const StepTimes& times) { self.learn_times(shape, times); })
       .def("shape_count", &Learner::shape_count)
+      .def("structure_count", &Learner::structure_count)
       .def("plan_of", [](Learner& self, uint32_t shape) -> py::object {
         const Plan* const plan = self.plan_of(shape);
         if (plan == nullptr) return py::none();
         return to_dict(*plan);
       });
+  py::class_<TapeOrder>(module, "TapeOrder")
+      .def(py::init<>())
+      .def("opened", [](TapeOrder& self, uint32_t tape) { return self.opened({tape, 0}); })
+      .def("gone", &TapeOrder::gone)
+      .def("backward_began", &TapeOrder::backward_began)
+      .def("is_own_backward_next", &TapeOrder::is_own_backward_next)
+      .def("coming",
+           [](const TapeOrder& self, size_t places) {
+             const auto tape = self.coming(places);
+             return tape ? std::optional(tape->index) : std::nullopt;
+           })
+      .def("left_behind_count", &TapeOrder::left_behind_count);
   module.attr("shape_limit") = Learner::kShapeLimit;
+  module.attr("expected_limit") = Learner::kExpectedLimit;
   module.attr("learned_record_limit") = Learner::kRecordLimit;
   module.def("forget_learned", [] {
     for (Engine* const engine : all_engines()) engine->forget_learned_steps();
   });
+  module.def("structures_learned", [] {
+    size_t count = 0;
+    for (const Engine* const engine : all_engines()) count += engine->learner().structure_count();
+    return count;
+  });
+  module.def("tapes_left_behind", [] { return Statistics::global().tapes_left_behind; });
   module.def("shapes_learned", [] {
     size_t count = 0;
     for (const Engine* const engine : all_engines()) count += engine->learner().shape_count();

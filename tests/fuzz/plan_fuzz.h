@@ -28,6 +28,10 @@ class PlanFuzz {
     for (unsigned step = 0; step < 60; ++step) {
       std::vector<uint64_t> nbytes = shapes[below(shapes.size())];
       if (below(4) == 0) nbytes.resize(below(nbytes.size() + 1));
+      if (below(3) == 0) {  // another length
+        const uint64_t ratio = 1 + below(7);
+        for (uint64_t& size : nbytes) size *= ratio;
+      }
       const std::optional<bool> keeps_end = below(2) == 0 ? std::nullopt : std::optional(below(2) == 0);
       Learner::Trace trace = learner_.begin(options_of(nbytes.size()), keeps_end);
       walk(trace, nbytes);
@@ -36,7 +40,9 @@ class PlanFuzz {
       for (const auto& [closed, sizes] : std::exchange(open, {})) close(closed, sizes);
     }
     expect(learner_.shape_count() <= Learner::kShapeLimit, "more shapes are known than the limit");
+    expect(learner_.structure_count() <= Learner::kShapeLimit, "more structures are known than the limit");
     run_orders();
+    run_beside_kept_ones();
   }
 
  private:
@@ -82,20 +88,43 @@ class PlanFuzz {
 
   void run_order(TapeOrder& order, const Step& step, const Step& last, uint32_t round) {
     bool goes_as_last = true;
+    uint64_t first = 0;
     uint32_t opened = 0;
     for (size_t place = 0; place < step.size(); ++place) {
       const Event& event = step[place];
       const bool was_expected = goes_as_last && place < last.size() && last[place] == event;
       if (place > 0) check_coming(order, last, place, goes_as_last, opened, round);
       if (event.is_backward) {
-        expect(order.backward_began(event.tape) == was_expected, "a backward was expected, or not, against the model");
-        expect(order.is_latest(event.tape), "the latest backward is another's");
+        expect(order.backward_began(first + event.tape) == was_expected,
+               "a backward was expected, or not, against the model");
+        expect(order.is_latest(first + event.tape), "the latest backward is another's");
       } else {
-        expect(order.opened(id_of(event.tape, round), place == 0) == event.tape, "a tape has another's number");
-        ++opened;
+        const uint64_t number = order.opened(id_of(event.tape, round));
+        if (opened++ == 0) first = number;
+        expect(number == first + event.tape, "a tape has another's number");
       }
       goes_as_last = was_expected;
     }
+    for (uint32_t tape = 0; tape < opened; ++tape) order.gone(first + tape);
+  }
+
+  // Steps of which all tapes are opened before the first is asked for, beside some that are never asked for.
+  void run_beside_kept_ones() {
+    TapeOrder order;
+    const auto kept_count = static_cast<uint32_t>(1 + below(4));
+    for (uint32_t tape = 0; tape < kept_count; ++tape) (void)order.opened({tape, 0});
+    const auto tape_count = static_cast<uint32_t>(1 + below(6));
+    const size_t known_after = TapeOrder::rounds_until_left(kept_count) + 1;
+    for (size_t step = 0; step < known_after + 4; ++step) {
+      std::vector<uint64_t> numbers;
+      for (uint32_t tape = 0; tape < tape_count; ++tape) numbers.push_back(order.opened({tape, 1}));
+      for (const uint64_t number : numbers) {
+        const bool was_expected = order.backward_began(number);
+        expect(was_expected || step <= known_after, "a step beside tapes that are kept is not known");
+        order.gone(number);
+      }
+    }
+    expect(order.left_behind_count() == kept_count, "tapes that are kept were not left behind");
   }
 
   static void check_coming(const TapeOrder& order, const Step& last, size_t place, bool goes_as_last, uint32_t opened,
@@ -132,11 +161,16 @@ class PlanFuzz {
     return options;
   }
 
+  // The same for the same tape, at any length of its sequence.
+  static RecordKind kind_of(size_t record, size_t count) {
+    return {.dtype = static_cast<uint8_t>(count % 3), .is_same_operator = record % (1 + count % 5) != 0};
+  }
+
   void walk(Learner::Trace& trace, const std::vector<uint64_t>& nbytes) {
     for (const uint64_t size : nbytes) {
-      const KeptReason reason = learner_.next(trace, size);
+      const KeptReason reason = learner_.next(trace, size, kind_of(trace.nbytes.size(), nbytes.size()));
       const auto windows = learner_.windows(trace);
-      expect(windows || reason == KeptReason::None || trace.candidates != 0, "a tape of no shape keeps something");
+      expect(windows || reason == KeptReason::None || trace.is_known(), "a tape of no shape keeps something");
     }
   }
 
@@ -148,7 +182,7 @@ class PlanFuzz {
     if (!shape) return;
     learner_.backward_began(*shape, below(3) > 0);
     if (below(2) == 0) learner_.learn_times(*shape, some_times(nbytes.size()));
-    check(*learner_.plan_of(*shape), {nbytes, last_save});
+    check(*learner_.plan_of(*shape), {nbytes, last_save, trace.kinds}, trace.options);
   }
 
   StepTimes some_times(size_t count) {
@@ -163,17 +197,24 @@ class PlanFuzz {
     return times;
   }
 
-  void check(const Plan& plan, const StepShape& shape) {
+  void check(const Plan& plan, const StepShape& shape, const WindowOptions& options) {
     uint64_t kept_bytes = 0;
     uint64_t soon_bytes = 0;
     for (size_t record = 0; record < shape.nbytes.size(); ++record) {
       if (plan.kept[record] == KeptReason::NeededSoon) soon_bytes += shape.nbytes[record];
       if (plan.kept[record] != KeptReason::None) kept_bytes += shape.nbytes[record];
     }
-    expect(kept_bytes <= std::max(plan.windows.reload_bytes, soon_bytes), "more is kept than the window");
-    const PlannedStep step = simulate(shape, some_times(shape.nbytes.size()), plan);
+    const bool is_within = !options.reload_bytes || kept_bytes <= std::max(plan.reload_bytes, soon_bytes);
+    expect(is_within, "more is kept than the window that was set");
+    const StepTimes times = some_times(shape.nbytes.size());
+    const PlannedStep step = simulate(shape, times, plan);
     expect(step.kept_bytes == kept_bytes, "the plan and its step differ in what is kept");
     expect(step.step_s >= 0 && step.bound_s >= 0, "a step takes less than nothing");
+    if (options.sets_offload()) return;
+    // What is held in forward does not depend on the times.
+    const HeldBytes first = simulate(shape, times, first_plan(shape, options)).held;
+    expect(step.held.forward <= first.forward, "a plan holds more in forward than the first step did");
+    expect(step.held.forward_late <= first.forward_late, "with late copies a plan holds more than the first step did");
   }
 
   std::mt19937_64 random_;
