@@ -44,7 +44,7 @@ def rows_of(program: Callable[[Run], Any], device: Device, count: int) -> list[t
 
 @UNTIMED
 @pytest.mark.parametrize("dispatch", ["index_add", "permutation"])
-def test_loads_that_come_again_are_known_and_new_ones_are_not(device_under_test: Device, dispatch: str):
+def test_loads_that_come_again_are_known(device_under_test: Device, dispatch: str):
     order = [0, 1, 0, 1, 2, 0]
 
     def program(run: Run):
@@ -58,11 +58,15 @@ def test_loads_that_come_again_are_known_and_new_ones_are_not(device_under_test:
             model.zero_grad()
 
     rows = rows_of(program, device_under_test, len(order))
-    assert [end_kept(row) > 0 for row in rows] == [False, False, True, True, False, True]
+    kept = [end_kept(row) > 0 for row in rows]
+    assert not kept[0]
+    assert kept[2], "as the first"
+    assert kept[3], "as the second"
+    assert kept[5], "as the first"
 
 
 @UNTIMED
-def test_one_token_that_goes_elsewhere_in_the_last_layer_falls_back_from_there(device_under_test: Device):
+def test_one_token_that_goes_elsewhere_in_the_last_layer_is_expected_anew_from_there(device_under_test: Device):
     """The tapes are the same up to the last mixture, so its end is not the end that was learned."""
 
     def program(run: Run):
@@ -81,7 +85,7 @@ def test_one_token_that_goes_elsewhere_in_the_last_layer_falls_back_from_there(d
 
     rows = rows_of(program, device_under_test, 4)
     known, changed = rows[2], rows[3]
-    assert end_kept(known) > end_kept(changed)
+    assert known.bytes_kept["tape_end"] > changed.bytes_kept["tape_end"] > 0
     assert changed.bytes_offloaded > known.bytes_offloaded
 
 
@@ -136,7 +140,9 @@ def test_buckets_of_resolutions(device_under_test: Device):
             update(model)
 
     rows = rows_of(program, device_under_test, len(shapes))
-    assert [end_kept(row) > 0 for row in rows] == [False, False, True, True, False, True]
+    kept = [end_kept(row) > 0 for row in rows]
+    assert not kept[0]
+    assert kept[2:] == [True] * 4, "a resolution that is new is expected to be as the others, larger or smaller"
 
 
 # ---- on a GPU, whose times are its own: of a size that its link notices ----

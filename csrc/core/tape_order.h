@@ -11,7 +11,8 @@
 // the tapes alive there are the same each time, each time round may be a step of its own. It is one at once where it
 // goes as the last known step went, and else after a few rounds; never while the tape is opened as the last step says.
 // What is alive then is left behind: it belongs to no step any more. In a pipeline's step with several chunks the tapes
-// of the first chunk are alive meanwhile, too, but there are as many of them as rounds, or more.
+// of the first chunk are alive meanwhile, too, but there are as many of them as rounds, or more. A forward that more
+// than a few inner steps run beside (an encoder's, say) is taken for one that is kept.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ class TapeOrder {
   static constexpr size_t kTapeLimit = 4096;  // of a step; past it nothing is expected, nor learned
 
   // How often the same tapes must be found alive, with others come and gone meanwhile, to be left behind.
-  static size_t rounds_until_left(size_t alive_count) { return 2 * alive_count + 2; }
+  static size_t rounds_until_left(size_t alive_count) { return alive_count + 2; }
 
   // Returns the tape's number, in the order of opening.
   uint64_t opened(TapeId tape);
