@@ -148,7 +148,7 @@ def a_directory_that_is_in_use_keeps_its_file() -> None:
 def a_deleted_directory_is_full() -> None:
     """Its idle file was given up and cannot be made again: what is saved stays, with a warning; or an error."""
     with tempfile.TemporaryDirectory(dir=DIRECTORY) as directory:
-        kept, strict = (context(directory, on_host_full=policy) for policy in ("keep", "error"))
+        kept, strict = (context(directory, on_full=policy) for policy in ("keep", "error"))
         train(directory)
     torchoffload.trim()
     x = torch.linspace(-1, 1, 1 << 19, requires_grad=True)

@@ -159,7 +159,7 @@ def fork_trains() -> None:
     """With copies in flight, and inside an open context; parent and child train on."""
     expected = gradient(contextlib.nullcontext())
     slow_disk()
-    shared = context(host_budget_bytes=6 * SIDE * SIDE * 4)
+    shared = context(budget_bytes=6 * SIDE * SIDE * 4)
     x = torch.linspace(-1, 1, SIDE * SIDE).reshape(SIDE, SIDE).requires_grad_()
 
     def child() -> None:

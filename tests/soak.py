@@ -97,7 +97,7 @@ class Soak:
         if drawn == 3:
             return self.device.context(offload_window_bytes=self.rng.choice([0, 20_000, 1 << 20]))
         if drawn == 4:
-            return self.device.context(host_budget_bytes=200_000, on_host_full="keep")
+            return self.device.context(budget_bytes=200_000, on_full="keep")
         return self.device.context(min_offload_size=self.rng.choice([0, 5_000, 1 << 30]))
 
     def step(self, number: int) -> None:

@@ -132,8 +132,8 @@ def test_a_warning_that_is_an_error_comes_out_of_the_operator_and_nothing_is_los
         x = torch.ones(32, 32, device=device_under_test.torch_device, requires_grad=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            context = device_under_test.context(host_budget_bytes=1)
-            with pytest.raises(UserWarning, match="host_budget_bytes"), context:
+            context = device_under_test.context(budget_bytes=1)
+            with pytest.raises(UserWarning, match="budget_bytes"), context:
                 x.exp().exp()
     assert settled(live) == live
     step_is_right(device_under_test)
@@ -181,13 +181,13 @@ def small_disk(directory: Path, nbytes: int):
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-@pytest.mark.parametrize("on_host_full", ["keep", "error"])
-def test_a_full_disk(tmp_path: Path, on_host_full: str):
+@pytest.mark.parametrize("on_full", ["keep", "error"])
+def test_a_full_disk(tmp_path: Path, on_full: str):
     """What fits moves; the rest is kept with one warning, or raises; gradients are the same and nothing hangs."""
     with small_disk(tmp_path / "small", 4 << 20) as directory, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         context = torchoffload.OffloadActivations(
-            tier="disk", disk_dir=directory, min_offload_size=0, offload_window_bytes=0, on_host_full=on_host_full
+            tier="disk", disk_dir=directory, min_offload_size=0, offload_window_bytes=0, on_full=on_full
         )
 
         def train(hooks: contextlib.AbstractContextManager) -> torch.Tensor:
@@ -201,13 +201,13 @@ def test_a_full_disk(tmp_path: Path, on_host_full: str):
 
         expected = train(contextlib.nullcontext())
         torchoffload.reset_stats()
-        if on_host_full == "error":
+        if on_full == "error":
             with pytest.raises(RuntimeError, match="disk_dir"):
                 train(context)
         else:
             for _ in range(2):
                 assert torch.equal(train(context), expected)
-            assert torchoffload.stats().records_kept.keys() & {"host_full", "write_failed"}
+            assert torchoffload.stats().records_kept.keys() & {"tier_full", "write_failed"}
             told = [str(each.message) for each in caught if "stay on the device" in str(each.message)]
             assert len(told) == 1, f"one warning, not {told}"
             assert "disk_dir" in told[0]

@@ -110,10 +110,10 @@ def test_a_disk_without_room_to_grow_keeps_the_step_and_serves_the_next(fresh_di
     program = training(lambda run: io_fault(run, "reserve", errno=errno.ENOSPC, times=1000))
     with pytest.warns(UserWarning, match="saved tensors stay on the device") as given:
         stats = assert_same_gradients(
-            program, device=fresh_disk, moved_bytes=(STEPS - 1) * DEPTH * NBYTES, kept_reason="host_full"
+            program, device=fresh_disk, moved_bytes=(STEPS - 1) * DEPTH * NBYTES, kept_reason="tier_full"
         )
     assert len(given) == 1
-    assert stats.records_kept["host_full"] == DEPTH
+    assert stats.records_kept["tier_full"] == DEPTH
 
 
 def test_a_disk_with_little_room_gives_the_least_that_is_needed(fresh_disk: Device):
@@ -123,7 +123,7 @@ def test_a_disk_with_little_room_gives_the_least_that_is_needed(fresh_disk: Devi
 
 def test_a_full_disk_as_an_error_ends_the_step_and_no_other(fresh_disk: Device):
     def program(run: Run) -> Any:
-        x, context = run.leaf(64, 64), run.offload(on_host_full="error")
+        x, context = run.leaf(64, 64), run.offload(on_full="error")
         for step in range(STEPS):
             if step == 1 and not run.stock:
                 torchoffload.trim()
@@ -135,7 +135,7 @@ def test_a_full_disk_as_an_error_ends_the_step_and_no_other(fresh_disk: Device):
             y.backward()
         return x.grad
 
-    assert_same_gradients(program, device=fresh_disk, kept_reason="host_full", min_moved_fraction=0.8)
+    assert_same_gradients(program, device=fresh_disk, kept_reason="tier_full", min_moved_fraction=0.8)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "pread"])
@@ -226,7 +226,7 @@ def test_a_graph_dropped_after_a_failed_read_gives_everything_back(fresh_disk: D
 @pytest.mark.parametrize("fitting", range(1, DEPTH + 1))
 def test_a_budget_reached_in_the_middle_of_a_step_keeps_the_rest(device_under_test: Device, fitting: int):
     def program(run: Run) -> Any:
-        x, context = run.leaf(64, 64), run.offload(host_budget_bytes=fitting * NBYTES)
+        x, context = run.leaf(64, 64), run.offload(budget_bytes=fitting * NBYTES)
         for _ in range(STEPS):
             with context:
                 y = forward(x)
@@ -234,18 +234,18 @@ def test_a_budget_reached_in_the_middle_of_a_step_keeps_the_rest(device_under_te
             run.check(gradient=x.grad)
         return x.grad
 
-    with contextlib.nullcontext() if fitting == DEPTH else pytest.warns(UserWarning, match="host_budget_bytes"):
+    with contextlib.nullcontext() if fitting == DEPTH else pytest.warns(UserWarning, match="budget_bytes"):
         assert_same_gradients(
             program,
             device=device_under_test,
             moved_bytes=STEPS * fitting * NBYTES,
-            kept_reason=[] if fitting == DEPTH else "host_full",
+            kept_reason=[] if fitting == DEPTH else "tier_full",
         )
 
 
 def test_a_spent_budget_as_an_error_ends_the_step_and_no_other(device_under_test: Device):
     def program(run: Run) -> Any:
-        x, context = run.leaf(64, 64), run.offload(host_budget_bytes=DEPTH * NBYTES, on_host_full="error")
+        x, context = run.leaf(64, 64), run.offload(budget_bytes=DEPTH * NBYTES, on_full="error")
         for _ in range(STEPS):
             with context:
                 y = forward(x)
@@ -267,7 +267,7 @@ def test_a_warning_as_an_error_in_pack_ends_the_step_and_no_other(device_under_t
         x = run.leaf(64, 64)
         for _ in range(STEPS):
             if not run.stock:
-                warned_as_an_error(lambda: forward_in(run.offload(host_budget_bytes=1), x))
+                warned_as_an_error(lambda: forward_in(run.offload(budget_bytes=1), x))
             with run.offload():
                 y = forward(x)
             y.backward()
@@ -275,7 +275,7 @@ def test_a_warning_as_an_error_in_pack_ends_the_step_and_no_other(device_under_t
         return x.grad
 
     assert_same_gradients(
-        program, device=device_under_test, moved_bytes=STEPS * DEPTH * NBYTES, kept_reason="host_full"
+        program, device=device_under_test, moved_bytes=STEPS * DEPTH * NBYTES, kept_reason="tier_full"
     )
 
 
@@ -299,7 +299,7 @@ def test_a_warning_as_an_error_at_the_exit_ends_the_step_and_no_other(fresh_disk
             run.check(gradient=x.grad)
         return x.grad
 
-    assert_same_gradients(program, device=fresh_disk, moved_bytes=STEPS * DEPTH * NBYTES, kept_reason="host_full")
+    assert_same_gradients(program, device=fresh_disk, moved_bytes=STEPS * DEPTH * NBYTES, kept_reason="tier_full")
 
 
 def test_a_warning_as_an_error_inside_two_contexts(device_under_test: Device):
@@ -309,7 +309,7 @@ def test_a_warning_as_an_error_inside_two_contexts(device_under_test: Device):
             with outer:
                 y = forward(x)
                 if not run.stock:
-                    warned_as_an_error(lambda: forward_in(run.offload(host_budget_bytes=1), x))
+                    warned_as_an_error(lambda: forward_in(run.offload(budget_bytes=1), x))
                 z = forward(x)
             (y + z).backward()
             run.check(gradient=x.grad)
@@ -317,5 +317,5 @@ def test_a_warning_as_an_error_inside_two_contexts(device_under_test: Device):
 
     # The second chain saves the sigmoids' results again; they are other tensors.
     assert_same_gradients(
-        program, device=device_under_test, moved_bytes=2 * STEPS * DEPTH * NBYTES, kept_reason="host_full"
+        program, device=device_under_test, moved_bytes=2 * STEPS * DEPTH * NBYTES, kept_reason="tier_full"
     )

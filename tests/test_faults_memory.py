@@ -167,22 +167,22 @@ def test_pinned_memory_that_is_refused_keeps_the_step_and_serves_the_next(device
     torchoffload.trim()
     with pytest.warns(UserWarning, match="the driver refused to pin .* bytes of host memory: planted") as given:
         stats = assert_same_gradients(
-            program, device=device_under_test, moved_bytes=2 * DEPTH * 64 * 64 * 4, kept_reason="host_full"
+            program, device=device_under_test, moved_bytes=2 * DEPTH * 64 * 64 * 4, kept_reason="tier_full"
         )
     assert len(given) == 1
-    assert stats.records_kept["host_full"] == DEPTH
+    assert stats.records_kept["tier_full"] == DEPTH
     assert stats.pinned_bytes < 1 << 30
 
 
 @pytest.mark.devices(*SIMULATED)
-@pytest.mark.parametrize("on_host_full", ["keep", "error"])
-def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_test: Device, on_host_full: str):
-    error, text = (UserWarning, "stay on the device") if on_host_full == "keep" else (RuntimeError, "cannot be offloa")
+@pytest.mark.parametrize("on_full", ["keep", "error"])
+def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_test: Device, on_full: str):
+    error, text = (UserWarning, "stay on the device") if on_full == "keep" else (RuntimeError, "cannot be offloa")
 
     def program(run: Run) -> Any:
         x = run.leaf(64, 64)
         for _ in range(3):
-            context = run.offload(on_host_full=on_host_full)
+            context = run.offload(on_full=on_full)
             if run.stock:
                 y = x.sigmoid()
             else:
@@ -203,7 +203,7 @@ def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_
 
     torchoffload.trim()
     assert_same_gradients(
-        program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4, kept_reason="host_full"
+        program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4, kept_reason="tier_full"
     )
 
 
@@ -255,7 +255,7 @@ def test_a_refusal_to_pin_names_the_limit_of_locked_memory(device_under_test: De
 
     with pytest.warns(UserWarning, match="bytes of host memory: planted; RLIMIT_MEMLOCK is 65536 bytes"):
         assert_same_gradients(
-            program, device=device_under_test, moved_bytes=DEPTH * 64 * 64 * 4, kept_reason="host_full"
+            program, device=device_under_test, moved_bytes=DEPTH * 64 * 64 * 4, kept_reason="tier_full"
         )
 
 

@@ -162,13 +162,13 @@ def test_kept_is_decided_once_for_a_record(device_under_test: Device):
 
     def program(run: Run):
         x, big = run.leaf(4), run.tensor(64, 64)
-        with run.offload(host_budget_bytes=1024):
+        with run.offload(budget_bytes=1024):
             y = Save.apply(x, lambda *unpacked: run.check(a=unpacked), big)
             y = Save.apply(y, lambda *unpacked: run.check(b=unpacked), big, big.t(), big[5:60])
         y.sum().backward()
 
-    with pytest.warns(UserWarning, match="host_budget_bytes"):
-        assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="host_full")
+    with pytest.warns(UserWarning, match="budget_bytes"):
+        assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason="tier_full")
 
 
 # ---- storages that are resized under us ----
@@ -236,16 +236,16 @@ def test_over_budget_the_rest_is_kept_with_one_warning(device_under_test: Device
     def program(run: Run):
         model, x = mlp(run), run.leaf(16, 32)
         for _ in range(2):
-            with run.offload(host_budget_bytes=8192):
+            with run.offload(budget_bytes=8192):
                 y = model(model(x))
             y.square().sum().backward()
         return model, x.grad
 
-    with pytest.warns(UserWarning, match="host_budget_bytes") as caught:
+    with pytest.warns(UserWarning, match="budget_bytes") as caught:
         stats = assert_same_gradients(
-            program, device=device_under_test, min_moved_fraction=0.05, kept_reason="host_full"
+            program, device=device_under_test, min_moved_fraction=0.05, kept_reason="tier_full"
         )
-    assert sum("host_budget_bytes" in str(each.message) for each in caught) <= 2, "one warning per context"
+    assert sum("budget_bytes" in str(each.message) for each in caught) <= 2, "one warning per context"
     assert 0 < stats.bytes_offloaded <= 2 * 8192
     if device_under_test.tier == "host":  # a spill file's slots are whole blocks of the disk
         assert stats.peak_slot_bytes <= 8192
@@ -253,7 +253,7 @@ def test_over_budget_the_rest_is_kept_with_one_warning(device_under_test: Device
 
 def test_the_budget_is_free_again_after_backward(device_under_test: Device):
     def program(run: Run):
-        x, context = run.leaf(32, 32), run.offload(host_budget_bytes=2 * 4096)
+        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096)
         for _ in range(5):
             with context:
                 y = x.exp().exp()
@@ -261,17 +261,17 @@ def test_the_budget_is_free_again_after_backward(device_under_test: Device):
         return x.grad
 
     stats = assert_same_gradients(program, device=device_under_test, moved_bytes=5 * 2 * 4096)
-    assert "host_full" not in stats.records_kept
+    assert "tier_full" not in stats.records_kept
 
 
 def test_over_budget_with_error_raises_and_the_next_step_is_right(device_under_test: Device):
     def program(run: Run):
-        x, context = run.leaf(32, 32), run.offload(host_budget_bytes=2 * 4096, on_host_full="error")
+        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096, on_full="error")
         for _ in range(2):
             with context:
                 y = x.exp().exp()
                 if not run.stock:
-                    with pytest.raises(RuntimeError, match="host_budget_bytes"):
+                    with pytest.raises(RuntimeError, match="budget_bytes"):
                         y.exp()
             y.sum().backward()
             run.check(gradient=x.grad)

@@ -148,8 +148,8 @@ def test_a_step_that_a_spent_budget_ends_teaches_nothing_wrong(device_under_test
     """The record that is refused was told to the Learner, and is none of the tape."""
 
     def program(run):
-        refused = contextlib.nullcontext() if run.stock else pytest.raises(RuntimeError, match="host_budget_bytes")
-        with refused, learning(run, on_host_full="error", host_budget_bytes=8 * RECORD_BYTES):
+        refused = contextlib.nullcontext() if run.stock else pytest.raises(RuntimeError, match="budget_bytes")
+        with refused, learning(run, on_full="error", budget_bytes=8 * RECORD_BYTES):
             chain(run, run.leaf(WIDTH, WIDTH), 9)
         del refused  # and with the error the graph
         assert testing.shapes_learned() == 0

@@ -20,7 +20,7 @@ Key = tuple[int, int]  # index, generation
 STORAGE_BYTES = 64
 GRANULE = 4
 BULK = 70  # more dead saves than an open tape remembers
-REASONS = ("host_full", "resized", "write_failed")
+REASONS = ("tier_full", "resized", "write_failed")
 SPANS = st.tuples(st.integers(0, 15), st.integers(1, 16)).map(
     lambda pair: (GRANULE * pair[0], GRANULE * min(16, pair[0] + pair[1]))
 )
@@ -380,7 +380,7 @@ def test_a_kept_record_is_not_offloaded() -> None:
     ledger = testing.Ledger()
     key = ledger.add_record(ledger.open_tape(), 1, 101, 0, STORAGE_BYTES, 0, STORAGE_BYTES)
     ledger.add_handle(key)
-    ledger.keep(key, "host_full")
+    ledger.keep(key, "tier_full")
     with pytest.raises(RuntimeError, match="a kept record was offloaded"):
         ledger.begin_offload(key)
     assert ledger.state(key) == "Resident"

@@ -103,7 +103,7 @@ def test_the_counters_are_right_while_a_graph_is_alive(device_under_test: Device
     with device_under_test.scope():
         before = alive()
         x = leaf(device_under_test)
-        with device_under_test.context(host_budget_bytes=1 << 20):
+        with device_under_test.context(budget_bytes=1 << 20):
             y = x.sigmoid().exp()  # each saves its own result
             z = y.sin()  # the argument: y once more
         now = {name: count - before[name] for name, count in alive().items()}

@@ -16,7 +16,7 @@ import torchoffload
 from torchoffload import OffloadActivations, _options, offload_modules
 from torchoffload._options import OffloadOptions
 
-COUNTS = ("max_fwd_stash_size", "min_offload_size", "host_budget_bytes", "offload_window_bytes", "reload_window_bytes")
+COUNTS = ("max_fwd_stash_size", "min_offload_size", "budget_bytes", "offload_window_bytes", "reload_window_bytes")
 MODULE = torch.nn.Linear(2, 2)
 
 
@@ -30,7 +30,7 @@ def test_defaults_are_those_that_the_docs_tell():
     assert options.use_pin_memory
     assert options.use_streams
     assert options.tier == "host"
-    assert options.on_host_full == "keep"
+    assert options.on_full == "keep"
     assert all(getattr(options, name) is None for name in COUNTS)
 
 
@@ -68,7 +68,7 @@ LARGE = {
 TAKEN = [
     *(
         (name, lambda value, name=name: OffloadActivations(**{name: value}))
-        for name in ("use_pin_memory", "tier", "disk_dir", "on_host_full", *COUNTS)
+        for name in ("use_pin_memory", "tier", "disk_dir", "on_full", *COUNTS)
     ),
     *(
         (name, lambda value, name=name: offload_modules(MODULE, "*", **{name: value}))
@@ -114,7 +114,7 @@ def test_counts_and_byte_sizes_have_a_least_and_a_greatest_value(name, least):
         OffloadActivations(**{name: 2**63})
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_host_full", "'keep' or 'error'")])
+@pytest.mark.parametrize(("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_full", "'keep' or 'error'")])
 def test_choices_name_what_is_allowed(name, allowed):
     with pytest.raises(ValueError, match=f"^{name} must be {allowed}, got 'cpu'$"):
         OffloadActivations(**{name: "cpu"})
@@ -223,7 +223,7 @@ def test_the_file_system_is_read_from_the_kernel():
 
 
 def test_options_are_frozen_and_make_equal_options_again(tmp_path):
-    options = options_for(tier="disk", disk_dir=tmp_path, min_offload_size=7, on_host_full="error")
+    options = options_for(tier="disk", disk_dir=tmp_path, min_offload_size=7, on_full="error")
     with pytest.raises(AttributeError):
         options.tier = "host"
     assert OffloadOptions(**options.as_keywords()) == options

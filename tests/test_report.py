@@ -58,7 +58,7 @@ def test_a_report_on_nothing_says_how_to_begin():
         ("layout", "no plain storage"),
         ("marked", "never_offload"),
         ("in_backward", "enter it around forward"),
-        ("host_full", "Raise host_budget_bytes"),
+        ("tier_full", "Raise budget_bytes"),
         ("resized", "resizes these storages"),
         ("write_failed", "set disk_dir"),
         ("lives_on", "let go of them before backward"),

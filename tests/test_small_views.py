@@ -69,12 +69,12 @@ def test_a_storage_that_changes_between_many_small_views_moves_as_a_whole_once(d
 def test_a_small_view_of_a_storage_that_is_kept_anyway_stays(device_under_test: Device):
     def program(run: Run):
         x, big = run.leaf(1), run.tensor(ROWS, 1024)
-        with run.offload(min_offload_size=MINIMUM, host_budget_bytes=ROW_BYTES):
+        with run.offload(min_offload_size=MINIMUM, budget_bytes=ROW_BYTES):
             outputs = [x * big[: ROWS // 4], x * big[ROWS - 1]]  # the first is over the budget
         return finish(run, x, outputs)
 
-    with pytest.warns(UserWarning, match="host_budget_bytes"):
-        assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason=["host_full", "small"])
+    with pytest.warns(UserWarning, match="budget_bytes"):
+        assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason=["tier_full", "small"])
 
 
 @pytest.mark.devices("simulated-late")

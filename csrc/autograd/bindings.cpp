@@ -162,7 +162,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.windows.offload_records = optional<uint64_t>(given, "offload_window_records");
   options.windows.reload_bytes = optional<uint64_t>(given, "reload_window_bytes");
   options.disk_dir = optional<std::string>(given, "disk_dir").value_or("");
-  options.budget_bytes = optional<uint64_t>(given, "host_budget_bytes");
+  options.budget_bytes = optional<uint64_t>(given, "budget_bytes");
   options.on_full = given["raise_on_full"].cast<bool>() ? OnFull::Raise : OnFull::Keep;
   parsed.warn = given["warn"].cast<py::object>().release().ptr();
   return parsed;

@@ -160,8 +160,8 @@ RecordHandle Engine::add_record(const at::Tensor& tensor, const Identity& identi
   KeptReason kept = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
   if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) kept = KeptReason::BeyondFraction;
   if (kept == KeptReason::None && !fits_budget(*context, store_.slot_bytes(moved.nbytes()))) {
-    store_is_full(*context, "the budget of host memory (host_budget_bytes) is spent");
-    kept = KeptReason::HostFull;
+    store_is_full(*context, "the budget of host memory (budget_bytes) is spent");
+    kept = KeptReason::TierFull;
   }
   if (holdings_.size() < ledger_.next_index_limit()) holdings_.resize(ledger_.next_index_limit());
   const RecordId id = ledger_.add_record(tape, identity, moved);
@@ -195,7 +195,7 @@ void Engine::fill_record(RecordId id, const at::Tensor& tensor, StreamId allocat
   // See Note [Streams that may be destroyed].
   if (is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
     backend_.note_use(*storage.unsafeGetStorageImpl(), held.packed_on);
-  if (kept == KeptReason::HostFull) {
+  if (kept == KeptReason::TierFull) {
     ledger_.keep(id, kept);
     return note_kept(id, kept, record.nbytes());
   }

@@ -35,11 +35,11 @@ bool Engine::fits_budget(ContextState& context, uint64_t nbytes) {
 
 void Engine::store_is_full(ContextState& context, const std::string& why) {
   const bool is_disk = context.options.tier == Tier::Disk;
-  const std::string option = context.options.budget_bytes || !is_disk ? "host_budget_bytes" : "disk_dir";
+  const std::string option = context.options.budget_bytes || !is_disk ? "budget_bytes" : "disk_dir";
   TORCH_CHECK(context.options.on_full == OnFull::Keep, "torchoffload: a saved tensor cannot be offloaded: ", why,
-              ". Raise ", option, ", or set on_host_full=\"keep\" to let such tensors stay on the device.");
+              ". Raise ", option, ", or set on_full=\"keep\" to let such tensors stay on the device.");
   context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why + ". Set " +
-                                       option + " to change that, or on_host_full=\"error\" to make it an error.");
+                                       option + " to change that, or on_full=\"error\" to make it an error.");
 }
 
 // May block; the record may be gone, or used, after it.
@@ -53,7 +53,7 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
     } catch (const StoreFull& full) {
       if (!is_pending(id)) return std::nullopt;
       const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
-      keep(id, KeptReason::HostFull);
+      keep(id, KeptReason::TierFull);
       store_is_full(*context, full.what());
       return std::nullopt;
     }

@@ -51,8 +51,8 @@ const char* to_string(KeptReason reason) {
       return "marked";
     case KeptReason::InBackward:
       return "in_backward";
-    case KeptReason::HostFull:
-      return "host_full";
+    case KeptReason::TierFull:
+      return "tier_full";
     case KeptReason::Resized:
       return "resized";
     case KeptReason::WriteFailed:

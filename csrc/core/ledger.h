@@ -38,7 +38,7 @@ enum class KeptReason : uint8_t {
   Layout,
   Marked,
   InBackward,
-  HostFull,
+  TierFull,
   Resized,
   WriteFailed,
   Pending,         // asked for before its copy was enqueued

@@ -27,7 +27,7 @@ class Context:
         reload_window_bytes: int | None,
         learn: bool,
         disk_dir: str | None,  # absolute path for tier="disk", else None
-        host_budget_bytes: int | None,  # None: the default of host_memory()
+        budget_bytes: int | None,  # None: the default of host_memory()
         raise_on_full: bool,
         warn: Callable[[str], None],  # called at most once per kind of warning, with the text
     ) -> None: ...

@@ -75,9 +75,9 @@ class OffloadActivations(saved_tensors_hooks):
         Where records rest. ``"host"`` serves CUDA tensors, ``"disk"`` CPU tensors.
     disk_dir : str or os.PathLike, optional
         The directory of the spill file, for ``tier="disk"`` only. Default: the directory of ``tempfile``.
-    host_budget_bytes : int, optional
+    budget_bytes : int, optional
         The most bytes of pinned memory for this context's tapes. Default: see ``host_memory()``.
-    on_host_full : {"keep", "error"}
+    on_full : {"keep", "error"}
         Over budget, or with the disk full: keep the tensor and warn once, or raise RuntimeError.
     offload_window_bytes, reload_window_bytes : int, optional
         Bytes in flight each way, with what is kept because of what was learned; 0 means least memory. Default: chosen
@@ -114,8 +114,8 @@ class OffloadActivations(saved_tensors_hooks):
         model: nn.Module | None = None,
         tier: str = "host",
         disk_dir: str | os.PathLike[str] | None = None,
-        host_budget_bytes: int | None = None,
-        on_host_full: str = "keep",
+        budget_bytes: int | None = None,
+        on_full: str = "keep",
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
@@ -129,8 +129,8 @@ class OffloadActivations(saved_tensors_hooks):
             min_offload_size=min_offload_size,
             tier=tier,
             disk_dir=disk_dir,
-            host_budget_bytes=host_budget_bytes,
-            on_host_full=on_host_full,
+            budget_bytes=budget_bytes,
+            on_full=on_full,
             offload_window_bytes=offload_window_bytes,
             reload_window_bytes=reload_window_bytes,
             learn=learn,

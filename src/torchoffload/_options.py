@@ -19,7 +19,7 @@ from torchoffload._warnings import warn_user
 __all__ = ["OffloadOptions", "check_bool", "check_module", "default_disk_dir", "described", "file_system_of", "short"]
 
 _TIERS = ("host", "disk")
-_ON_HOST_FULL = ("keep", "error")
+_ON_FULL = ("keep", "error")
 _DEFAULT_MIN_OFFLOAD_BYTES = {"host": 64 * 1024, "disk": 1024 * 1024}
 _LARGEST_BYTES = 2**63 - 1  # the core counts bytes in 64 bits
 _FILE_SYSTEMS_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
@@ -148,8 +148,8 @@ class OffloadOptions:
     min_offload_size: int | None = None
     tier: str = "host"
     disk_dir: str | os.PathLike[str] | None = None
-    host_budget_bytes: int | None = None
-    on_host_full: str = "keep"
+    budget_bytes: int | None = None
+    on_full: str = "keep"
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
 
@@ -160,8 +160,8 @@ class OffloadOptions:
         _check_count("max_fwd_stash_size", self.max_fwd_stash_size, least=1, unit="saved tensors")
         _check_count("min_offload_size", self.min_offload_size, least=0, unit="bytes")
         _check_choice("tier", self.tier, _TIERS)
-        _check_count("host_budget_bytes", self.host_budget_bytes, least=1, unit="bytes")
-        _check_choice("on_host_full", self.on_host_full, _ON_HOST_FULL)
+        _check_count("budget_bytes", self.budget_bytes, least=1, unit="bytes")
+        _check_choice("on_full", self.on_full, _ON_FULL)
         _check_count("offload_window_bytes", self.offload_window_bytes, least=0, unit="bytes")
         _check_count("reload_window_bytes", self.reload_window_bytes, least=0, unit="bytes")
         if self.max_fwd_stash_size is not None and self.offload_window_bytes is not None:
@@ -200,6 +200,6 @@ class OffloadOptions:
             "offload_window_records": self.max_fwd_stash_size,
             "reload_window_bytes": self.reload_window_bytes,
             "disk_dir": self.disk_dir,
-            "host_budget_bytes": self.host_budget_bytes,
-            "raise_on_full": self.on_host_full == "error",
+            "budget_bytes": self.budget_bytes,
+            "raise_on_full": self.on_full == "error",
         }

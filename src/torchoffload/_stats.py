@@ -39,7 +39,7 @@ class TapeStats(_Counts):
         Saved again, and joined to a record that was there: moved once.
     records_kept, bytes_kept : dict of str to int
         Not moved, by reason: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``,
-        ``host_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``,
+        ``tier_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``,
         ``external_stream``, and as learned from earlier steps ``lives_on``, ``needed_soon``, ``tape_end``,
         ``small_copy``; as asked for with ``offload_modules``, ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
@@ -73,7 +73,7 @@ class OffloadStats(_Counts):
     peak_offload_window_bytes, peak_reload_window_bytes : int
         The most bytes in flight each way.
     budget_bytes_used : int
-        Bytes that count against ``host_budget_bytes`` now.
+        Bytes that count against ``budget_bytes`` now.
     tapes : tuple of TapeStats
         The latest tapes, oldest first, at most 64.
     """

@@ -171,11 +171,11 @@ def backward_takes_another_branch_than_was_loaded_ahead(stage: Stage) -> str:
 @scenario("BudgetHonoured", right="1 moved, 2 kept", wrong="3 moved, 0 kept")
 def three_tensors_meet_a_budget_for_one(stage: Stage) -> str:
     leaves = [stage.leaf() for _ in range(3)]
-    with stage.context(host_budget_bytes=NBYTES):
+    with stage.context(budget_bytes=NBYTES):
         outputs = [x.sin() for x in leaves]
     stats = torchoffload.stats()
     sum(y.sum() for y in outputs).backward()
-    return f"{stats.records_offloaded} moved, {stats.records_kept.get('host_full', 0)} kept"
+    return f"{stats.records_offloaded} moved, {stats.records_kept.get('tier_full', 0)} kept"
 
 
 @scenario("FailedWriteKeepsRecord", right=RIGHT_GRADIENT, wrong="a gradient at zeros", on_disk=True)

@@ -72,7 +72,7 @@ class _Generator:
             {"max_fwd_stash_size": self.random.randint(1, 4)},
             {"use_streams": False},
             {"use_pin_memory": False},
-            {"host_budget_bytes": self.random.choice([4096, 20000])},
+            {"budget_bytes": self.random.choice([4096, 20000])},
         ]  # fmt: skip
         return self.random.choice(kinds)
 

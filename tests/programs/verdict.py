@@ -26,7 +26,7 @@ RUNS_TO_LEARN = 2  # before the one that is compared, where the program's contex
 SETTLE_TIMEOUT_S = 5.0  # for I/O under way to let go of what it touches
 # Kept for these reasons, a byte was not to move: the rest is eligible. See docs/testing.md.
 LEARNED = {"lives_on", "needed_soon", "tape_end", "small_copy"}
-NOT_ELIGIBLE = {"parameter", "marked", "in_backward", "small", "layout", "host_full", "device", *LEARNED}
+NOT_ELIGIBLE = {"parameter", "marked", "in_backward", "small", "layout", "tier_full", "device", *LEARNED}
 # Where autograd says that a tensor which was written to came from.
 _ORIGIN = re.compile(r", which is output \d+ of [\w:]+,")
 _TEXT_LENGTH = 700
