@@ -47,6 +47,14 @@ def test_the_first_two_positionals_are_torchtunes_and_trls():
         OffloadActivations(True, True, 5, 1024)
 
 
+@pytest.mark.parametrize(("old", "new"), [("host_budget_bytes", "budget_bytes"), ("on_host_full", "on_full")])
+def test_an_option_that_was_renamed_is_told_by_its_new_name(old, new):
+    calls = (OffloadActivations, functools.partial(offload_modules, LARGE["model"], "*"))
+    for call in (*calls, functools.partial(torchoffload.get_act_offloading_ctx_manager, MODULE)):
+        with pytest.raises(TypeError, match=rf"^{old} was renamed {new}"):
+            call(**{old: 1})
+
+
 def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match="max_stash"):
         OffloadActivations(max_stash=5)

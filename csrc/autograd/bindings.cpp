@@ -163,7 +163,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.windows.reload_bytes = optional<uint64_t>(given, "reload_window_bytes");
   options.disk_dir = optional<std::string>(given, "disk_dir").value_or("");
   options.budget_bytes = optional<uint64_t>(given, "budget_bytes");
-  options.on_full = given["raise_on_full"].cast<bool>() ? OnFull::Raise : OnFull::Keep;
+  options.on_full = given["on_full"].cast<std::string>() == "error" ? OnFull::Raise : OnFull::Keep;
   parsed.warn = given["warn"].cast<py::object>().release().ptr();
   return parsed;
 }

@@ -240,7 +240,7 @@ class Engine {
   bool is_pending(RecordId id);
   bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
-  void store_is_full(ContextState& context, const std::string& why);
+  void store_is_full(ContextState& context, const std::string& why, const std::string& remedy);
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
   void drain_window_of(RecordId id);
   void finish_offload(RecordId id);

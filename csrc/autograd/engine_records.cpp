@@ -160,7 +160,8 @@ RecordHandle Engine::add_record(const at::Tensor& tensor, const Identity& identi
   KeptReason kept = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
   if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) kept = KeptReason::BeyondFraction;
   if (kept == KeptReason::None && !fits_budget(*context, store_.slot_bytes(moved.nbytes()))) {
-    store_is_full(*context, "the budget of host memory (budget_bytes) is spent");
+    const std::string place = context->options.tier == Tier::Disk ? "the spill file" : "host memory";
+    store_is_full(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
     kept = KeptReason::TierFull;
   }
   if (holdings_.size() < ledger_.next_index_limit()) holdings_.resize(ledger_.next_index_limit());

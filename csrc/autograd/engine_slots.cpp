@@ -33,13 +33,11 @@ bool Engine::fits_budget(ContextState& context, uint64_t nbytes) {
   return host_charged_bytes + nbytes <= *default_budget_bytes_;
 }
 
-void Engine::store_is_full(ContextState& context, const std::string& why) {
-  const bool is_disk = context.options.tier == Tier::Disk;
-  const std::string option = context.options.budget_bytes || !is_disk ? "budget_bytes" : "disk_dir";
+void Engine::store_is_full(ContextState& context, const std::string& why, const std::string& remedy) {
   TORCH_CHECK(context.options.on_full == OnFull::Keep, "torchoffload: a saved tensor cannot be offloaded: ", why,
-              ". Raise ", option, ", or set on_full=\"keep\" to let such tensors stay on the device.");
-  context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why + ". Set " +
-                                       option + " to change that, or on_full=\"error\" to make it an error.");
+              ". To change that, ", remedy, "; or set on_full=\"keep\" to let such tensors stay on the device.");
+  context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why +
+                                       ". To change that, " + remedy + "; on_full=\"error\" makes it an error.");
 }
 
 // May block; the record may be gone, or used, after it.
@@ -54,7 +52,8 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
       if (!is_pending(id)) return std::nullopt;
       const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
       keep(id, KeptReason::TierFull);
-      store_is_full(*context, full.what());
+      const bool is_disk = context->options.tier == Tier::Disk;
+      store_is_full(*context, full.what(), is_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
       return std::nullopt;
     }
 #ifdef TORCHOFFLOAD_TESTING

@@ -27,8 +27,8 @@ class Context:
         reload_window_bytes: int | None,
         learn: bool,
         disk_dir: str | None,  # absolute path for tier="disk", else None
-        budget_bytes: int | None,  # None: the default of host_memory()
-        raise_on_full: bool,
+        budget_bytes: int | None,  # None: the default of host_memory(), on disk none
+        on_full: str,  # "keep" | "error"
         warn: Callable[[str], None],  # called at most once per kind of warning, with the text
     ) -> None: ...
     def pack(self, tensor: torch.Tensor, /) -> object: ...

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload import _heads, _hook_stack
 from torchoffload._core import core
-from torchoffload._options import OffloadOptions, check_bool, check_module
+from torchoffload._options import OffloadOptions, check_bool, check_module, refuse_renamed
 from torchoffload._tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
@@ -76,9 +76,10 @@ class OffloadActivations(saved_tensors_hooks):
     disk_dir : str or os.PathLike, optional
         The directory of the spill file, for ``tier="disk"`` only. Default: the directory of ``tempfile``.
     budget_bytes : int, optional
-        The most bytes of pinned memory for this context's tapes. Default: see ``host_memory()``.
+        The most bytes that saved tensors of this context may take on the tier: of pinned host memory, or of the spill
+        file. Default: see ``host_memory()``; a spill file has none.
     on_full : {"keep", "error"}
-        Over budget, or with the disk full: keep the tensor and warn once, or raise RuntimeError.
+        Over budget, or with the tier full: keep the tensor and warn once, or raise RuntimeError.
     offload_window_bytes, reload_window_bytes : int, optional
         Bytes in flight each way, with what is kept because of what was learned; 0 means least memory. Default: chosen
         from what was seen.
@@ -119,7 +120,11 @@ class OffloadActivations(saved_tensors_hooks):
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
+        **unknown: Never,
     ) -> None:
+        refuse_renamed(unknown)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got an unknown option: {', '.join(sorted(unknown))}")
         for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
             check_bool(name, value, "; did you mean model=model?" if isinstance(value, nn.Module) else "")
         self.options = OffloadOptions(

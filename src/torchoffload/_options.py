@@ -7,6 +7,7 @@ import os
 import reprlib
 import stat
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,12 +17,22 @@ import torch
 
 from torchoffload._warnings import warn_user
 
-__all__ = ["OffloadOptions", "check_bool", "check_module", "default_disk_dir", "described", "file_system_of", "short"]
+__all__ = [
+    "OffloadOptions",
+    "check_bool",
+    "check_module",
+    "default_disk_dir",
+    "described",
+    "file_system_of",
+    "refuse_renamed",
+    "short",
+]
 
 _TIERS = ("host", "disk")
 _ON_FULL = ("keep", "error")
 _DEFAULT_MIN_OFFLOAD_BYTES = {"host": 64 * 1024, "disk": 1024 * 1024}
 _LARGEST_BYTES = 2**63 - 1  # the core counts bytes in 64 bits
+_RENAMED = {"host_budget_bytes": "budget_bytes", "on_host_full": "on_full"}
 _FILE_SYSTEMS_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 _SHOWN = (bool, int, float, str, bytes, os.PathLike, type(None))  # in errors; of all else, the type alone
 _short = reprlib.Repr()
@@ -45,6 +56,13 @@ def check_bool(name: str, value: object, hint: str = "") -> None:
     """Refuse what is not True or False; 0 and 1 too, as they are byte counts elsewhere. ``hint`` ends the text."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {described(value)}{hint}")
+
+
+def refuse_renamed(options: Iterable[str]) -> None:
+    """Refuse names that options had once, with those that they have now."""
+    for name in options:
+        if name in _RENAMED:
+            raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, of the tier that is used")
 
 
 def check_module(name: str, value: object) -> None:
@@ -201,5 +219,5 @@ class OffloadOptions:
             "reload_window_bytes": self.reload_window_bytes,
             "disk_dir": self.disk_dir,
             "budget_bytes": self.budget_bytes,
-            "raise_on_full": self.on_full == "error",
+            "on_full": self.on_full,
         }

@@ -25,7 +25,7 @@ _REASONS = {
     "layout": "without plain storage (sparse and other layouts)",
     "marked": "marked by never_offload()",
     "in_backward": "saved while backward ran",
-    "tier_full": "budget_bytes or the disk was used up",
+    "tier_full": "budget_bytes, or host memory or the disk, was used up",
     "resized": "storage resized before or under its copy (FSDP2, compiled graphs)",
     "write_failed": "the write to disk_dir failed",
     "capturing": "a CUDA graph was being captured",

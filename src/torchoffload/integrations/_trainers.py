@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchoffload
-from torchoffload._options import OffloadOptions, check_module
+from torchoffload._options import OffloadOptions, check_module, refuse_renamed
 from torchoffload._stats import OffloadStats, at_reset
 from torchoffload._warnings import warn_user
 
@@ -66,6 +66,7 @@ def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         As ``OffloadActivations`` does.
     """
+    refuse_renamed(options)
     of_contexts = {name: value for name, value in options.items() if name not in _OF_MODULES}
     known = OffloadOptions.__dataclass_fields__.keys()
     for name in sorted(of_contexts.keys() - known):

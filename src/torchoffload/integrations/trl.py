@@ -19,7 +19,7 @@ from torch import nn
 
 import torchoffload
 from torchoffload import OffloadActivations
-from torchoffload._options import OffloadOptions, check_bool
+from torchoffload._options import OffloadOptions, check_bool, refuse_renamed
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
 __all__ = ["Installation", "get_act_offloading_ctx_manager", "install"]
@@ -133,6 +133,7 @@ def install(**options: Any) -> Installation:
         A wrong option.
     """
     global _stock
+    refuse_renamed(options)
     OffloadOptions(**options)
     try:
         importlib.import_module("trl")
