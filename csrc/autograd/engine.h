@@ -153,7 +153,7 @@ class Engine {
     uint64_t largest_record_bytes = 0;
     uint64_t latest_operator = UINT64_MAX;  // the sequence number under which the latest record was saved
     uint64_t operator_bytes = 0;            // of the records that were saved under it
-    uint64_t asked_before = 0;    // the save that a backward asked for last
+    uint64_t asked_before = 0;              // the save that a backward asked for last
     int asked_by = kNoGraphTask;  // the graph task that asked last, and what it reloaded is not given back yet
     bool is_timed = false;
     bool has_backward_begun = false;

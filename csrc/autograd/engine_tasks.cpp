@@ -71,7 +71,8 @@ void Engine::give_back_of_ended() {
     if (task.ended.expired()) ended.push_back(task.id);
   }
   for (const int id : ended) {
-    if (give_back(id, Ahead::GoesBack)) std::erase_if(asking_tasks_, [&](const AskingTask& task) { return task.id == id; });
+    if (give_back(id, Ahead::GoesBack))
+      std::erase_if(asking_tasks_, [&](const AskingTask& task) { return task.id == id; });
   }
 }
 
