@@ -188,10 +188,10 @@ def a_record_dies_while_its_copy_is_enqueued(stage: Stage) -> None:
 
 @scenario(
     "SlotGuardedByEachReload",
-    wrong=race("copy in reads slot @ compute_stream[0]", "copy out writes slot @ compute_stream[0]#3"),
+    wrong=race("copy in reads slot @ compute_stream[0]#2", "slot memory is released @ the host"),
 )
 def two_threads_reload_a_record_at_once(stage: Stage) -> None:
-    second, third = stage.simulation.new_stream(), stage.simulation.new_stream()
+    second = stage.simulation.new_stream()
     x = stage.leaf()
     with stage.context(use_streams=False):
         h = x * 2
@@ -206,12 +206,7 @@ def two_threads_reload_a_record_at_once(stage: Stage) -> None:
     with _another_thread_inside("copy_in", on_the_second):
         torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
     outputs.clear()
-    with stage.simulation.stream(third):
-        third.wait_stream(second)  # which knows nothing of the first thread's reload
-        other = stage.leaf()
-        with stage.context(use_streams=False):
-            w = other.sin()
-    del w
+    torchoffload.trim()  # the slot's memory goes back to the system
 
 
 # ---- reload ----
