@@ -45,7 +45,10 @@ def test_what_a_destroyed_stream_waited_for_is_not_remembered(device_under_test:
 @pytest.mark.cuda
 @pytest.mark.devices("cuda")
 def test_a_stream_is_destroyed_with_copies_of_its_tensors_in_the_window(device_under_test: Device):
-    """The next forward fills the window, and another graph dies: neither may name the stream."""
+    """The next forward fills the window, and another graph dies: neither may name the stream.
+
+    That forward has a leaf of its own: autograd itself names the stream that a leaf was first used on.
+    """
     if torch.cuda.get_allocator_backend() != "native":
         return
     cudart = torch.cuda.cudart()
@@ -54,19 +57,19 @@ def test_a_stream_is_destroyed_with_copies_of_its_tensors_in_the_window(device_u
         handle = torch.zeros(1, dtype=torch.int64)
         cudart.cudaStreamCreate(handle.data_ptr())
         stream = torch.cuda.ExternalStream(int(handle[0]))
-        x = run.leaf(ROWS, ROWS)
+        x, z = run.leaf(ROWS, ROWS), run.leaf(ROWS, ROWS)
+        w = z
         torch.cuda.synchronize()
         with torch.cuda.stream(stream), run.offload(offload_window_bytes=16 * ROWS * ROWS * 4):
             y = x.sin().exp().sum()
         torch.cuda.synchronize()
         cudart.cudaStreamDestroy(int(handle[0]))
         with run.offload(offload_window_bytes=2 * ROWS * ROWS * 4):
-            z = x
             for _ in range(12):
                 z = z.sin()
         z.sum().backward()
         del y
-        return x.grad
+        return w.grad
 
     assert_same_gradients(program, device=device_under_test)
 

@@ -163,9 +163,12 @@ TapeId Context::open_tape(Engine& engine) {
   OnThread& entry = on_this_thread();
   for (auto& [known, tape] : entry.tapes) {
     if (known != &engine) continue;
-    if (!engine.is_open(tape)) tape = engine.open_tape(state_);
+    if (engine.is_open(tape)) return tape;
+    engine.fit_store(*state_);
+    tape = engine.open_tape(state_);
     return tape;
   }
+  engine.fit_store(*state_);
   entry.tapes.emplace_back(&engine, engine.open_tape(state_));
   return entry.tapes.back().second;
 }
@@ -209,7 +212,6 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
     why = KeptReason::Borrowed;
     return std::nullopt;
   }
-  engine->fit_store(*state_);
   const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;

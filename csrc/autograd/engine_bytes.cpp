@@ -66,8 +66,9 @@ void Engine::keep_if_resized(RecordId id) {
     keep(id, KeptReason::Resized);
   }
   const Record& record = ledger_.record(id);
+  const DeviceBytes& bytes = holdings(id).bytes;
   TORCH_CHECK(
-      record.kept != KeptReason::Resized || holdings(id).bytes.storage.nbytes() >= record.span.end,
+      !bytes.storage || bytes.is_buffer || bytes.storage.nbytes() >= record.span.end,
       "torchoffload: the storage of a saved tensor was resized before backward, so its bytes are gone. Exempt it "
       "with torchoffload.never_offload(tensor).");
 }
@@ -75,7 +76,7 @@ void Engine::keep_if_resized(RecordId id) {
 bool Engine::slot_is_complete(RecordId id) {
   Holdings& held = holdings(id);
   if (!ledger_.record(id).has_slot) return false;
-  const bool serves_source = held.bytes.busy_until == held.offload_end;
+  const bool serves_source = held.bytes.storage && !held.bytes.is_buffer;
   if (serves_source && was_resized(id)) return false;  // perhaps under its copy (R10)
   if (!backend_.completes_in_background() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
   held.is_confirmed =
@@ -109,6 +110,8 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
     held.given_up.reset();
     return std::nullopt;
   }
+  // A source that the program emptied since is read from the slot, which was complete by then.
+  if (!held.given_up_bytes.is_buffer && alive->nbytes() < ledger_.record(id).span.end) return std::nullopt;
   DeviceBytes bytes = held.given_up_bytes;
   bytes.storage = c10::Storage(std::move(alive));
   return bytes;

@@ -1,0 +1,72 @@
+// How the pinned arena's memory is made known to CUDA's driver.
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "device/cuda_backend.h"
+#include "storage/numa.h"
+
+namespace torchoffload {
+
+namespace {
+
+std::string reason(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  (void)cudaGetLastError();  // it is told here, and not to the next caller who asks
+  return cudaGetErrorString(error);
+}
+
+// For driver calls of the arena's thread, which has no device of its own and may run while another thread captures a
+// CUDA graph. Made on a device that has a context, since the call would else make one on the first; and declared no
+// part of any capture, which would else be invalidated: see cudaThreadExchangeStreamCaptureMode.
+class ApartFromCaptures {
+ public:
+  ApartFromCaptures() {
+    if (const auto device = c10::cuda::getDeviceIndexWithPrimaryContext()) guard_.set_index(*device);
+    relaxed_.emplace(cudaStreamCaptureModeRelaxed);
+  }
+
+ private:
+  c10::cuda::OptionalCUDAGuard guard_;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed_;
+};
+
+// The NUMA node of the devices that this process uses; nullopt: they are at different ones, or it is not known.
+std::optional<int> node_of_devices_in_use() {
+  std::optional<int> node;
+  for (c10::DeviceIndex index = 0; index < c10::cuda::device_count(); ++index) {
+    if (!c10::cuda::hasPrimaryContext(index)) continue;
+    std::array<char, 32> address{};
+    if (cudaDeviceGetPCIBusId(address.data(), static_cast<int>(address.size()), index) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return std::nullopt;
+    }
+    const std::optional<int> its_node = node_of_pci_device(address.data());
+    if (!its_node || (node && *node != *its_node)) return std::nullopt;
+    node = its_node;
+  }
+  return node;
+}
+
+}  // namespace
+
+HostRegistration cuda_host_registration() {
+  return {
+      [](void* address, size_t nbytes) {
+        const ApartFromCaptures apart;
+        return reason(cudaHostRegister(address, nbytes, cudaHostRegisterPortable));
+      },
+      [](void* address) {
+        const ApartFromCaptures apart;
+        return reason(cudaHostUnregister(address));
+      },
+      node_of_devices_in_use,
+  };
+}
+
+}  // namespace torchoffload
