@@ -98,9 +98,19 @@ class StreamTable {
     return *leaked;
   }
 
+  // Asked many times for each record. A stream is never forgotten, so what a thread knows of one stays true.
   TrackedStream& at(StreamId id) {
-    const std::lock_guard lock(mutex_);
-    return *streams_.at(id);
+    struct Known {
+      StreamId id = kNoStream;
+      TrackedStream* stream = nullptr;
+    };
+    thread_local std::array<Known, 8> latest;
+    Known& known = latest[static_cast<size_t>(id) % latest.size()];
+    if (known.id != id) {
+      const std::lock_guard lock(mutex_);
+      known = {id, streams_.at(id).get()};
+    }
+    return *known.stream;
   }
 
   StreamId id_of(const c10::cuda::CUDAStream& stream) {
