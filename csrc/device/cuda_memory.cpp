@@ -16,8 +16,9 @@ namespace {
 
 using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
 
-// Not while a CUDA graph is being captured, when it is refused; nothing is moved then.
+// Not while a CUDA graph is being captured: the wait would spoil it, and nothing that is saved meanwhile moves.
 void wait_for_devices_in_use() {
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
   const c10::cuda::CUDAStreamCaptureModeGuard apart_from_captures(cudaStreamCaptureModeRelaxed);
   for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
     if (!c10::cuda::hasPrimaryContext(device)) continue;
