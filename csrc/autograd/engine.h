@@ -1,14 +1,14 @@
 // Engine: carries out, for one device and tier, what ledger and schedule say.
 // Ownership:     what each record holds, by the record's index: its source or reload buffer, its slot, its points.
 //                Backends and stores are borrowed and live for the process; so does the engine.
-// Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: other threads'
-// operations
-//                may come between, so the ledger is read again after it. A record whose copy is being enqueued is held
-//                (Ledger::hold) so that it is not released meanwhile. See Note [Copies that others come between].
+// Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: operations of other
+//                threads may come between, so the ledger is read again after it. A record whose copy is being enqueued
+//                is held (Ledger::hold) so that it is not released meanwhile. See Note [Copies that others come
+//                between].
 // Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; retire(), and with
 //                it release(), never throws.
-// Stream order:  every cross-stream wait of the project is in engine.cpp (and every wait there says who, for what,
-//                why).
+// Stream order:  every cross-stream wait of the project is in engine*.cpp: what our two streams wait for in
+//                engine_copies.cpp, all else through order() in engine_order.cpp. Each says who waits, for what, why.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
 #pragma once
 

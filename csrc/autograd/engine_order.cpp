@@ -6,13 +6,12 @@
 // only while it is the current one of the calling thread. So no call of ours names it at any other time:
 // - What was saved on it moves if it is still current when the copy is enqueued, and else it is kept.
 // - The allocator is not told that it used a source: it would ask the stream when the memory is freed. A source is
-// dropped
-//   after the host has waited for its copy, which is after the operators that filled it; then no stream needs to wait.
+//   dropped after the host has waited for its copy, which is after the operators that filled it; then no stream needs
+//   to wait.
 // - A reload buffer is dropped after the stream was told to wait for the copy, if it is current, and else after the
-// host
-//   has waited.
+//   host has waited.
 // - It is not remembered what such a stream has waited for, and a point of it says nothing of one that has its id
-// later.
+//   later.
 #include <c10/util/Exception.h>
 
 #include <algorithm>

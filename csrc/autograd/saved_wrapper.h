@@ -1,8 +1,7 @@
 // SavedWrapper: a saved wrapper subclass (DTensor, jagged nested tensor, quantised weight, ...): its inner tensors are
 // saved one by one, and unpack makes the wrapper anew around them.
 // Ownership:     a Saved for each inner tensor that may move; strong references to what must come back as the very
-// object
-//                and to what __tensor_flatten__ told.
+//                object and to what __tensor_flatten__ told.
 // Thread safety: needs the GIL; packing and unpacking run the subclass's own Python.
 // Not handled:   subclasses without __tensor_flatten__ and __tensor_unflatten__: they are kept.
 //

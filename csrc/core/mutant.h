@@ -8,7 +8,7 @@
 namespace torchoffload {
 
 enum class Mutant : uint8_t {
-  // Waits (autograd/engine.cpp).
+  // Waits (autograd/engine*.cpp).
   OffloadWaitsForCompute,        // R2
   OffloadWaitsForAllocation,     // R2, the stream that the source's memory is from
   ComputeWaitsForOffload,        // R3, window full
@@ -34,8 +34,8 @@ enum class Mutant : uint8_t {
   NoteUseAtUnpack,            // R3
   // Checks.
   CopyNotInsideItsOperator,  // R1
-  VersionCheckedAtUnpack,    // section 4, Versions
-  IdentityChecksVersion,     // section 4, Identity
+  VersionCheckedAtUnpack,    // design.md, Unpack
+  IdentityChecksVersion,     // design.md, Identity
   IdentityChecksVersionCounter,
   IdentityChecksData,
   IdentityChecksAllocation,
@@ -54,15 +54,15 @@ enum class Mutant : uint8_t {
   EndedTaskPassesBy,           // R14
   EndedTaskGivesUp,            // R14
   FailedTaskIsNoticed,         // R14
-  FailedWriteKeepsRecord,      // section 7, disk
+  FailedWriteKeepsRecord,      // a write to the disk that failed
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
-  ParameterStaysByStorage,       // section 6, aliases
-  DeallocQueuedInsideOperation,  // section 5, locks
-  PackedInGraphTaskStays,        // section 6
+  ParameterStaysByStorage,       // design.md, Pack
+  DeallocQueuedInsideOperation,  // design.md, Locks
+  PackedInGraphTaskStays,        // design.md, Pack
   BorrowedStays,                 // memory that is not the storage's own
   StreamsMayBeDestroyed,         // by their owners, where they came from outside
-  BudgetHonoured,                // section 7
+  BudgetHonoured,                // design.md, Memory
   kCount,
 };
 

@@ -1,8 +1,9 @@
 // Structure: what tapes of different lengths have in common (the kinds of their records, in order), and what one of
 // them says of another: sizes, times and windows scale. So a model that sees another length in each step (dynamic
-// padding, packing, buckets) is known as one that sees always the same. Ownership:     values only. Thread safety:
-// none; touched only with the GIL held. Not handled:   sizes that grow otherwise than in proportion. A tape whose
-// records are not as large as expected is
+// padding, packing, buckets) is known as well as one that always sees the same.
+// Ownership:     values only.
+// Thread safety: none; touched only with the GIL held.
+// Not handled:   sizes that grow otherwise than in proportion. A tape whose records are not as large as expected is
 //                expected anew from there on, a few times; after that it goes on while each is nearly as large.
 #pragma once
 

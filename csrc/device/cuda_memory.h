@@ -2,8 +2,7 @@
 // allocation, and whether segments came or went. Listened to from the first question on, for the rest of the process.
 // Ownership:     numbers and addresses only.
 // Thread safety: every function, any thread. The allocator calls the listener under its own lock; the listener takes
-// one
-//                lock of a table, under which nothing else is called.
+//                one lock of a table, under which nothing else is called.
 // Not handled:   other allocators (cudaMallocAsync, pluggable ones): they tell nothing.
 #pragma once
 

@@ -19,9 +19,9 @@ class HostMemory:
         Of the control group (v1 or v2) that this process is in: its limit, what it uses, and the part of that which
         is page cache it can drop. None without a limit.
     default_budget_bytes : int
-        What ``budget_bytes=None`` means: 0.8 x min(available, limit - used + inactive file) / the processes of
-        this job on the machine, where pinned memory that torchoffload holds counts as available. The launcher's
-        environment tells how many these are: ``docs/api.md`` lists the variables.
+        What ``budget_bytes=None`` means: 0.8 x (min(available, limit - used + inactive file) / the processes of
+        this job on the machine + the pinned memory that torchoffload holds in this process). The launcher's
+        environment tells how many processes there are: ``docs/api.md`` lists the variables.
     """
 
     total_bytes: int
