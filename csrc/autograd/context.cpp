@@ -212,6 +212,7 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
     why = KeptReason::Borrowed;
     return std::nullopt;
   }
+  engine->settle();
   const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;

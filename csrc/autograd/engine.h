@@ -73,6 +73,10 @@ class Engine {
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
   bool is_inherited() const { return fork_guard_.inherited(); }
 
+  // Before a tape is opened. Waits, once in a process, for what the device was given before we knew of its memory (R2).
+  // May block.
+  void settle();
+
   // Before a tape is opened, and while none is alive: tells the store what is known of the next step's need. May block.
   void fit_store(ContextState& context);
 
@@ -283,7 +287,7 @@ class Engine {
   void give_back_of_ended();
   enum class Ahead : uint8_t { GoesBack, Stays };
   bool give_back(int graph_task, Ahead ahead);
-  bool give_back(TapeId tape, Ahead ahead);
+  bool give_back(TapeId tape, int graph_task, Ahead ahead);
 
   // Order and release.
   template <typename Call>

@@ -97,7 +97,7 @@ class SlotLoan {
 struct Engine::OffloadCopy {
   Slot slot;
   DeviceBytes source;
-  uint64_t begin_bytes = 0;  // of the source
+  const std::byte* first = nullptr;  // of the source, as it was checked: the program may resize it meanwhile (R10)
   uint64_t nbytes = 0;
   StreamId stream = kNoStream;
   c10::SmallVector<Point, 4> guards;
@@ -121,8 +121,7 @@ void Engine::enqueue(OffloadCopy& copy, Waits& waits) const {
   copy.ready = time_if(copy.time.is_wanted, backend_, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
   copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
-  const auto* source = static_cast<const std::byte*>(copy.source.storage.data()) + copy.begin_bytes;
-  backend_.copy_out(copy.slot, source, copy.nbytes, copy.stream);
+  backend_.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
   copy.is_enqueued = true;
   copy.end = end_of_copy(backend_, copy.stream);
   copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
@@ -161,7 +160,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   if (!can_be_used(holdings(id).bytes.stream)) return keep(id, KeptReason::ExternalStream);
   copy.slot = *slot;
   copy.source = holdings(id).bytes;
-  copy.begin_bytes = ledger_.record(id).span.begin;
+  copy.first = static_cast<const std::byte*>(copy.source.storage.data()) + ledger_.record(id).span.begin;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.stream = stream;
   // A copy on that stream itself waits for nothing, and orders offload_stream after nothing.
@@ -191,6 +190,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
     if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
     if (!mutated(Mutant::SourceBusyUntilCopyInVain)) holdings(id).bytes.busy_until = copy.end;
     backend_.forget(copy.end);
+    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.give_back(point);
     return;
   }
   (void)loan.take();

@@ -21,6 +21,12 @@ std::deque<Engine::PendingCopy>& Engine::pending_copies() {
 
 // ---- tapes ----
 
+void Engine::settle() {
+  if (!backend_.must_settle()) return;
+  const BlockingSection blocking;
+  backend_.settle();
+}
+
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
   const TapeId tape = ledger_.open_tape();

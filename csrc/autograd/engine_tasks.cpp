@@ -84,13 +84,13 @@ bool Engine::give_back(int graph_task, Ahead ahead) {
   }
   bool is_all = true;
   for (const TapeId tape : asked) {
-    if (ledger_.has_tape(tape) && !give_back(tape, ahead)) is_all = false;
+    if (ledger_.has_tape(tape) && !give_back(tape, graph_task, ahead)) is_all = false;
   }
   return is_all;
 }
 
 // A slot that I/O still writes to is waited for by nobody here: until it is complete the bytes stay.
-bool Engine::give_back(TapeId tape, Ahead ahead) {
+bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   std::vector<RecordId> reloaded;
   for (const Save& save : ledger_.tape(tape).saves) {
     if (ledger_.is_live(save.record) && ledger_.record(save.record).state == RecordState::Reloaded)
@@ -112,7 +112,9 @@ bool Engine::give_back(TapeId tape, Ahead ahead) {
     give_up(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
-  if (is_all && ledger_.has_tape(tape)) tapes_[tape.index].asked_by = kNoGraphTask;
+  // Another graph task may have come to the tape meanwhile.
+  if (is_all && ledger_.has_tape(tape) && tapes_[tape.index].asked_by == graph_task)
+    tapes_[tape.index].asked_by = kNoGraphTask;
   return is_all;
 }
 

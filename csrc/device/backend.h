@@ -77,6 +77,11 @@ class Backend {
   // See docs/design.md, R2 and R10, for what each backend knows.
   virtual MemoryOrigin origin_of(c10::StorageImpl&) { return {}; }
 
+  // Before the first record is made: must settle() be called, which waits for all that the device was given so far?
+  // Without that origin_of() says nothing of older memory. settle() blocks: call it without the GIL.
+  virtual bool must_settle() { return false; }
+  virtual void settle() {}
+
   // Blocks the host until `point` is reached. Call it without the GIL.
   virtual void synchronize(Point point) = 0;
 

@@ -284,6 +284,9 @@ class CudaBackend final : public Backend {
     return {found->number, is_lasting(stream) ? stream : kNoStream};
   }
 
+  bool must_settle() override { return must_settle_cuda(); }
+  void settle() override { settle_cuda(); }
+
   bool is_graph_memory(const void* address) override { return is_in_graph_pool(address); }
 
   void synchronize(Point point) override { cuda_synchronize(point); }

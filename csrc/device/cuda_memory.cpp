@@ -43,8 +43,8 @@ class Listener {
     if (state_.load(std::memory_order_relaxed) == State::NotAsked) {
       const bool is_native = allocator->name() == "native";  // an allocator in use stays for the life of the process
       if (is_native) {
+        must_settle_.store(true, std::memory_order_relaxed);
         allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { note(entry); });
-        wait_for_devices_in_use();
       }
       state_.store(is_native ? State::Listening : State::Silent, std::memory_order_release);
     }
@@ -56,6 +56,13 @@ class Listener {
     const std::lock_guard lock(table.mutex);
     const auto found = table.allocations.find(reinterpret_cast<size_t>(address));
     return found == table.allocations.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  bool must_settle() const { return must_settle_.load(std::memory_order_acquire); }
+
+  void settle() {
+    wait_for_devices_in_use();
+    must_settle_.store(false, std::memory_order_release);
   }
 
   uint64_t segment_changes() const { return segment_changes_.load(std::memory_order_relaxed); }
@@ -106,12 +113,17 @@ class Listener {
 
   std::mutex attach_mutex_;
   std::atomic<State> state_ = State::NotAsked;
+  std::atomic<bool> must_settle_ = false;
   std::atomic<uint64_t> next_number_ = 1;
   std::atomic<uint64_t> segment_changes_ = 1;  // before the first question: 0
   std::array<Table, C10_COMPILE_TIME_MAX_GPUS> tables_;
 };
 
 }  // namespace
+
+bool must_settle_cuda() { return Listener::instance().must_settle(); }
+
+void settle_cuda() { Listener::instance().settle(); }
 
 bool listen_to_cuda_allocator() { return Listener::instance().listen(); }
 

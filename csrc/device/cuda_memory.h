@@ -13,10 +13,15 @@
 
 namespace torchoffload {
 
-// Begins to listen, if nobody did yet; then it waits once for the devices in use, since of memory that is there already
-// nobody knows which streams fill it. False where there is nothing to listen to: CUDA is not initialised, which this
-// does not change, or the allocator is another.
+// Begins to listen, if nobody did yet. Never blocks. False where there is nothing to listen to: CUDA is not
+// initialised, which this does not change, or the allocator is another.
 bool listen_to_cuda_allocator();
+
+// Of memory that is older than the listening nobody knows which streams fill it. So the devices in use are waited for
+// once, before the first record is made: from then on, until settle_cuda() has returned once, must_settle_cuda() is
+// true. settle_cuda() blocks: call it without the GIL.
+bool must_settle_cuda();
+void settle_cuda();
 
 struct CudaAllocation {
   uint64_t number = 0;                          // from 1, over all devices

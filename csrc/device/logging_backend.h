@@ -78,6 +78,8 @@ class LoggingBackend final : public Backend {
   bool owns(const c10::DataPtr& data) const override { return inner_.owns(data); }
   void note_use(c10::StorageImpl& storage, StreamId stream) override;
   MemoryOrigin origin_of(c10::StorageImpl& storage) override { return inner_.origin_of(storage); }
+  bool must_settle() override { return inner_.must_settle(); }
+  void settle() override { inner_.settle(); }
   bool is_capturing_on(StreamId stream) override { return inner_.is_capturing_on(stream); }
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
