@@ -224,3 +224,29 @@ def test_the_times_of_a_step_are_taken_without_the_gil() -> None:
             testing.set_link(0, 0.0)
     assert with_gil == {"note_use"}
     assert "record_timed" in without_gil
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_source_is_resized_between_its_check_and_its_copy(mode: str):
+    """The address is the one that was checked; that the memory is given back under a copy is the program's own race."""
+    with simulated_device(mode=mode) as simulation:
+        context = torchoffload.OffloadActivations(min_offload_size=0, learn=False)
+        x = torch.linspace(-1.0, 1.0, ROWS * ROWS).requires_grad_()
+        (expected,) = torch.autograd.grad((x * 2).sin().sum(), x)
+        with context:
+            doubled = x * 2
+            values, storage = doubled.detach().clone(), doubled.untyped_storage()
+            y = doubled.sin()
+            with (
+                in_the_middle(0, lambda: storage.resize_(0)) as calls,
+                contextlib.suppress(RuntimeError),
+            ):
+                torch.ones(1, requires_grad=True).sin()  # the copy is enqueued, and fails the simulation's own check
+        assert calls[0] == "record"
+        storage.resize_(NBYTES)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(doubled):
+            doubled.copy_(values)
+        simulation.clear_races()
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        simulation.clear_races()
+        assert torch.equal(gradient, expected)
