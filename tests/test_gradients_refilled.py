@@ -40,6 +40,13 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.untyped_storage().copy_(source)
 
 
+def _save_behind_slow_copies(run: Run, x: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    """`gathered` is saved, and its copy enqueued behind two that take a while."""
+    slow = [torch.ones(SLOW_BYTES // 4, device=run.device) for _ in range(2)]
+    y = Save.apply(x, _ignore, *slow)
+    return Save.apply(y, lambda unpacked: run.check(gathered=unpacked), gathered).exp()
+
+
 def _ignore(*_: torch.Tensor) -> None:
     """A look that looks at nothing."""
 
@@ -85,11 +92,8 @@ def test_a_storage_emptied_under_its_copy_stands_for_what_it_holds_in_backward(d
     def program(run: Run):
         x, gathered = run.leaf(4), run.tensor(numel)
         values = gathered.clone()
-        slow = [torch.ones(SLOW_BYTES // 4, device=run.device) for _ in range(2)]
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
-            y = Save.apply(x, _ignore, *slow)
-            y = Save.apply(y, lambda unpacked: run.check(gathered=unpacked), gathered)
-            y = y.exp()  # its copy is enqueued, behind slow ones
+            y = _save_behind_slow_copies(run, x, gathered)
             _empty_and_allocate(gathered)
             gathered.data.fill_(float("nan"))
         if run.device.type == "cuda":
@@ -108,10 +112,8 @@ def test_a_source_that_backward_used_is_not_given_up_for_a_copy_of_other_bytes(d
     def program(run: Run):
         x, gathered = run.leaf(4), run.tensor(numel)
         values = gathered.clone()
-        slow = [torch.ones(SLOW_BYTES // 4, device=run.device) for _ in range(2)]
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
-            y = Save.apply(x, _ignore, *slow)
-            y = Save.apply(y, lambda unpacked: run.check(gathered=unpacked), gathered).exp()
+            y = _save_behind_slow_copies(run, x, gathered)
         y.sum().backward(retain_graph=True)
         _empty_and_allocate(gathered, anywhere=True)
         gathered.data.fill_(float("nan"))

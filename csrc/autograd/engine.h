@@ -3,8 +3,8 @@
 //                Backends and stores are borrowed and live for the process; so does the engine.
 // Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: operations of other
 //                threads may come between, so the ledger is read again after it. A record whose copy is being enqueued
-//                is held (Ledger::hold) so that it is not released meanwhile. See Note [Copies that others come
-//                between].
+//                is held (Ledger::hold) so that it is not released meanwhile.
+//                See Note [Copies that others come between].
 // Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; retire(), and with
 //                it release(), never throws.
 // Stream order:  every cross-stream wait of the project is in engine*.cpp: what our two streams wait for in
