@@ -1,6 +1,8 @@
 #include "device/sim_world.h"
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "device/backend.h"
 
@@ -273,10 +275,18 @@ void SimWorld::run_all() {
   for (Stream& stream : streams_) run(stream, stream.run_count + stream.queue.size());
 }
 
+// Streams of earlier simulations stay in the list, so the choice is among those that have something to run. A queue
+// that is alone runs in a third of the turns: copies come late as often as early.
 void SimWorld::run_some() {
+  constexpr size_t kLeastChoices = 3;
+  std::vector<Stream*> busy;
   for (uint64_t turn = random_() % 3; turn > 0; --turn) {
-    Stream& picked = streams_[random_() % streams_.size()];
-    if (!picked.queue.empty()) run(picked, picked.run_count + 1 + random_() % picked.queue.size());
+    busy.clear();
+    for (Stream& stream : streams_) {
+      if (!stream.queue.empty()) busy.push_back(&stream);
+    }
+    const size_t choice = random_() % std::max(kLeastChoices, busy.size());
+    if (choice < busy.size()) run(*busy[choice], busy[choice]->run_count + 1 + random_() % busy[choice]->queue.size());
   }
 }
 
