@@ -29,6 +29,7 @@
 #include "autograd/tensor_layout.h"
 #include "autograd/timeline.h"
 #include "autograd/wrapper_versions.h"
+#include "core/chunked_vector.h"
 #include "core/learner.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
@@ -327,8 +328,8 @@ class Engine {
   uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes
   uint64_t tapes_opened_ = 0;
   uint64_t records_added_ = 0;
-  std::deque<Holdings> holdings_;            // by record index; a reference stays valid while others are added
-  std::deque<TapeInfo> tapes_;               // by tape index; likewise
+  ChunkedVector<Holdings> holdings_;         // by record index; a reference stays valid while others are added
+  ChunkedVector<TapeInfo> tapes_;            // by tape index; likewise
   std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily
   size_t prune_offloads_at_ = 64;
   uint64_t offload_window_bytes_ = 0;

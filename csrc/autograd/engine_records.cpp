@@ -30,7 +30,7 @@ void Engine::settle() {
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
   const TapeId tape = ledger_.open_tape();
-  if (tapes_.size() <= tape.index) tapes_.resize(tape.index + 1);
+  tapes_.grow_to(tape.index + size_t{1});
   TapeInfo& info = tapes_[tape.index];
   info = {};
   info.id = tape;
@@ -170,7 +170,7 @@ RecordHandle Engine::add_record(const at::Tensor& tensor, const Identity& identi
     store_is_full(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
     kept = KeptReason::TierFull;
   }
-  if (holdings_.size() < ledger_.next_index_limit()) holdings_.resize(ledger_.next_index_limit());
+  holdings_.grow_to(ledger_.next_index_limit());
   const RecordId id = ledger_.add_record(tape, identity, moved);
   const Hold hold(*this, id);
   const RecordHandle handle{id, ledger_.add_handle(id)};

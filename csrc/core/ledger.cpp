@@ -81,6 +81,9 @@ const char* to_string(KeptReason reason) {
   return "?";
 }
 
+void Ledger::record_is_gone() { broken("a record was used after its release"); }
+void Ledger::tape_is_gone() { broken("a tape was used after it was gone"); }
+
 // ---- tapes ----
 
 TapeId Ledger::open_tape() {
@@ -88,7 +91,7 @@ TapeId Ledger::open_tape() {
   if (free_tapes_.empty()) {
     index = static_cast<uint32_t>(tapes_.size());
     free_tapes_.reserve(tapes_.size() + 1);
-    tapes_.emplace_back();
+    tapes_.grow_to(index + size_t{1});
   } else {
     index = free_tapes_.back();
     free_tapes_.pop_back();
@@ -108,19 +111,6 @@ Ledger::ClosedTape Ledger::close_tape(TapeId id) {
   const bool gone = closing.live_records == 0;
   if (gone) free_tape(id);
   return {gone};
-}
-
-bool Ledger::is_open(TapeId id) const {
-  return id.index < tapes_.size() && tapes_[id.index].generation == id.generation && tapes_[id.index].open;
-}
-
-bool Ledger::has_tape(TapeId id) const {
-  return id.index < tapes_.size() && tapes_[id.index].generation == id.generation && tapes_[id.index].in_use;
-}
-
-Tape& Ledger::tape(TapeId id) {
-  if (!has_tape(id)) broken("a tape was used after it was gone");
-  return tapes_[id.index];
 }
 
 void Ledger::free_tape(TapeId id) {
@@ -190,7 +180,7 @@ RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span
   // What may find no memory comes first, so that a record is made wholly or not at all.
   if (free_records_.empty()) {
     if (free_records_.capacity() <= records_.size()) free_records_.reserve(2 * records_.size() + 1);
-    records_.emplace_back();
+    records_.grow_to(records_.size() + 1);
     free_records_.push_back(static_cast<uint32_t>(records_.size() - 1));
   }
   const uint32_t index = free_records_.back();
@@ -209,16 +199,6 @@ RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span
   ++tape.live_records;
   ++live_records_;
   return {index, generation};
-}
-
-bool Ledger::is_live(RecordId id) const {
-  return id.index < records_.size() && records_[id.index].generation == id.generation &&
-         records_[id.index].state != RecordState::Released;
-}
-
-Record& Ledger::record(RecordId id) {
-  if (!is_live(id)) broken("a record was used after its release");
-  return records_[id.index];
 }
 
 void Ledger::unlink(Tape& tape, uint32_t index) {

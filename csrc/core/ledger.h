@@ -17,11 +17,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include "core/chunked_vector.h"
 #include "core/types.h"
 
 namespace torchoffload {
@@ -123,9 +123,16 @@ class Ledger {
     bool gone = false;
   };
   ClosedTape close_tape(TapeId id);
-  bool is_open(TapeId id) const;
-  bool has_tape(TapeId id) const;
-  Tape& tape(TapeId id);
+  bool is_open(TapeId id) const { return has_tape(id) && tapes_[id.index].open; }
+  bool has_tape(TapeId id) const {
+    if (id.index >= tapes_.size()) return false;
+    const Tape& tape = tapes_[id.index];
+    return tape.generation == id.generation && tape.in_use;
+  }
+  Tape& tape(TapeId id) {
+    if (!has_tape(id)) tape_is_gone();
+    return tapes_[id.index];
+  }
 
   // Records.
   // The live record of the open tape that stands for exactly these bytes: same identity, a span that contains `span`,
@@ -142,8 +149,15 @@ class Ledger {
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
   // The index of the next record is below this.
   size_t next_index_limit() const { return records_.size() + 1; }
-  bool is_live(RecordId id) const;
-  Record& record(RecordId id);
+  bool is_live(RecordId id) const {
+    if (id.index >= records_.size()) return false;
+    const Record& record = records_[id.index];
+    return record.generation == id.generation && record.state != RecordState::Released;
+  }
+  Record& record(RecordId id) {
+    if (!is_live(id)) record_is_gone();
+    return records_[id.index];
+  }
 
   // Returns the number of the save in its tape.
   uint64_t add_handle(RecordId id);
@@ -185,15 +199,17 @@ class Ledger {
   void check_invariants() const;
 
  private:
+  [[noreturn]] static void record_is_gone();
+  [[noreturn]] static void tape_is_gone();
   void release_if_unused(RecordId id, DroppedHandle& result);
   void unlink(Tape& tape, uint32_t index);
   void forget_dead_saves(Tape& tape);
   void free_tape(TapeId id);
   Record& expect(RecordId id, RecordState from, const char* what);
 
-  std::deque<Record> records_;
+  ChunkedVector<Record> records_;
   std::vector<uint32_t> free_records_;  // has room for all, so that a release never allocates
-  std::deque<Tape> tapes_;
+  ChunkedVector<Tape> tapes_;
   std::vector<uint32_t> free_tapes_;
   uint64_t live_records_ = 0;
   uint64_t live_handles_ = 0;
