@@ -68,20 +68,28 @@ def test_pybind11_stands_in_one_file():
     assert [name_of(path) for path in CPP_FILES if uses.search(code[path])] == ["csrc/autograd/bindings.cpp"]
 
 
-def test_every_wait_is_the_engines():
+def test_every_wait_has_a_rule_and_is_made_by_stream_order():
     """A wait of a Backend that wraps something else passes its own call on; that orders nothing by itself."""
-    engine = re.compile(r"csrc/autograd/engine\w*\.cpp")
     waits = []
     for path in of_floors("device", "autograd"):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
-            if not re.search(r"(->|\.|\))wait\(", line):
+            if not re.search(r"(->|\.|\))wait\(", line) or name_of(path) == "csrc/autograd/stream_order.cpp":
                 continue
-            within = " ".join(lines[max(0, number - 3) : number + 1])
+            within = " ".join(lines[max(0, number - 3) : number + 2])
             passed_on = re.search(r"\bwait\(StreamId \w+, Point \w+\)", within)
-            if not engine.fullmatch(name_of(path)) and not passed_on:
+            if not passed_on and not re.search(r"wait\(\s*(Rule::|rule,)", within):
                 waits.append(f"{name_of(path)}:{number + 1}: {line.strip()}")
     assert waits == []
+
+
+def test_every_rule_has_a_wait():
+    header = (CSRC / "autograd" / "stream_order.h").read_text()
+    rules = re.findall(r"^  (\w+) = static_cast<uint8_t>\(Mutant::(\w+)\)", header, flags=re.MULTILINE)
+    engine = "".join(path.read_text() for path in (CSRC / "autograd").glob("engine*.cpp"))
+    assert [rule for rule, mutant in rules if rule != mutant] == []
+    assert len(rules) > 10
+    assert [rule for rule, _ in rules if f"Rule::{rule}" not in engine] == []
 
 
 def test_only_the_cuda_files_of_the_device_floor_call_cuda():

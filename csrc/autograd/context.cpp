@@ -216,7 +216,7 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
   const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  const auto handle = engine->pack(tensor, layout, layout.span(), extent, tape, wrapper);
+  const auto handle = engine->pack(tensor, layout.span(), extent, tape, wrapper);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
   if (handle) return Moved{engine, layout, *handle};
   why = KeptReason::Small;

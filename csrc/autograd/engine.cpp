@@ -1,5 +1,4 @@
-// The engine's two ways: windows that are drained, and unpack. Copies are enqueued in engine_copies.cpp, what they
-// touch is dropped in engine_order.cpp, and what has no order is in engine_records.cpp.
+// The engine's two ways: windows that are drained, and unpack. Copies are enqueued in engine_copies.cpp.
 #include "autograd/engine.h"
 
 #include <c10/util/Exception.h>
@@ -27,11 +26,11 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
     const DeviceBytes& source = holdings(oldest).bytes;
     const c10::Storage held_meanwhile = source.storage;
     const Point offload_end = source.busy_until;
-    // The compute stream waits for the copy's end: later work there may be given the source's memory (R3).
-    if (!is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
-      synchronize(offload_end);
-    } else if (!mutated(Mutant::ComputeWaitsForOffload)) {
-      stall(source.stream, offload_end, EntryKind::WindowWait, oldest);
+    if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
+      streams_.synchronize(offload_end);
+    } else {  // the time that a stream of operators stands still is ours
+      const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
+      streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
     }
     if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) finish_offload(oldest);
   }
@@ -75,7 +74,7 @@ void Engine::pass_by(RecordId id) {
   leave_reload_window(id);
   ledger_.pass_by(id);
   count(row(ledger_.record(id).tape), &TapeRow::passed_by, 1);
-  retire(std::exchange(holdings(id).bytes, {}), Mutant::DroppedBufferWaitsForReload);
+  streams_.retire(std::exchange(holdings(id).bytes, {}), Rule::DroppedBufferWaitsForReload);
 }
 
 // Device memory is short: drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies
@@ -83,114 +82,135 @@ void Engine::pass_by(RecordId id) {
 void Engine::make_room() {
   while (!ahead_.empty()) pass_by(ahead_.back());
   drain_window(0, 0);
-  if (backend_.completes_in_background() && !retired_.empty()) {
-    std::vector<Point> busy;
-    for (const DeviceBytes& bytes : retired_) busy.push_back(bytes.busy_until);
-    {
-      const BlockingSection blocking;
-      for (const Point& point : busy) backend_.synchronize(point);
-    }
-    reap();
-  }
+  streams_.finish_retired();
   Operation::drop_now();
 }
 
-at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, const c10::VariableVersion& version,
-                          bool in_backward) {
+// A handle that asks for its bytes.
+struct Engine::Ask {
+  RecordHandle& handle;
+  const StreamId consumer;
+  const bool in_backward;
+  uint64_t place;          // of the consumer, in its tape
+  bool is_prefetched_for;  // what comes next was started
+  bool has_made_room = false;
+
+  RecordId id() const { return handle.record; }
+};
+
+DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
   reap();
   const RecordId id = handle.record;
-  const StreamId consumer = backend_.current_stream();
-  uint64_t place = handle.save;
-  if (in_backward) {
-    const TapeId tape = ledger_.record(id).tape;
-    note_asking(tape);
-    backward_begins(tape);
-    if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
-    place = Schedule::place_of(handle.save, std::exchange(tapes_[tape.index].asked_before, handle.save));
-    let_pass(tape, place);
-  }
+  Ask ask{handle, backend_.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
+  if (in_backward) backward_asks(ask);
   TORCH_CHECK(
       ledger_.record(id).kept != KeptReason::None || !backend_.is_capturing(),
       "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
       "forward and backward together, or run the forward under torchoffload.NoOpManager().");
-  bool is_prefetched_for = !in_backward;
-  bool has_made_room = false;
   while (true) {  // read again after whatever may have blocked
-    Holdings& held = holdings(id);
-    const Record& record = ledger_.record(id);
     keep_if_resized(id);
-    switch (record.state) {
+    std::optional<DeviceBytes> bytes;
+    switch (ledger_.record(id).state) {
       case RecordState::Resident:
       case RecordState::Offloading:
-        // The source is still here: use it. In backward its copy, if still pending, has become pointless.
-        if (!std::exchange(is_prefetched_for, true)) {
-          prefetch(record.tape);
-          break;
-        }
-        if (!in_backward || record.kept != KeptReason::None) return hand_out(id, layout, version, held.bytes);
-        if (record.state == RecordState::Offloading) {
-          leave_offload_window(id);
-        } else {
-          note_kept(id, KeptReason::Pending, record.nbytes());
-        }
-        ledger_.use_source(id);
+        bytes = unpack_source(ask);
         break;
-      case RecordState::Offloaded: {
-        if (const auto alive = lock_given_up(id)) {
-          // The consumer waits for the reload's end, like the first one did (R7).
-          if (!mutated(Mutant::ConsumerWaitsForGivenUp)) order(consumer, alive->busy_until);
-          return hand_out(id, layout, version, *alive);
-        }
-        const Schedule::Ahead only[] = {{id, handle.save}};
-        try {
-          start_reloads(only, Reload::AskedFor);
-        } catch (const std::exception& error) {
-          if (has_made_room || !is_out_of_memory(error)) throw;  // PyTorch's own error; nothing has changed
-          make_room();
-          // Nor is anything loaded ahead this once: the operator that asks needs memory too.
-          has_made_room = is_prefetched_for = true;
-          break;
-        }
-        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save, place);
+      case RecordState::Offloaded:
+        bytes = unpack_away(ask);
         break;
-      }
-      case RecordState::Reloading: {
-        if (!std::exchange(is_prefetched_for, true)) {
-          prefetch(record.tape);
-          break;
-        }
-        const Point reload_end = held.reload_end;
-        const c10::Storage held_meanwhile = held.bytes.storage;
-        // The consumer waits for the reload's end: the buffer's bytes are there only then (R7).
-        if (!mutated(Mutant::ConsumerWaitsForReload)) stall(consumer, reload_end, EntryKind::ReloadWait, id);
-        const Record& now = ledger_.record(id);
-        if (now.state == RecordState::Reloading && holdings(id).reload_end == reload_end) finish_reload(id);
+      case RecordState::Reloading:
+        wait_for_reload(ask);
         break;
-      }
-      case RecordState::Reloaded: {
-        if (!std::exchange(is_prefetched_for, true)) {
-          prefetch(record.tape);
-          break;
-        }
-        const DeviceBytes bytes = holdings(id).bytes;
-        // A consumer on another stream than the first waits as the first did (R7). The source, where it served, was
-        // never written by us.
-        if (bytes.busy_until == holdings(id).reload_end && !mutated(Mutant::ConsumerWaitsForReload) &&
-            !mutated(Mutant::LaterConsumerWaitsForReload))
-          order(consumer, bytes.busy_until);
-        const bool is_as_before =
-            record.state == RecordState::Reloaded &&
-            holdings(id).bytes.storage.unsafeGetStorageImpl() == bytes.storage.unsafeGetStorageImpl();
-        if (!is_as_before) break;  // another thread had it while this one waited
-        handle.seen_epoch = ledger_.mark_seen(id, handle.seen_epoch);
-        at::Tensor tensor = hand_out(id, layout, version, bytes);
-        in_backward ? give_up_if_seen(id) : give_up(id);
-        return tensor;
-      }
+      case RecordState::Reloaded:
+        bytes = unpack_here(ask);
+        break;
       case RecordState::Released:
         TORCH_INTERNAL_ASSERT(false, "a handle outlived its record");
     }
+    if (bytes) return *std::move(bytes);
   }
+}
+
+void Engine::backward_asks(Ask& ask) {
+  const TapeId tape = ledger_.record(ask.id()).tape;
+  note_asking(tape);
+  backward_begins(tape);
+  if (!std::exchange(holdings(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
+  const uint64_t save = ask.handle.save;
+  ask.place = Schedule::place_of(save, std::exchange(tapes_[tape.index].asked_before, save));
+  let_pass(tape, ask.place);
+}
+
+// Once for each ask, where the record itself needs no reload any more. Returns whether it was done now: it may block.
+bool Engine::prefetch_for(Ask& ask) {
+  if (std::exchange(ask.is_prefetched_for, true)) return false;
+  prefetch(ledger_.record(ask.id()).tape);
+  return true;
+}
+
+// The source is still here: it is used. In backward its copy, if still pending, has become pointless.
+std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
+  if (prefetch_for(ask)) return std::nullopt;
+  const RecordId id = ask.id();
+  const Record& record = ledger_.record(id);
+  if (!ask.in_backward || record.kept != KeptReason::None) return hand_out(id, holdings(id).bytes);
+  if (record.state == RecordState::Offloading) {
+    leave_offload_window(id);
+  } else {
+    note_kept(id, KeptReason::Pending, record.nbytes());
+  }
+  ledger_.use_source(id);
+  return std::nullopt;
+}
+
+// The bytes are in the slot: what an earlier consumer still holds serves, or a reload is started.
+std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
+  const RecordId id = ask.id();
+  if (const auto alive = lock_given_up(id)) {
+    streams_.wait(Rule::ConsumerWaitsForGivenUp, ask.consumer, alive->busy_until);
+    return hand_out(id, *alive);
+  }
+  const Schedule::Ahead only[] = {{id, ask.handle.save}};
+  try {
+    start_reloads(only, Reload::AskedFor);
+  } catch (const std::exception& error) {
+    if (ask.has_made_room || !is_out_of_memory(error)) throw;  // PyTorch's own error; nothing has changed
+    make_room();
+    // Nor is anything loaded ahead this once: the operator that asks needs memory too.
+    ask.has_made_room = ask.is_prefetched_for = true;
+    return std::nullopt;
+  }
+  if (ask.in_backward) Schedule::consumer_missed(ledger_.tape(ledger_.record(id).tape), ask.handle.save, ask.place);
+  return std::nullopt;
+}
+
+void Engine::wait_for_reload(Ask& ask) {
+  if (prefetch_for(ask)) return;
+  const RecordId id = ask.id();
+  const Point reload_end = holdings(id).reload_end;
+  const c10::Storage held_meanwhile = holdings(id).bytes.storage;
+  {
+    const TimedSpan span(timeline_, ask.consumer, entry(EntryKind::ReloadWait, id));
+    streams_.wait(Rule::ConsumerWaitsForReload, ask.consumer, reload_end);
+  }
+  const Record& now = ledger_.record(id);
+  if (now.state == RecordState::Reloading && holdings(id).reload_end == reload_end) finish_reload(id);
+}
+
+std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
+  if (prefetch_for(ask)) return std::nullopt;
+  const RecordId id = ask.id();
+  const DeviceBytes bytes = holdings(id).bytes;
+  // The source, where it served, was never written by us.
+  if (bytes.busy_until == holdings(id).reload_end)
+    streams_.wait(Rule::LaterConsumerWaitsForReload, ask.consumer, bytes.busy_until);
+  const bool is_as_before = ledger_.record(id).state == RecordState::Reloaded &&
+                            holdings(id).bytes.storage.unsafeGetStorageImpl() == bytes.storage.unsafeGetStorageImpl();
+  if (!is_as_before) return std::nullopt;  // another thread had it while this one waited
+  ask.handle.seen_epoch = ledger_.mark_seen(id, ask.handle.seen_epoch);
+  DeviceBytes handed_out = hand_out(id, bytes);
+  ask.in_backward ? give_up_if_seen(id) : give_up(id);
+  return handed_out;
 }
 
 }  // namespace torchoffload

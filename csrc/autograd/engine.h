@@ -5,10 +5,9 @@
 //                threads may come between, so the ledger is read again after it. A record whose copy is being enqueued
 //                is held (Ledger::hold) so that it is not released meanwhile.
 //                See Note [Copies that others come between].
-// Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; retire(), and with
-//                it release(), never throws.
-// Stream order:  every cross-stream wait of the project is in engine*.cpp: what our two streams wait for in
-//                engine_copies.cpp, all else through order() in engine_order.cpp. Each says who waits, for what, why.
+// Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; release() never
+//                throws.
+// Stream order:  every wait is made by its StreamOrder, and named by its Rule.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
 #pragma once
 
@@ -26,7 +25,7 @@
 #include "autograd/context_state.h"
 #include "autograd/operation.h"
 #include "autograd/statistics.h"
-#include "autograd/tensor_layout.h"
+#include "autograd/stream_order.h"
 #include "autograd/timeline.h"
 #include "autograd/wrapper_versions.h"
 #include "core/chunked_vector.h"
@@ -41,16 +40,6 @@
 
 namespace torchoffload {
 
-// Device memory with the point until which a copy in flight touches it, and the stream that must be told to wait for
-// that point before the memory may be handed on (R9).
-struct DeviceBytes {
-  c10::Storage storage;
-  uint64_t base_bytes = 0;  // where the storage's first byte stands in the storage that was packed
-  StreamId stream = kNoStream;
-  Point busy_until;
-  bool is_buffer = false;  // allocated by us on `stream`
-};
-
 // One handle's share in a record.
 struct RecordHandle {
   RecordId record;
@@ -60,7 +49,8 @@ struct RecordHandle {
 
 class Engine {
  public:
-  Engine(Backend& backend, SlotStore& store) : backend_(backend), store_(store), timeline_(backend) {}
+  Engine(Backend& backend, SlotStore& store)
+      : backend_(backend), store_(store), streams_(backend), timeline_(backend) {}
 
   Backend& backend() { return backend_; }
   SlotStore& store() { return store_; }
@@ -92,18 +82,17 @@ class Engine {
   void forward_ended(TapeId tape);  // of a tape that was closed as its context was left
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
-  // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
-  // `extent`: whether the record has to stand for all of the storage, or for `span` at least.
-  // `wrapper` is the version of the wrapper subclass that it is an inner tensor of, or null.
-  // Returns nullopt when there is none to join, what would move is below the minimum, and moving it would free nothing.
-  // Throws std::runtime_error when the budget is spent and the user asked for an error.
-  std::optional<RecordHandle> pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                   Extent extent, TapeId tape, const c10::VariableVersion* wrapper = nullptr);
+  // A save of `span`. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this
+  // thread. `extent`: whether the record has to stand for all of the storage, or for `span` at least. `wrapper` is the
+  // version of the wrapper subclass that it is an inner tensor of, or null. Returns nullopt when there is none to join,
+  // what would move is below the minimum, and moving it would free nothing. Throws std::runtime_error when the budget
+  // is spent and the user asked for an error.
+  std::optional<RecordHandle> pack(const at::Tensor& tensor, const Span& span, Extent extent, TapeId tape,
+                                   const c10::VariableVersion* wrapper = nullptr);
 
-  // The saved tensor's bytes, ordered for the stream that is current, with the version counter of the saved tensor. May
-  // block.
-  at::Tensor unpack(RecordHandle& handle, const TensorLayout& layout, const c10::VariableVersion& version,
-                    bool in_backward);
+  // The record's bytes, ordered for the stream that is current. They stay on the device for as long as what is returned
+  // is held. May block.
+  DeviceBytes unpack(RecordHandle& handle, bool in_backward);
 
   // A backward of this thread asked for a saved tensor that is no engine's: reloads go on for the tape that it is in.
   static void go_on_reloading();
@@ -187,16 +176,9 @@ class Engine {
   struct PendingCopy;
   static std::deque<PendingCopy>& pending_copies();
 
-  // `waiter` was told to wait for a point of `producer`.
-  struct Waited {
-    StreamId waiter;
-    StreamId producer;
-    uint64_t serial;
-  };
   // In engine_copies.cpp.
   struct OffloadCopy;
   struct ReloadCopy;
-  struct Waits;
 
   // While it lives, its record is not released.
   class Hold {
@@ -240,7 +222,7 @@ class Engine {
   bool fits_budget(ContextState& context, uint64_t nbytes);
   uint64_t most_capacity_bytes(ContextState& context);
   void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
-  void enqueue(OffloadCopy& copy, Waits& waits) const;
+  void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   bool is_pending(RecordId id);
   bool was_written_through_a_wrapper(RecordId id);
@@ -257,12 +239,22 @@ class Engine {
   void note_kept(RecordId id, KeptReason reason, uint64_t nbytes);
   void note_offloaded(RecordId id);
 
+  // Unpack: one function for each state that a record may be in. Each may block; nullopt: the state is to be read
+  // again.
+  struct Ask;
+  void backward_asks(Ask& ask);
+  bool prefetch_for(Ask& ask);
+  std::optional<DeviceBytes> unpack_source(Ask& ask);
+  std::optional<DeviceBytes> unpack_away(Ask& ask);
+  void wait_for_reload(Ask& ask);
+  std::optional<DeviceBytes> unpack_here(Ask& ask);
+
   // Reload.
   enum class Reload : uint8_t { AskedFor, Ahead };
   void start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
   ReloadCopy plan_reload(const Schedule::Ahead& wanted, StreamId consumer);
-  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, Waits& waits) const;
-  void enqueue(ReloadCopy& copy, Waits& waits) const;
+  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const;
+  void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const;
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
   void begin_reload(const Schedule::Ahead& started, Reload why);
   void finish_reload(RecordId id);
@@ -274,8 +266,7 @@ class Engine {
   void pass_by(RecordId id);
   void make_room();
   void leave_reload_window(RecordId id);
-  at::Tensor hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
-                      const DeviceBytes& bytes);
+  DeviceBytes hand_out(RecordId id, const DeviceBytes& bytes);
   std::optional<DeviceBytes> lock_given_up(RecordId id);
   void give_up_if_seen(RecordId id);
   void give_up(RecordId id);
@@ -290,23 +281,7 @@ class Engine {
   bool give_back(int graph_task, Ahead ahead);
   bool give_back(TapeId tape, int graph_task, Ahead ahead);
 
-  // Order and release.
-  template <typename Call>
-  void without_gil(StreamId stream, Call call) {
-    std::optional<BlockingSection> blocking;
-    if (backend_.may_block(stream)) blocking.emplace();
-    call();
-  }
-  bool must_wait(StreamId waiter, Point point);
-  void remember_wait(StreamId waiter, Point point);
-  void order(StreamId waiter, Point point);
-  void stall(StreamId waiter, Point point, EntryKind why, RecordId id);
-  bool is_ordered(StreamId waiter, Point point) const;
-  void retire(DeviceBytes bytes, Mutant mutant) noexcept;
-  bool may_be_dropped(const DeviceBytes& bytes, Mutant mutant);
-  bool is_lasting(StreamId stream) const;
-  bool can_be_used(StreamId stream) const;
-  void synchronize(Point point);
+  // Release.
   void reap();
   void let_go(RecordId id) noexcept;
   void drop_holdings(RecordId id, const Ledger::DroppedHandle& dropped);
@@ -318,6 +293,7 @@ class Engine {
   const ForkGuard fork_guard_;
   Backend& backend_;
   SlotStore& store_;
+  StreamOrder streams_;
   Ledger ledger_;
   Learner learner_;
   Timeline timeline_;
@@ -336,14 +312,12 @@ class Engine {
   std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
   std::vector<AskingTask> asking_tasks_;
   uint64_t reload_window_bytes_ = 0;
-  uint64_t starting_bytes_ = 0;       // of reloads ahead that are being enqueued, and in no window yet
-  std::vector<DeviceBytes> retired_;  // I/O in flight still touches them, or they could not be waited for yet
+  uint64_t starting_bytes_ = 0;  // of reloads ahead that are being enqueued, and in no window yet
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
   uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step
   uint32_t same_step_count_ = 0;
   bool is_growth_held_ = false;
-  std::vector<Waited> waited_;
 };
 
 }  // namespace torchoffload

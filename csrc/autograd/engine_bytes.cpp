@@ -78,7 +78,7 @@ bool Engine::slot_is_complete(RecordId id) {
   if (!ledger_.record(id).has_slot) return false;
   const bool serves_source = held.bytes.storage && !held.bytes.is_buffer;
   if (serves_source && was_resized(id)) return false;  // perhaps under its copy (R10)
-  if (!backend_.completes_in_background() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
+  if (!streams_.is_polled() || held.is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
   held.is_confirmed =
       backend_.status(held.offload_end) == PointStatus::Reached && backend_.failure(held.offload_end).empty();
   return held.is_confirmed;
@@ -99,7 +99,7 @@ void Engine::give_up(RecordId id) {
   held.given_up_bytes = {{}, bytes.base_bytes, bytes.stream, bytes.busy_until, bytes.is_buffer};
   ledger_.give_up(id);
   const bool is_reload = bytes.busy_until == held.reload_end;
-  retire(std::move(bytes), is_reload ? Mutant::DroppedBufferWaitsForReload : Mutant::DroppedSourceWaitsForOffload);
+  streams_.retire(std::move(bytes), is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload);
 }
 
 std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
@@ -117,17 +117,17 @@ std::optional<DeviceBytes> Engine::lock_given_up(RecordId id) {
   return bytes;
 }
 
-at::Tensor Engine::hand_out(RecordId id, const TensorLayout& layout, const c10::VariableVersion& version,
-                            const DeviceBytes& bytes) {
+// The bytes go to a consumer on the current stream.
+DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
   const StreamId consumer = backend_.current_stream();
   // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3). A source
   // is as without us; see Note [Streams that may be destroyed].
-  if ((bytes.is_buffer || is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
+  if ((bytes.is_buffer || streams_.is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
     backend_.note_use(*bytes.storage.unsafeGetStorageImpl(), consumer);
   const Span& span = ledger_.record(id).span;
   const auto* first = static_cast<const std::byte*>(bytes.storage.data()) + (span.begin - bytes.base_bytes);
   backend_.saw_unpack(first, span.nbytes(), consumer);
-  return layout.build(bytes.storage, bytes.base_bytes, version);
+  return bytes;
 }
 
 }  // namespace torchoffload

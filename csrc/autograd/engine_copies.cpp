@@ -1,4 +1,4 @@
-// Copies on their way: how a record's bytes are enqueued, out and in, and all that our two streams wait for.
+// Copies on their way: how a record's bytes are enqueued, out and in.
 //
 // Note [Copies that others come between]
 // A stream takes about a thousand commands. The call that adds one more blocks the host until the device has come to
@@ -24,20 +24,6 @@
 #include "core/mutant.h"
 
 namespace torchoffload {
-
-// The waits that were made without the GIL, and are remembered once it is held again.
-struct Engine::Waits {
-  c10::SmallVector<Waited, 4> made;
-
-  void make(Backend& backend, StreamId waiter, Point point) {
-    const bool is_known = std::any_of(made.begin(), made.end(), [&](const Waited& wait) {
-      return wait.waiter == waiter && wait.producer == point.stream && wait.serial >= point.serial;
-    });
-    if (is_known) return;
-    backend.wait(waiter, point);
-    made.push_back({waiter, point.stream, point.serial});
-  }
-};
 
 namespace {
 
@@ -110,14 +96,12 @@ struct Engine::OffloadCopy {
 };
 
 // Without the GIL.
-void Engine::enqueue(OffloadCopy& copy, Waits& waits) const {
-  // offload_stream waits for the slot's former user: its bytes are still being read, or written, until then (R5).
-  for (const Point& guard : copy.guards) waits.make(backend_, copy.stream, guard);
-  // offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it (R2).
-  if (copy.waits_for_operators) waits.make(backend_, copy.stream, backend_.record(copy.source.stream));
-  // And for the stream that the source's memory is from: a custom Function may fill what it saves on a stream of its
-  // own, which the program joins later (R2).
-  if (copy.also_filled_on != kNoStream) waits.make(backend_, copy.stream, backend_.record(copy.also_filled_on));
+void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
+  for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
+  if (copy.waits_for_operators)
+    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.record(copy.source.stream));
+  if (copy.also_filled_on != kNoStream)
+    waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.record(copy.also_filled_on));
   copy.ready = time_if(copy.time.is_wanted, backend_, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
   copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
@@ -134,7 +118,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   if (is_inherited() || !ledger_.is_live(id)) return;
   const Hold hold(*this, id);
   if (holdings(id).learned_bytes > 0) {
-    if (can_be_used(holdings(id).bytes.stream)) mark(EntryKind::Ready, id, holdings(id).bytes.stream);
+    if (streams_.can_be_used(holdings(id).bytes.stream)) mark(EntryKind::Ready, id, holdings(id).bytes.stream);
     return drain_window_of(id);
   }
   reap();
@@ -146,18 +130,17 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   const StreamId stream = offload_stream(id);
   OffloadCopy copy;
   for (const Point& guard : guards) {
-    if (mutated(Mutant::OffloadWaitsForGuards)) continue;
     // A wait of the host's may take long, so what is below is read after it.
-    if (backend_.completes_in_background()) {
-      order(stream, guard);
-    } else if (must_wait(stream, guard)) {
+    if (streams_.is_polled()) {
+      streams_.wait(Rule::OffloadWaitsForGuards, stream, guard);
+    } else if (streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard)) {
       copy.guards.push_back(guard);
     }
   }
   timeline_.set_origin();
   if (!is_pending(id)) return;
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, KeptReason::Resized);  // R10
-  if (!can_be_used(holdings(id).bytes.stream)) return keep(id, KeptReason::ExternalStream);
+  if (!streams_.can_be_used(holdings(id).bytes.stream)) return keep(id, KeptReason::ExternalStream);
   copy.slot = *slot;
   copy.source = holdings(id).bytes;
   copy.first = static_cast<const std::byte*>(copy.source.storage.data()) + ledger_.record(id).span.begin;
@@ -165,17 +148,15 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   copy.stream = stream;
   // A copy on that stream itself waits for nothing, and orders offload_stream after nothing.
   const bool is_elsewhere = stream != copy.source.stream;
-  copy.waits_for_operators =
-      is_elsewhere && ordered_after != copy.source.stream && !mutated(Mutant::OffloadWaitsForCompute);
+  copy.waits_for_operators = is_elsewhere && ordered_after != copy.source.stream;
   const StreamId allocated_on = holdings(id).allocated_on;
   const bool is_filled_here = allocated_on == copy.source.stream || allocated_on == stream;
-  if (allocated_on != kNoStream && !is_filled_here && !mutated(Mutant::OffloadWaitsForAllocation) &&
-      !backend_.is_capturing_on(allocated_on))
+  if (allocated_on != kNoStream && !is_filled_here && !backend_.is_capturing_on(allocated_on))
     copy.also_filled_on = allocated_on;
   copy.time.is_wanted = timeline_.is_on();
-  Waits waits;
+  StreamOrder::Batch waits = streams_.batch();
   try {
-    without_gil(stream, [&] { enqueue(copy, waits); });
+    streams_.without_gil(stream, [&] { enqueue(copy, waits); });
   } catch (const std::exception&) {
     if (copy.is_enqueued && copy.end.is_beginning()) {  // it will end, but nobody will know when
       loan.keep_for_ever();
@@ -184,7 +165,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
     if (copy.end.is_beginning()) throw;
   }
   if (is_elsewhere) ordered_after = copy.source.stream;
-  for (const Waited& wait : waits.made) remember_wait(wait.waiter, {wait.producer, wait.serial});
+  streams_.remember(waits);
   if (!is_pending(id)) {  // see Note [Copies that others come between]
     guards.clear();
     if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
@@ -230,7 +211,7 @@ struct Engine::ReloadCopy {
   Slot slot = {};
   uint64_t nbytes = 0;
   uint64_t address_modulo = 0;
-  c10::SmallVector<Point, 2> waits_for = {};
+  c10::SmallVector<std::pair<Rule, Point>, 2> waits_for = {};
   Point latest_reload = {};  // of the record, as this one was planned
   c10::Storage buffer = {};
   bool is_enqueued = false;
@@ -246,13 +227,11 @@ Engine::ReloadCopy Engine::plan_reload(const Schedule::Ahead& wanted, StreamId c
   copy.slot = held.slot;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
-  // reload_stream waits for the offload's end: the slot's bytes are complete only then (R6).
-  if (must_wait(copy.stream, held.offload_end) && !mutated(Mutant::ReloadWaitsForOffload))
-    copy.waits_for.push_back(held.offload_end);
-  // A reload on another stream than the last waits for that one: the slot is guarded by one point, the latest (R5).
-  if (copy.stream != held.reload_end.stream && must_wait(copy.stream, held.reload_end) &&
-      !mutated(Mutant::ReloadWaitsForReload))
-    copy.waits_for.push_back(held.reload_end);
+  if (streams_.must_wait(Rule::ReloadWaitsForOffload, copy.stream, held.offload_end))
+    copy.waits_for.emplace_back(Rule::ReloadWaitsForOffload, held.offload_end);
+  const bool is_behind_the_last = copy.stream == held.reload_end.stream;
+  if (!is_behind_the_last && streams_.must_wait(Rule::ReloadWaitsForReload, copy.stream, held.reload_end))
+    copy.waits_for.emplace_back(Rule::ReloadWaitsForReload, held.reload_end);
   copy.latest_reload = held.reload_end;
   copy.time.is_wanted = timeline_.is_on();
   return copy;
@@ -270,15 +249,15 @@ void Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) 
   uint64_t starting_bytes = 0;
   for (const ReloadCopy& copy : copies) starting_bytes += why == Reload::Ahead ? copy.nbytes : 0;
   starting_bytes_ += starting_bytes;
-  Waits waits;
+  StreamOrder::Batch waits = streams_.batch();
   std::exception_ptr failure;
   try {
-    without_gil(consumer, [&] { enqueue(copies, consumer, why, waits); });
+    streams_.without_gil(consumer, [&] { enqueue(copies, consumer, why, waits); });
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
   starting_bytes_ -= starting_bytes;
-  for (const Waited& wait : waits.made) remember_wait(wait.waiter, {wait.producer, wait.serial});
+  streams_.remember(waits);
   for (ReloadCopy& copy : copies) {
     if (!copy.is_enqueued) break;
     if (copy.end.is_beginning()) {  // it will end, but nobody will know when
@@ -292,7 +271,7 @@ void Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) 
 }
 
 // Without the GIL.
-void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, Waits& waits) const {
+void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const {
   for (ReloadCopy& copy : copies) {
     try {
       c10::DataPtr memory = backend_.allocate(copy.nbytes, copy.address_modulo);
@@ -311,15 +290,13 @@ void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why
   const Point allocated = backend_.record(consumer);
   for (ReloadCopy& copy : copies) {
     if (!copy.buffer) return;
-    // reload_stream waits for the stream that allocated the buffer: its memory may be in use there until then (R6).
-    if (copy.stream != consumer && !mutated(Mutant::ReloadWaitsForCompute))
-      waits.make(backend_, copy.stream, allocated);
+    if (copy.stream != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.stream, allocated);
     enqueue(copy, waits);
   }
 }
 
-void Engine::enqueue(ReloadCopy& copy, Waits& waits) const {
-  for (const Point& point : copy.waits_for) waits.make(backend_, copy.stream, point);
+void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const {
+  for (const auto& [rule, point] : copy.waits_for) waits.wait(rule, copy.stream, point);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
   copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
   backend_.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
@@ -341,7 +318,7 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
     guard_slot(copy.end);
     backend_.forget(copy.end);
-    return retire(std::move(bytes), Mutant::DroppedBufferWaitsForReload);
+    return streams_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload);
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.forget(held.reload_end);

@@ -115,8 +115,8 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 
 // ---- saves ----
 
-std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorLayout& layout, const Span& span,
-                                         Extent extent, TapeId tape, const c10::VariableVersion* wrapper) {
+std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const Span& span, Extent extent, TapeId tape,
+                                         const c10::VariableVersion* wrapper) {
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   const MemoryOrigin origin = backend_.origin_of(storage);
@@ -128,11 +128,11 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const TensorL
   }
   ContextState& context = *tapes_[tape.index].context;
   Span moved = extent == Extent::Storage ? Span{0, identity.nbytes} : span;
-  std::optional<RecordId> id = ledger_.find(tape, identity, moved, layout.itemsize());
+  std::optional<RecordId> id = ledger_.find(tape, identity, moved, tensor.itemsize());
   if (id && was_written_through_a_wrapper(*id)) id.reset();
   // What an external stream does with the storage is waited for through a record of its own.
   const StreamId stream = backend_.current_stream();
-  if (id && stream != holdings(*id).packed_on && !is_lasting(stream)) id.reset();
+  if (id && stream != holdings(*id).packed_on && !streams_.is_lasting(stream)) id.reset();
   if (id) {
     const Record& record = ledger_.record(*id);
     if (record.kept == KeptReason::None) {
@@ -200,7 +200,7 @@ void Engine::fill_record(RecordId id, const at::Tensor& tensor, StreamId allocat
   held.allocated_on = allocated_on;
   held.bytes = {storage, 0, held.packed_on, {}};
   // See Note [Streams that may be destroyed].
-  if (is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
+  if (streams_.is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
     backend_.note_use(*storage.unsafeGetStorageImpl(), held.packed_on);
   if (kept == KeptReason::TierFull) {
     ledger_.keep(id, kept);

@@ -244,7 +244,8 @@ at::Tensor SavedTensor::unpacked() {
     return is_itself_ ? kept_ : detached_alias(kept_);
   }
   if (in_backward) engine_->close_tape_of(handle_.record);
-  return engine_->unpack(handle_, layout_, version_check_.version(), in_backward);
+  DeviceBytes bytes = engine_->unpack(handle_, in_backward);
+  return layout_.build(std::move(bytes.storage), bytes.base_bytes, version_check_.version());
 }
 
 }  // namespace torchoffload

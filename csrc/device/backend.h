@@ -3,8 +3,8 @@
 //                I/O backend, which touches a copy's memory until the copy's point is reached.
 // Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
 // Failures:      a call that throws has enqueued nothing.
-// Stream order:  a backend does what it is told: it orders nothing on its own. Every cross-stream wait is in
-//                autograd/engine*.cpp.
+// Stream order:  a backend does what it is told: it orders nothing on its own. Every cross-stream wait is made by
+//                autograd/stream_order.cpp.
 // Shutdown:      backends live for the process; see Note [No CUDA after main].
 //
 // Streams of the device (where operators run) are named by current_stream(). Each device has two more, ours:
