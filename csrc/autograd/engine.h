@@ -24,6 +24,7 @@
 
 #include "autograd/context_state.h"
 #include "autograd/operation.h"
+#include "autograd/slot_budget.h"
 #include "autograd/statistics.h"
 #include "autograd/stream_order.h"
 #include "autograd/timeline.h"
@@ -50,15 +51,13 @@ struct RecordHandle {
 class Engine {
  public:
   Engine(Backend& backend, SlotStore& store)
-      : backend_(backend), store_(store), streams_(backend), timeline_(backend) {}
+      : backend_(backend), store_(store), streams_(backend), slots_(store), timeline_(backend) {}
 
   Backend& backend() { return backend_; }
   SlotStore& store() { return store_; }
   const Ledger& ledger() const { return ledger_; }
   const Learner& learner() const { return learner_; }
-#ifdef TORCHOFFLOAD_TESTING
-  void forget_learned_steps();
-#endif
+  void forget_learned_steps();  // for tests: as in a new process
   Timeline& timeline() { return timeline_; }
 
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
@@ -72,7 +71,7 @@ class Engine {
   void fit_store(ContextState& context);
 
   // A CUDA graph is being captured: nothing is taken from the system in the background until the next step. May block.
-  void hold_growth();
+  void hold_growth() { slots_.hold_growth(); }
 
   // Tapes.
   TapeId open_tape(std::shared_ptr<ContextState> context);
@@ -219,15 +218,12 @@ class Engine {
   RecordHandle add_record(const at::Tensor& tensor, const Identity& identity, const Span& moved, StreamId allocated_on,
                           TapeId tape, const c10::VariableVersion* wrapper);
   void fill_record(RecordId id, const at::Tensor& tensor, StreamId allocated_on, KeptReason kept);
-  bool fits_budget(ContextState& context, uint64_t nbytes);
-  uint64_t most_capacity_bytes(ContextState& context);
   void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
   void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   bool is_pending(RecordId id);
   bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
-  void store_is_full(ContextState& context, const std::string& why, const std::string& remedy);
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
   void drain_window_of(RecordId id);
   void finish_offload(RecordId id);
@@ -286,14 +282,13 @@ class Engine {
   void let_go(RecordId id) noexcept;
   void drop_holdings(RecordId id, const Ledger::DroppedHandle& dropped);
   void release_slot(Holdings& held);
-  void charge(Holdings& held, ContextState& context, uint64_t nbytes);
-  void uncharge(Holdings& held, TapeId tape);
   void tape_is_gone(TapeId tape);
 
   const ForkGuard fork_guard_;
   Backend& backend_;
   SlotStore& store_;
   StreamOrder streams_;
+  SlotBudget slots_;
   Ledger ledger_;
   Learner learner_;
   Timeline timeline_;
@@ -313,11 +308,6 @@ class Engine {
   std::vector<AskingTask> asking_tasks_;
   uint64_t reload_window_bytes_ = 0;
   uint64_t starting_bytes_ = 0;  // of reloads ahead that are being enqueued, and in no window yet
-  std::optional<uint64_t> default_budget_bytes_;
-  uint64_t budget_read_at_capacity_ = 0;
-  uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step
-  uint32_t same_step_count_ = 0;
-  bool is_growth_held_ = false;
 };
 
 }  // namespace torchoffload

@@ -56,9 +56,9 @@ TimedPoint time_if(bool is_wanted, Backend& backend, StreamId stream) {
 // A slot that goes back to its store, unless a record takes it.
 class SlotLoan {
  public:
-  SlotLoan(SlotStore& store, Slot slot, std::vector<Point>& guards) : store_(store), slot_(slot), guards_(guards) {}
+  SlotLoan(SlotBudget& slots, Slot slot, std::vector<Point>& guards) : slots_(slots), slot_(slot), guards_(guards) {}
   ~SlotLoan() {
-    if (is_ours_) store_.release(slot_, guards_);
+    if (is_ours_) slots_.release(slot_, guards_);
   }
   SlotLoan(const SlotLoan&) = delete;
   SlotLoan& operator=(const SlotLoan&) = delete;
@@ -70,7 +70,7 @@ class SlotLoan {
   }
 
  private:
-  SlotStore& store_;
+  SlotBudget& slots_;
   const Slot slot_;
   const std::vector<Point>& guards_;
   bool is_ours_ = true;
@@ -126,7 +126,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
   if (!slot) return;
-  SlotLoan loan(store_, *slot, guards);
+  SlotLoan loan(slots_, *slot, guards);
   const StreamId stream = offload_stream(id);
   OffloadCopy copy;
   for (const Point& guard : guards) {

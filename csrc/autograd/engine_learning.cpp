@@ -58,7 +58,7 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
   } else if (tape.is_timed && !tape.trace.is_timed) {
     stop_timing(tape, /*is_complete=*/false);
   }
-  if (was_known && !tape.trace.is_known()) store_.grow_ahead(most_capacity_bytes(*tape.context));
+  if (was_known && !tape.trace.is_known()) slots_.grow_ahead(*tape.context);
   tape.windows =
       learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, tape.largest_record_bytes));
   // L1: what lives on elsewhere frees nothing by being moved.
@@ -127,7 +127,6 @@ void Engine::learn_tape(TapeId id) {
   if (learns) info.shape = learner_.learn(info.trace, std::move(last_save));
 }
 
-#ifdef TORCHOFFLOAD_TESTING
 void Engine::forget_learned_steps() {
   learner_ = {};
   Statistics::global().tapes_left_behind -= order_.left_behind_count();
@@ -135,7 +134,6 @@ void Engine::forget_learned_steps() {
   lived_on_ = {};
   lives_on_ = {};
 }
-#endif
 
 // ---- backward ----
 

@@ -44,42 +44,9 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   return tape;
 }
 
-namespace {
-
-// What this many steps in a row had in slots at once is what the next will. Less than that would fit the store anew
-// with each thing that is learned.
-constexpr uint32_t kStepsUntilKnown = 3;
-
-}  // namespace
-
 void Engine::fit_store(ContextState& context) {
   if (is_inherited() || Statistics::global().live_tapes > Statistics::global().tapes_left_behind) return;
-  const uint64_t needed_bytes = store_.take_peak_bytes();
-  is_growth_held_ = false;
-  same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
-  step_bytes_ = needed_bytes;
-  const uint64_t limit_bytes = most_capacity_bytes(context);
-  // Of a step in which nothing moves the store is given back, once. Should a later one move something, it grows as the
-  // first one's did.
-  const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
-  if (!is_known) return store_.grow_ahead(limit_bytes);
-  const BlockingSection blocking;
-  store_.shrink(needed_bytes);
-  if (needed_bytes == 0) return store_.grow_ahead(limit_bytes);
-  store_.reserve(std::min(needed_bytes, limit_bytes));
-}
-
-void Engine::hold_growth() {
-  if (std::exchange(is_growth_held_, true)) return;
-  const BlockingSection blocking;
-  store_.grow_on_need();
-}
-
-// Of the store, as far as this context's budget goes.
-uint64_t Engine::most_capacity_bytes(ContextState& context) {
-  (void)fits_budget(context, 0);
-  if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;
-  return default_budget_bytes_.value_or(0);
+  slots_.fit_to_steps(context);
 }
 
 void Engine::close_tape(TapeId id) {
@@ -165,9 +132,9 @@ RecordHandle Engine::add_record(const at::Tensor& tensor, const Identity& identi
   const std::shared_ptr<ContextState> context = tapes_[tape.index].context;
   KeptReason kept = learned_reason(tapes_[tape.index], tensor, moved.nbytes());
   if (is_beyond_fraction(tapes_[tape.index], moved.nbytes())) kept = KeptReason::BeyondFraction;
-  if (kept == KeptReason::None && !fits_budget(*context, store_.slot_bytes(moved.nbytes()))) {
+  if (kept == KeptReason::None && !slots_.fits(*context, moved.nbytes())) {
     const std::string place = context->options.tier == Tier::Disk ? "the spill file" : "host memory";
-    store_is_full(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
+    SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
     kept = KeptReason::TierFull;
   }
   holdings_.grow_to(ledger_.next_index_limit());
@@ -209,7 +176,7 @@ void Engine::fill_record(RecordId id, const at::Tensor& tensor, StreamId allocat
   if (kept != KeptReason::None) {
     keep_learned(id, kept);
   } else {
-    charge(held, context, store_.slot_bytes(record.nbytes()));
+    held.charged_bytes = slots_.charge(context, record.nbytes());
   }
   const uint64_t sequence_number = at::sequence_number::peek();
   backend_.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
@@ -239,7 +206,7 @@ void Engine::keep(RecordId id, KeptReason reason) {
   Holdings& held = holdings(id);
   const Record& record = ledger_.record(id);
   if (record.has_slot) release_slot(held);
-  uncharge(held, record.tape);
+  slots_.uncharge(context(id), std::exchange(held.charged_bytes, 0));
   note_kept(id, reason, record.nbytes());
   ledger_.keep(id, reason);
 }
@@ -257,6 +224,41 @@ void Engine::note_offloaded(RecordId id) {
   if (module == nullptr) return;
   ++module->records_offloaded;
   module->bytes_offloaded += nbytes;
+}
+
+// ---- slots ----
+
+// May block; the record may be gone, or used, after it.
+std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
+  while (!slot) {
+    try {
+      slots_.grow(nbytes);
+    } catch (const StoreFull& full) {
+      if (!is_pending(id)) return std::nullopt;
+      const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
+      keep(id, KeptReason::TierFull);
+      const bool is_disk = context->options.tier == Tier::Disk;
+      SlotBudget::refuse(*context, full.what(),
+                         is_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
+      return std::nullopt;
+    }
+    backend_.saw_growth();
+    if (!is_pending(id)) return std::nullopt;
+    slot = slots_.try_acquire(nbytes, guards);
+  }
+  return slot;
+}
+
+void Engine::release_slot(Holdings& held) {
+  std::vector<Point> guards;
+  if (!held.offload_end.is_beginning() && !mutated(Mutant::SlotGuardedByOffload)) guards.push_back(held.offload_end);
+  if (!held.reload_end.is_beginning() && !mutated(Mutant::SlotGuardedByReload)) guards.push_back(held.reload_end);
+  guards.insert(guards.end(), held.other_reload_ends.begin(), held.other_reload_ends.end());
+  if (!held.is_slot_lost) slots_.release(held.slot, guards);
+  Statistics::global().slot_released(held.slot.nbytes());
+  held.slot = {};
 }
 
 // ---- windows ----

@@ -71,7 +71,7 @@ void Engine::drop_holdings(RecordId id, const Ledger::DroppedHandle& dropped) {
   // What it holds, not what its state says: an exception may have come between.
   if (held.slot.nbytes() > 0) release_slot(held);
   for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.forget(copy_end);
-  uncharge(held, dropped.tape);
+  slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
 }
 

@@ -133,6 +133,9 @@ class Backend {
   virtual void saw_pack(const void* /*address*/, uint64_t /*nbytes*/, StreamId /*stream*/,
                         uint64_t /*sequence_number*/) {}
 
+  // For the log of the tests: the store had to grow before this save's copy could be enqueued. A no-op elsewhere.
+  virtual void saw_growth() {}
+
   // For the simulated device: the calling thread is inside no operator any more (a context's exit).
   virtual void saw_operators_end() {}
 

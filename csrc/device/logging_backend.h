@@ -56,9 +56,6 @@ class SeamLog {
   std::map<StreamId, uint64_t> serials_before_;    // since start()
 };
 
-// A line from elsewhere, such as "grow 2097152".
-inline void log_event(const std::string& line) { SeamLog::instance().write(line); }
-
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
 void set_seam_hook(std::function<void(const std::string& call)> hook);
 
@@ -100,6 +97,7 @@ class LoggingBackend final : public Backend {
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
   void saw_operators_end() override { inner_.saw_operators_end(); }
+  void saw_growth() override { SeamLog::instance().write("grow"); }
 
  private:
   template <typename Place>
