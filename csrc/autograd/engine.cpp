@@ -17,12 +17,9 @@ namespace torchoffload {
 
 // R4: the compute stream is told to wait only when the window is full, oldest copy first.
 void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
-  while (offload_window_bytes_ > 0 && offload_window_bytes_ + kept_bytes > window_bytes) {
-    const RecordId oldest = offloads_in_flight_.front();
-    if (!ledger_.is_live(oldest) || ledger_.record(oldest).state != RecordState::Offloading) {
-      offloads_in_flight_.pop_front();
-      continue;
-    }
+  const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };
+  while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
+    const RecordId oldest = *next;
     count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
     const DeviceBytes& source = holdings(oldest).bytes;
     const c10::Storage held_meanwhile = source.storage;
@@ -33,7 +30,7 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
     } else if (!mutated(Mutant::ComputeWaitsForOffload)) {
       stall(source.stream, offload_end, EntryKind::WindowWait, oldest);
     }
-    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) finish_offload(oldest);
+    if (is_offloading(oldest)) finish_offload(oldest);
   }
 }
 
@@ -81,7 +78,7 @@ void Engine::pass_by(RecordId id) {
 // Device memory is short: drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies
 // are on their way. May block, and drops at once: read the ledger again after it.
 void Engine::make_room() {
-  while (!ahead_.empty()) pass_by(ahead_.back());
+  while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
   drain_window(0, 0);
   if (backend_.completes_in_background() && !retired_.empty()) {
     std::vector<Point> busy;
@@ -106,7 +103,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
     note_asking(tape);
     backward_begins(tape);
     if (!std::exchange(holdings(id).was_needed, true)) mark(EntryKind::Needed, id, consumer);
-    place = Schedule::place_of(handle.save, std::exchange(tapes_[tape.index].asked_before, handle.save));
+    place = windows_.consumer_asks(tape, handle.save);
     let_pass(tape, place);
   }
   TORCH_CHECK(
@@ -141,7 +138,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
           if (!mutated(Mutant::ConsumerWaitsForGivenUp)) order(consumer, alive->busy_until);
           return hand_out(id, layout, version, *alive);
         }
-        const Schedule::Ahead only[] = {{id, handle.save}};
+        const Windows::Ahead only[] = {{id, handle.save}};
         try {
           start_reloads(only, Reload::AskedFor);
         } catch (const std::exception& error) {
@@ -151,7 +148,7 @@ at::Tensor Engine::unpack(RecordHandle& handle, const TensorLayout& layout, cons
           has_made_room = is_prefetched_for = true;
           break;
         }
-        if (in_backward) Schedule::consumer_missed(ledger_.tape(record.tape), handle.save, place);
+        if (in_backward) windows_.consumer_missed(record.tape, handle.save, place);
         break;
       }
       case RecordState::Reloading: {

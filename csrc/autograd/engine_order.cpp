@@ -129,14 +129,9 @@ void Engine::reap() {
     for (DeviceBytes& bytes : std::exchange(retired_, {})) retire(std::move(bytes), Mutant::kCount);
     return;
   }
-  while (!offloads_in_flight_.empty()) {
-    const RecordId oldest = offloads_in_flight_.front();
-    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) {
-      if (backend_.status(holdings(oldest).offload_end) == PointStatus::Pending) break;
-      finish_offload(oldest);
-    } else {
-      offloads_in_flight_.pop_front();
-    }
+  while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+    if (backend_.status(holdings(*oldest).offload_end) == PointStatus::Pending) break;
+    finish_offload(*oldest);
   }
   for (DeviceBytes& bytes : retired_) {
     if (backend_.status(bytes.busy_until) == PointStatus::Reached) Operation::drop_later(std::move(bytes.storage));
