@@ -65,7 +65,7 @@ bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
 // wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count].
 Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
   const uint64_t storage_bytes = tensor.storage().nbytes();
-  const Span moved = Schedule::span_to_move(TensorLayout(tensor).span(), storage_bytes);
+  const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
   const bool moves_alone = moved.nbytes() < storage_bytes && wrapper == nullptr && !saves_for_user_code();
   return moves_alone ? Extent::Span : Extent::Storage;
 }

@@ -16,12 +16,9 @@ namespace torchoffload {
 
 // R4: the compute stream is told to wait only when the window is full, oldest copy first.
 void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
-  while (offload_window_bytes_ > 0 && offload_window_bytes_ + kept_bytes > window_bytes) {
-    const RecordId oldest = offloads_in_flight_.front();
-    if (!ledger_.is_live(oldest) || ledger_.record(oldest).state != RecordState::Offloading) {
-      offloads_in_flight_.pop_front();
-      continue;
-    }
+  const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };
+  while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
+    const RecordId oldest = *next;
     count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
     const DeviceBytes& source = holdings(oldest).bytes;
     const c10::Storage held_meanwhile = source.storage;
@@ -32,7 +29,7 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
       const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
       streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
     }
-    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) finish_offload(oldest);
+    if (is_offloading(oldest)) finish_offload(oldest);
   }
 }
 
@@ -80,7 +77,7 @@ void Engine::pass_by(RecordId id) {
 // Device memory is short: drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies
 // are on their way. May block, and drops at once: read the ledger again after it.
 void Engine::make_room() {
-  while (!ahead_.empty()) pass_by(ahead_.back());
+  while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
   drain_window(0, 0);
   streams_.finish_retired();
   Operation::drop_now();
@@ -136,8 +133,7 @@ void Engine::backward_asks(Ask& ask) {
   note_asking(tape);
   backward_begins(tape);
   if (!std::exchange(holdings(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
-  const uint64_t save = ask.handle.save;
-  ask.place = Schedule::place_of(save, std::exchange(tapes_[tape.index].asked_before, save));
+  ask.place = windows_.consumer_asks(tape, ask.handle.save);
   let_pass(tape, ask.place);
 }
 
@@ -170,7 +166,7 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
     streams_.wait(Rule::ConsumerWaitsForGivenUp, ask.consumer, alive->busy_until);
     return hand_out(id, *alive);
   }
-  const Schedule::Ahead only[] = {{id, ask.handle.save}};
+  const Windows::Ahead only[] = {{id, ask.handle.save}};
   try {
     start_reloads(only, Reload::AskedFor);
   } catch (const std::exception& error) {
@@ -180,7 +176,7 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
     ask.has_made_room = ask.is_prefetched_for = true;
     return std::nullopt;
   }
-  if (ask.in_backward) Schedule::consumer_missed(ledger_.tape(ledger_.record(id).tape), ask.handle.save, ask.place);
+  if (ask.in_backward) windows_.consumer_missed(ledger_.record(id).tape, ask.handle.save, ask.place);
   return std::nullopt;
 }
 

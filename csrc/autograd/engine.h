@@ -1,4 +1,4 @@
-// Engine: carries out, for one device and tier, what ledger and schedule say.
+// Engine: carries out, for one device and tier, what ledger and windows say.
 // Ownership:     what each record holds, by the record's index: its source or reload buffer, its slot, its points.
 //                Backends and stores are borrowed and live for the process; so does the engine.
 // Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: operations of other
@@ -30,11 +30,12 @@
 #include "autograd/timeline.h"
 #include "autograd/wrapper_versions.h"
 #include "core/chunked_vector.h"
+#include "core/extent.h"
 #include "core/learner.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
-#include "core/schedule.h"
 #include "core/tape_order.h"
+#include "core/windows.h"
 #include "device/backend.h"
 #include "storage/process.h"
 #include "storage/slot_store.h"
@@ -57,7 +58,8 @@ class Engine {
   SlotStore& store() { return store_; }
   const Ledger& ledger() const { return ledger_; }
   const Learner& learner() const { return learner_; }
-  void forget_learned_steps();  // for tests: as in a new process
+  void forget_learned_steps();                                // for tests: as in a new process
+  void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // for tests: each known tape goes by this plan
   Timeline& timeline() { return timeline_; }
 
   // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
@@ -138,15 +140,12 @@ class Engine {
     uint64_t order_number = 0;  // see TapeOrder
     Learner::Trace trace;
     std::optional<uint32_t> shape;  // what it was learned as, once closed
-    Windows windows;
-    uint64_t learned_bytes = 0;  // see Holdings
     uint64_t record_count = 0;
     uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
     uint64_t latest_record = 0;   // by records_added_
     uint64_t largest_record_bytes = 0;
     uint64_t latest_operator = UINT64_MAX;  // the sequence number under which the latest record was saved
     uint64_t operator_bytes = 0;            // of the records that were saved under it
-    uint64_t asked_before = 0;              // the save that a backward asked for last
     int asked_by = kNoGraphTask;  // the graph task that asked last, and what it reloaded is not given back yet
     bool is_timed = false;
     bool has_backward_begun = false;
@@ -222,6 +221,7 @@ class Engine {
   void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   bool is_pending(RecordId id);
+  bool is_offloading(RecordId id) { return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading; }
   bool was_written_through_a_wrapper(RecordId id);
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
@@ -247,16 +247,16 @@ class Engine {
 
   // Reload.
   enum class Reload : uint8_t { AskedFor, Ahead };
-  void start_reloads(std::span<const Schedule::Ahead> wanted, Reload why);
-  ReloadCopy plan_reload(const Schedule::Ahead& wanted, StreamId consumer);
+  void start_reloads(std::span<const Windows::Ahead> wanted, Reload why);
+  ReloadCopy plan_reload(const Windows::Ahead& wanted, StreamId consumer);
   void enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const;
   void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const;
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
-  void begin_reload(const Schedule::Ahead& started, Reload why);
+  void begin_reload(const Windows::Ahead& started, Reload why);
   void finish_reload(RecordId id);
   void prefetch(TapeId tape);
   void prefetch_coming(uint64_t kept_bytes);
-  bool reload_ahead(TapeId tape, uint64_t kept_bytes, bool stops_at_source);
+  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source);
   void pass_by_others(TapeId tape);
   void let_pass(TapeId tape, uint64_t place);
   void pass_by(RecordId id);
@@ -299,15 +299,10 @@ class Engine {
   uint64_t learned_bytes_ = 0;      // kept as tape_end or small_copy, of all tapes
   uint64_t tapes_opened_ = 0;
   uint64_t records_added_ = 0;
-  ChunkedVector<Holdings> holdings_;         // by record index; a reference stays valid while others are added
-  ChunkedVector<TapeInfo> tapes_;            // by tape index; likewise
-  std::deque<RecordId> offloads_in_flight_;  // oldest first; those that left the window are dropped lazily
-  size_t prune_offloads_at_ = 64;
-  uint64_t offload_window_bytes_ = 0;
-  std::vector<RecordId> ahead_;  // reloaded ahead of their consumer
+  ChunkedVector<Holdings> holdings_;  // by record index; a reference stays valid while others are added
+  ChunkedVector<TapeInfo> tapes_;     // by tape index; likewise
+  Windows windows_;
   std::vector<AskingTask> asking_tasks_;
-  uint64_t reload_window_bytes_ = 0;
-  uint64_t starting_bytes_ = 0;  // of reloads ahead that are being enqueued, and in no window yet
 };
 
 }  // namespace torchoffload

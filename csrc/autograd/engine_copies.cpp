@@ -178,7 +178,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   offload_is_enqueued(id, copy);
   drain_window_of(id);
   uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
-  peak_bytes = std::max(peak_bytes, offload_window_bytes_);
+  peak_bytes = std::max(peak_bytes, windows_.offload_bytes());
 }
 
 void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
@@ -198,14 +198,14 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
 }
 
 void Engine::drain_window_of(RecordId id) {
-  const TapeInfo& tape = tapes_[ledger_.record(id).tape.index];
-  drain_window(tape.windows.offload_bytes, tape.learned_bytes);
+  const TapeId tape = ledger_.record(id).tape;
+  drain_window(windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape));
 }
 
 // ---- in ----
 
 struct Engine::ReloadCopy {
-  Schedule::Ahead wanted;
+  Windows::Ahead wanted;
   Hold hold;
   StreamId stream = kNoStream;
   Slot slot = {};
@@ -219,7 +219,7 @@ struct Engine::ReloadCopy {
   CopyTime time = {};
 };
 
-Engine::ReloadCopy Engine::plan_reload(const Schedule::Ahead& wanted, StreamId consumer) {
+Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
   const RecordId id = wanted.record;
   const Holdings& held = holdings(id);
   ReloadCopy copy{wanted, Hold(*this, id)};
@@ -237,18 +237,18 @@ Engine::ReloadCopy Engine::plan_reload(const Schedule::Ahead& wanted, StreamId c
   return copy;
 }
 
-void Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) {
+void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why) {
   const StreamId consumer = backend_.current_stream();
   timeline_.set_origin();
   c10::SmallVector<ReloadCopy, 2> copies;
-  for (const Schedule::Ahead& one : wanted) {
+  for (const Windows::Ahead& one : wanted) {
     if (ledger_.is_live(one.record) && ledger_.record(one.record).state == RecordState::Offloaded)
       copies.push_back(plan_reload(one, consumer));
   }
   if (copies.empty()) return;
   uint64_t starting_bytes = 0;
   for (const ReloadCopy& copy : copies) starting_bytes += why == Reload::Ahead ? copy.nbytes : 0;
-  starting_bytes_ += starting_bytes;
+  windows_.reloads_start(starting_bytes);
   StreamOrder::Batch waits = streams_.batch();
   std::exception_ptr failure;
   try {
@@ -256,7 +256,7 @@ void Engine::start_reloads(std::span<const Schedule::Ahead> wanted, Reload why) 
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
-  starting_bytes_ -= starting_bytes;
+  windows_.reloads_started(starting_bytes);
   streams_.remember(waits);
   for (ReloadCopy& copy : copies) {
     if (!copy.is_enqueued) break;

@@ -29,7 +29,7 @@ void Engine::begin_trace(TapeInfo& tape) {
   }
   if (tape.context->options.learn)
     tape.trace = learner_.begin(tape.context->options.windows, order_.is_own_backward_next(tape.order_number));
-  tape.windows = default_windows(tape.context->options.windows, tape.largest_record_bytes);
+  windows_.set_limits(tape.id, default_windows(tape.context->options.windows, tape.largest_record_bytes));
 }
 
 // The tape's next record, of this tensor: what it is, and how much its operator saved by now.
@@ -59,15 +59,16 @@ KeptReason Engine::learned_reason(TapeInfo& tape, const at::Tensor& tensor, uint
     stop_timing(tape, /*is_complete=*/false);
   }
   if (was_known && !tape.trace.is_known()) slots_.grow_ahead(*tape.context);
-  tape.windows =
+  const WindowBytes limits =
       learner_.windows(tape.trace).value_or(default_windows(tape.context->options.windows, tape.largest_record_bytes));
+  windows_.set_limits(tape.id, limits);
   // L1: what lives on elsewhere frees nothing by being moved.
   if (tape.context->options.learn && lives_on_.contains(tensor.storage().unsafeGetStorageImpl()))
     return KeptReason::LivesOn;
   // A part of a storage pins all of it where it is kept, and counts towards the windows with its own bytes alone.
   if (nbytes < tensor.storage().nbytes()) return KeptReason::None;
   const bool is_bounded = reason == KeptReason::TapeEnd || reason == KeptReason::SmallCopy;
-  if (is_bounded && learned_bytes_ + nbytes > tape.windows.reload_bytes) return KeptReason::None;
+  if (is_bounded && learned_bytes_ + nbytes > limits.reload_bytes) return KeptReason::None;
   return reason;
 }
 
@@ -87,14 +88,14 @@ void Engine::keep_learned(RecordId id, KeptReason reason) {
   note_kept(id, reason, record.nbytes());
   if (reason == KeptReason::LivesOn || reason == KeptReason::BeyondFraction) return;
   holdings(id).learned_bytes = record.nbytes();
-  tapes_[record.tape.index].learned_bytes += record.nbytes();
+  windows_.kept(record.tape, record.nbytes());
   if (reason != KeptReason::NeededSoon) learned_bytes_ += record.nbytes();
 }
 
 void Engine::forget_learned(RecordId id) {
   const Record& record = ledger_.record(id);
   const uint64_t nbytes = std::exchange(holdings(id).learned_bytes, 0);
-  tapes_[record.tape.index].learned_bytes -= nbytes;
+  windows_.released(record.tape, nbytes);
   if (record.kept != KeptReason::NeededSoon) learned_bytes_ -= nbytes;
 }
 
@@ -146,7 +147,7 @@ void Engine::backward_begins(TapeId id) {
 
 // Another backward was expected: what was reloaded for it goes back to its slots.
 void Engine::pass_by_others(TapeId id) {
-  for (const RecordId ahead : std::vector(ahead_)) {
+  for (const RecordId ahead : std::vector(windows_.ahead())) {
     if (!ledger_.is_live(ahead)) continue;  // another thread released it while the one before was passed by
     const TapeId tape = ledger_.record(ahead).tape;
     if (tape != id && !tapes_[tape.index].has_backward_begun) pass_by(ahead);
@@ -161,8 +162,8 @@ void Engine::prefetch_coming(uint64_t kept_bytes) {
     if (!next || !ledger_.has_tape(*next) || ledger_.is_open(*next)) return;
     const TapeInfo& info = tapes_[next->index];
     if (!info.context->options.learn) return;
-    kept_bytes += info.learned_bytes;
-    if (!reload_ahead(*next, kept_bytes, /*stops_at_source=*/true)) return;
+    kept_bytes += windows_.kept_bytes(*next);
+    if (!reload_ahead(*next, kept_bytes, AtSource::Stops)) return;
   }
 }
 
@@ -184,8 +185,8 @@ Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {
   entry.tape = tapes_[record.tape.index].number;
   entry.record = holdings(id).number;
   entry.nbytes = record.nbytes();
-  entry.out_bytes = offload_window_bytes_;
-  entry.in_bytes = reload_window_bytes_;
+  entry.out_bytes = windows_.offload_bytes();
+  entry.in_bytes = windows_.reload_bytes();
   return entry;
 }
 

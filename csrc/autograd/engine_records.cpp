@@ -11,6 +11,7 @@
 #include "autograd/operation.h"
 #include "autograd/pending.h"
 #include "core/mutant.h"
+#include "core/tape_records.h"
 
 namespace torchoffload {
 
@@ -39,6 +40,7 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   const size_t left_behind_count = order_.left_behind_count();
   info.order_number = order_.opened(tape);
   Statistics::global().tapes_left_behind += order_.left_behind_count() - left_behind_count;
+  windows_.open(tape);
   begin_trace(info);
   ++Statistics::global().live_tapes;
   return tape;
@@ -60,6 +62,7 @@ void Engine::close_tape(TapeId id) {
     holdings(save.record).identity.reset();
     holdings(save.record).wrappers.clear();
   }
+  windows_.close(id, ledger_.tape(id).end_save());
   if (ledger_.close_tape(id).gone) tape_is_gone(id);
   if (!is_inherited()) timeline_.note_close(number);  // may block
 }
@@ -118,7 +121,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const Span& s
     return RecordHandle{*id, ledger_.add_handle(*id)};
   }
   if (moved.nbytes() < context.options.min_offload_bytes) {
-    const auto small = Schedule::extent_of_small_view(ledger_.of_storage(tape, identity.storage));
+    const auto small = extent_of_small_view(ledger_.of_storage(tape, identity.storage));
     if (!small) return std::nullopt;
     if (*small == Extent::Storage) moved = {0, identity.nbytes};
   }
@@ -264,22 +267,12 @@ void Engine::release_slot(Holdings& held) {
 // ---- windows ----
 
 void Engine::enter_offload_window(RecordId id) {
-  if (offloads_in_flight_.size() >= prune_offloads_at_) {
-    std::erase_if(offloads_in_flight_, [&](RecordId known) {
-      return !ledger_.is_live(known) || ledger_.record(known).state != RecordState::Offloading;
-    });
-    prune_offloads_at_ = 2 * offloads_in_flight_.size() + 64;
-  }
-  offloads_in_flight_.push_back(id);
-  offload_window_bytes_ += ledger_.record(id).nbytes();
+  windows_.offload_began(id, ledger_.record(id).nbytes(), [this](RecordId known) { return is_offloading(known); });
 }
 
-void Engine::leave_offload_window(RecordId id) { offload_window_bytes_ -= ledger_.record(id).nbytes(); }
+void Engine::leave_offload_window(RecordId id) { windows_.offload_left(ledger_.record(id).nbytes()); }
 
-void Engine::leave_reload_window(RecordId id) {
-  reload_window_bytes_ -= ledger_.record(id).nbytes();
-  std::erase(ahead_, id);
-}
+void Engine::leave_reload_window(RecordId id) { windows_.reload_left(id, ledger_.record(id).nbytes()); }
 
 void Engine::leave_windows(RecordId id) {
   const Record& record = ledger_.record(id);
@@ -305,39 +298,34 @@ void Engine::go_on_reloading() {
 void Engine::prefetch(TapeId tape) {
   if (backend_.is_capturing()) return;
   const TapeInfo& info = tapes_[tape.index];
-  const uint64_t kept_bytes = info.learned_bytes;
+  const uint64_t kept_bytes = windows_.kept_bytes(tape);
   const bool goes_on = info.context->options.learn && order_.is_latest(info.order_number);
-  if (reload_ahead(tape, kept_bytes, /*stops_at_source=*/false) && goes_on) prefetch_coming(kept_bytes);
+  if (reload_ahead(tape, kept_bytes, AtSource::GoesOn) && goes_on) prefetch_coming(kept_bytes);
 }
 
 // R11: what was reloaded ahead and then passed by goes back to its slot.
 void Engine::let_pass(TapeId tape, uint64_t place) {
-  if (ahead_.empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
-  const uint64_t window_bytes = tapes_[tape.index].windows.reload_bytes;
-  for (const RecordId id : Schedule::passed_by(ledger_, tape, place, ahead_, window_bytes)) pass_by(id);
+  if (windows_.ahead().empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
+  for (const RecordId id : windows_.passed_by(tape, place, TapeRecords(ledger_, tape))) pass_by(id);
 }
 
 // Returns whether all of the tape was looked at.
-bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, bool stops_at_source) {
-  const Tape& tape = ledger_.tape(id);
-  if (tape.reload_cursor == tape.first_save) return true;
-  const uint64_t window_bytes = tapes_[id.index].windows.reload_bytes;
-  const uint64_t held_bytes = reload_window_bytes_ + starting_bytes_ + kept_bytes;
-  auto wanted = Schedule::take_reloads(ledger_, id, held_bytes, window_bytes, stops_at_source);
-  std::erase_if(wanted, [&](const Schedule::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
+bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source) {
+  if (windows_.reload_place(id) == ledger_.tape(id).first_save) return true;
+  auto wanted = windows_.take_reloads(id, kept_bytes, at_source, TapeRecords(ledger_, id));
+  std::erase_if(wanted, [&](const Windows::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead);
-  return ledger_.has_tape(id) && ledger_.tape(id).reload_cursor == ledger_.tape(id).first_save;
+  return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
 
-void Engine::begin_reload(const Schedule::Ahead& started, Reload why) {
+void Engine::begin_reload(const Windows::Ahead& started, Reload why) {
   const RecordId id = started.record;
   const uint64_t nbytes = ledger_.record(id).nbytes();
   if (why == Reload::Ahead) {
-    ahead_.push_back(id);
+    windows_.reload_began(id, nbytes);
     ledger_.begin_reload_ahead(id, started.expected_at);
-    reload_window_bytes_ += nbytes;
     uint64_t& peak_bytes = Statistics::global().peak_reload_window_bytes;
-    peak_bytes = std::max(peak_bytes, reload_window_bytes_);
+    peak_bytes = std::max(peak_bytes, windows_.reload_bytes());
   } else {
     ledger_.begin_reload(id);
   }

@@ -10,13 +10,10 @@ namespace torchoffload {
 
 // Takes note of what has ended since the last hook event. May block, unless I/O completes in the background.
 void Engine::reap() {
-  while (streams_.is_polled() && !offloads_in_flight_.empty()) {
-    const RecordId oldest = offloads_in_flight_.front();
-    if (ledger_.is_live(oldest) && ledger_.record(oldest).state == RecordState::Offloading) {
-      if (backend_.status(holdings(oldest).offload_end) == PointStatus::Pending) break;
-      finish_offload(oldest);
-    } else {
-      offloads_in_flight_.pop_front();
+  if (streams_.is_polled()) {
+    while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+      if (backend_.status(holdings(*oldest).offload_end) == PointStatus::Pending) break;
+      finish_offload(*oldest);
     }
   }
   streams_.reap();

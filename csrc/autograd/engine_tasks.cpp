@@ -98,8 +98,8 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   }
   bool is_all = ahead == Ahead::GoesBack;
   if (ahead == Ahead::GoesBack) {
-    tapes_[tape.index].asked_before = 0;
-    for (const RecordId id : std::vector(ahead_)) {
+    windows_.consumer_ended(tape);
+    for (const RecordId id : std::vector(windows_.ahead())) {
       const bool is_of_tape = ledger_.is_live(id) && ledger_.record(id).tape == tape;
       if (is_of_tape && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
     }

@@ -119,7 +119,7 @@ KeptReason Learner::follow_structure(Trace& trace) {
   return trace.scaled->plan().kept[position];
 }
 
-std::optional<Windows> Learner::windows(const Trace& trace) const {
+std::optional<WindowBytes> Learner::windows(const Trace& trace) const {
   if (trace.nbytes.empty()) return std::nullopt;
   const size_t position = trace.nbytes.size() - 1;
   if (trace.scaled) return trace.scaled->plan().windows(position);
@@ -219,6 +219,12 @@ void Learner::learn_times(uint32_t number, StepTimes times) {
 const Plan* Learner::plan_of(uint32_t number) {
   Shape* const shape = find(number);
   return shape != nullptr ? &plan(*shape, shape->keeps_end) : nullptr;
+}
+
+void Learner::plan_as(const Plan& plan) {
+  for (Shape& shape : shapes_) {
+    if (shape.records.count() == plan.kept.size()) shape.plans = {plan, plan};
+  }
 }
 
 Learner::Shape* Learner::find(uint32_t number) { return find_in(shapes_, number); }

@@ -53,7 +53,7 @@ class Learner {
   KeptReason next(Trace& trace, uint64_t nbytes, RecordKind kind = {});
 
   // The windows from the latest record on, of the shape or structure that the tape goes as; nullopt: it goes as none.
-  std::optional<Windows> windows(const Trace& trace) const;
+  std::optional<WindowBytes> windows(const Trace& trace) const;
 
   // The tape is closed. `last_save` as in StepShape, one for each record that the tape has. Returns the number of its
   // shape, or nullopt where it is not learned: too long, empty, or of another number of records than next() was told.
@@ -69,6 +69,7 @@ class Learner {
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
   const Plan* plan_of(uint32_t shape);  // as at its last sighting; null: forgotten
+  void plan_as(const Plan& plan);  // for tests: the shapes of as many records have it, until they are timed
 
  private:
   struct Shape {

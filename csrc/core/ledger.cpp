@@ -107,7 +107,6 @@ Ledger::ClosedTape Ledger::close_tape(TapeId id) {
   Tape& closing = tape(id);
   closing.open = false;
   closing.by_storage.clear();
-  closing.reload_cursor = closing.end_save();
   const bool gone = closing.live_records == 0;
   if (gone) free_tape(id);
   return {gone};
@@ -366,8 +365,7 @@ void Ledger::check_invariants() const {
     if (tape.live_records != live_by_tape[index]) broken("a tape's count of live records is off");
     if (!tape.open && !tape.by_storage.empty()) broken("a closed tape can be joined");
     if (tape.in_use && !tape.open && tape.live_records == 0) broken("an empty closed tape is still here");
-    if (tape.in_use && (tape.reload_cursor > tape.end_save() || tape.dead_prefix > tape.saves.size()))
-      broken("a tape's cursor is outside its saves");
+    if (tape.dead_prefix > tape.saves.size()) broken("more saves of a tape are dead than it has");
     for (size_t next = 1; next < tape.saves.size(); ++next) {
       if (tape.saves[next - 1].bytes_before > tape.saves[next].bytes_before) broken("a tape's bytes shrink");
     }

@@ -103,9 +103,8 @@ struct Tape {
   bool in_use = false;
   bool open = false;
   uint32_t live_records = 0;
-  uint64_t reload_cursor = 0;  // saves at and above it were looked at for reload
-  uint64_t first_save = 0;     // the number of saves[0]: those before it are forgotten
-  uint64_t dead_prefix = 0;    // of `saves`, whose records are gone
+  uint64_t first_save = 0;   // the number of saves[0]: those before it are forgotten
+  uint64_t dead_prefix = 0;  // of `saves`, whose records are gone
   std::vector<Save> saves;
   uint64_t total_bytes = 0;
   std::unordered_map<const void*, uint32_t> by_storage;  // head of the chain through next_same_storage

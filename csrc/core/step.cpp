@@ -1,7 +1,6 @@
 #include "core/step.h"
 
 #include <algorithm>
-#include <deque>
 #include <utility>
 
 namespace torchoffload {
@@ -15,10 +14,10 @@ constexpr uint64_t kDefaultWindowCapBytes = uint64_t{1} << 30;
 
 }  // namespace
 
-Windows default_windows(const WindowOptions& options, uint64_t largest_record_bytes) {
+WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes) {
   const uint64_t usual_bytes =
       std::max(largest_record_bytes, std::min(kDefaultWindowRecords * largest_record_bytes, kDefaultWindowCapBytes));
-  Windows windows{usual_bytes, options.reload_bytes.value_or(usual_bytes)};
+  WindowBytes windows{usual_bytes, options.reload_bytes.value_or(usual_bytes)};
   if (options.offload_records) windows.offload_bytes = *options.offload_records * largest_record_bytes;
   if (options.offload_bytes) windows.offload_bytes = *options.offload_bytes;
   return windows;
@@ -62,11 +61,23 @@ StepTimes times_in_order(size_t record_count) {
 
 namespace {
 
-// One step, from its first record to the end of its backward.
+// The only tape of a step.
+constexpr TapeId kTape{0, 0};
+
+RecordId id_of(size_t record) { return {static_cast<uint32_t>(record), 0}; }
+
+// One step, from its first record to the end of its backward. It carries out in numbers what Windows decides.
 class Walk {
  public:
-  Walk(const StepShape& shape, const StepTimes& times, const Plan& plan)
-      : shape_(shape), times_(times), plan_(plan), saves_(operator_saves(shape)), live_(shape.count()) {}
+  Walk(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events)
+      : shape_(shape),
+        times_(times),
+        plan_(plan),
+        events_(events),
+        saves_(operator_saves(shape)),
+        live_(shape.count()) {
+    windows_.open(kTape);
+  }
 
   PlannedStep run() {
     forward();
@@ -88,6 +99,25 @@ class Walk {
     double copied_s = 0;  // out, then in
   };
 
+  // What Windows asks of a tape's records; see Windows::take_reloads. Each record stands at its last save alone.
+  struct Records {
+    const Walk& walk;
+
+    uint64_t first_save() const { return 0; }
+    SavedRecord at(uint64_t save) const {
+      const size_t record = walk.by_last_save_[save];
+      const bool is_in_slot = walk.live_[record].state == State::Offloaded;
+      return {id_of(record), is_in_slot ? Rests::InSlot : Rests::Neither, walk.shape_.nbytes[record]};
+    }
+  };
+  auto is_in_flight() const {
+    return [this](RecordId id) { return live_[id.index].state == State::Offloading; };
+  }
+
+  void note(StepEvent::What what, size_t record) {
+    if (events_ != nullptr) events_->push_back({what, record});
+  }
+
   void advance(double to_s) {
     clock_s_ += std::max(0.0, to_s - pure_s_);
     pure_s_ = std::max(pure_s_, to_s);
@@ -105,8 +135,8 @@ class Walk {
         held_late_bytes = held_bytes + saves_.nbytes[record];
       }
       make(record);
-      drain(plan_.offload_bytes[saves_.end[record] - 1]);
-      if (ends) held_bytes = kept_bytes_ + offloading_bytes_;
+      drain(plan_.windows(saves_.end[record] - 1));
+      if (ends) held_bytes = windows_.kept_bytes(kTape) + windows_.offload_bytes();
     }
   }
 
@@ -114,25 +144,26 @@ class Walk {
     const uint64_t nbytes = shape_.nbytes[record];
     advance(times_.records[record].ready_s);
     if (plan_.kept[record] != KeptReason::None) {
-      kept_bytes_ += nbytes;
+      windows_.kept(kTape, nbytes);
       step_.kept_bytes += nbytes;
       return;
     }
     const LinkRates& link = times_.link;
     out_free_s_ = std::max(clock_s_, out_free_s_) + static_cast<double>(nbytes) / link.out_bytes_per_s + link.latency_s;
     live_[record] = {State::Offloading, out_free_s_};
-    in_flight_.push_back(record);
-    offloading_bytes_ += nbytes;
+    windows_.offload_began(id_of(record), nbytes, is_in_flight());
     moved_out_bytes_ += nbytes;
   }
 
-  void drain(uint64_t window_bytes) {
-    while (!in_flight_.empty() && offloading_bytes_ + kept_bytes_ > window_bytes) {
-      const size_t oldest = in_flight_.front();
-      in_flight_.pop_front();
-      clock_s_ = std::max(clock_s_, live_[oldest].copied_s);
-      live_[oldest].state = State::Offloaded;
-      offloading_bytes_ -= shape_.nbytes[oldest];
+  void drain(WindowBytes limits) {
+    windows_.set_limits(kTape, limits);
+    while (const auto oldest =
+               windows_.offload_to_wait_for(limits.offload_bytes, windows_.kept_bytes(kTape), is_in_flight())) {
+      const size_t record = oldest->index;
+      note(StepEvent::What::WaitForOffload, record);
+      clock_s_ = std::max(clock_s_, live_[record].copied_s);
+      live_[record].state = State::Offloaded;
+      windows_.offload_left(shape_.nbytes[record]);
     }
   }
 
@@ -141,11 +172,13 @@ class Walk {
     for (size_t record = 0; record < shape_.count(); ++record) {
       if (times_.records[record].needed_s >= 0) uses.push_back(record);
     }
-    reloads_ = uses;
+    by_last_save_ = uses;
     std::stable_sort(uses.begin(), uses.end(),
                      [&](size_t a, size_t b) { return times_.records[a].needed_s < times_.records[b].needed_s; });
-    std::stable_sort(reloads_.begin(), reloads_.end(),
-                     [&](size_t a, size_t b) { return shape_.last_save[a] > shape_.last_save[b]; });
+    std::ranges::reverse(by_last_save_);  // of those with the same last save the first record is reloaded first
+    std::stable_sort(by_last_save_.begin(), by_last_save_.end(),
+                     [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; });
+    windows_.close(kTape, by_last_save_.size());
     for (const size_t used : uses) use(used);
   }
 
@@ -153,16 +186,18 @@ class Walk {
     const uint64_t nbytes = shape_.nbytes[used];
     uint64_t in_use_bytes = 0;  // beside what is counted as kept, or as on its way
     advance(times_.records[used].needed_s);
-    kept_bytes_ -= std::exchange(released_bytes_, 0);
+    windows_.released(kTape, std::exchange(released_bytes_, 0));
+    note(StepEvent::What::Ask, used);
     switch (live_[used].state) {
       case State::Resident:  // a handle dies after its operator ran
         released_bytes_ = nbytes;
         break;
       case State::Offloading:  // the source is still here
-        offloading_bytes_ -= nbytes;
+        windows_.offload_left(nbytes);
         in_use_bytes = nbytes;
         break;
       case State::Offloaded:
+        note(StepEvent::What::ReloadAskedFor, used);
         start_reload(used);
         break;
       case State::Reloading:
@@ -170,20 +205,20 @@ class Walk {
         break;
     }
     reload_ahead();
-    step_.held.backward = std::max(step_.held.backward, kept_bytes_ + offloading_bytes_ + ahead_bytes_ + in_use_bytes);
+    const uint64_t held_bytes = windows_.kept_bytes(kTape) + windows_.offload_bytes() + windows_.reload_bytes();
+    step_.held.backward = std::max(step_.held.backward, held_bytes + in_use_bytes);
     if (live_[used].state == State::Reloading) {
       clock_s_ = std::max(clock_s_, live_[used].copied_s);
-      ahead_bytes_ -= nbytes;
+      windows_.reload_left(id_of(used), nbytes);
     }
     live_[used].state = State::Done;
   }
 
   void reload_ahead() {
-    for (; cursor_ < reloads_.size(); ++cursor_) {
-      const size_t next = reloads_[cursor_];
-      if (live_[next].state != State::Offloaded) continue;
-      if (ahead_bytes_ + kept_bytes_ + shape_.nbytes[next] > plan_.reload_bytes) break;
-      start_reload(next);
+    const uint64_t kept_bytes = windows_.kept_bytes(kTape);
+    for (const Windows::Ahead& ahead : windows_.take_reloads(kTape, kept_bytes, AtSource::GoesOn, Records{*this})) {
+      note(StepEvent::What::ReloadAhead, ahead.record.index);
+      start_reload(ahead.record.index);
     }
   }
 
@@ -192,29 +227,28 @@ class Walk {
     in_free_s_ = std::max({clock_s_, in_free_s_, live_[record].copied_s}) +
                  static_cast<double>(shape_.nbytes[record]) / link.in_bytes_per_s + link.latency_s;
     live_[record] = {State::Reloading, in_free_s_};
-    ahead_bytes_ += shape_.nbytes[record];
+    windows_.reload_began(id_of(record), shape_.nbytes[record]);
     moved_in_bytes_ += shape_.nbytes[record];
   }
 
   const StepShape& shape_;
   const StepTimes& times_;
   const Plan& plan_;
+  std::vector<StepEvent>* const events_;
   const OperatorSaves saves_;
   std::vector<Live> live_;
-  std::deque<size_t> in_flight_;
-  std::vector<size_t> reloads_;
-  size_t cursor_ = 0;
+  std::vector<size_t> by_last_save_;  // the records that are asked for: the last one is reloaded first
+  Windows windows_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;
-  uint64_t kept_bytes_ = 0, offloading_bytes_ = 0, ahead_bytes_ = 0;
   uint64_t released_bytes_ = 0;  // of what was kept, by the next use
   uint64_t moved_out_bytes_ = 0, moved_in_bytes_ = 0;
 };
 
 }  // namespace
 
-PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan) {
-  return Walk(shape, times, plan).run();
+PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events) {
+  return Walk(shape, times, plan, events).run();
 }
 
 }  // namespace torchoffload

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/ledger.h"
+#include "core/windows.h"
 
 namespace torchoffload {
 
@@ -31,13 +32,8 @@ struct WindowOptions {
   friend bool operator==(const WindowOptions&, const WindowOptions&) = default;
 };
 
-struct Windows {
-  uint64_t offload_bytes = 0;
-  uint64_t reload_bytes = 0;
-};
-
 // What the largest record of the tape so far says: used while nothing is known of the tape.
-Windows default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
+WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
 
 // What a copy costs each way: nbytes / rate + latency.
 struct LinkRates {
@@ -85,7 +81,7 @@ struct Plan {
   uint64_t reload_bytes = 0;
   uint64_t window_bytes = 0;  // what the windows have beside what returns soon
 
-  Windows windows(size_t record) const { return {offload_bytes[record], reload_bytes}; }
+  WindowBytes windows(size_t record) const { return {offload_bytes[record], reload_bytes}; }
 };
 
 // The most that is held on the device; see Note [What a learned step may hold].
@@ -103,7 +99,16 @@ struct PlannedStep {
   uint64_t kept_bytes = 0;  // of this plan's records
   HeldBytes held;
 };
-PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan);
+
+// What happens in a step that is gone through, for who compares it with what an engine does.
+struct StepEvent {
+  enum class What : uint8_t { WaitForOffload, Ask, ReloadAskedFor, ReloadAhead };
+  What what;
+  size_t record = 0;
+};
+// `events`: where to note what happens, in order; null: nowhere.
+PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan,
+                     std::vector<StepEvent>* events = nullptr);
 
 // Times that say nothing but the order: records are made one after the other, and asked for in reverse.
 StepTimes times_in_order(size_t record_count);

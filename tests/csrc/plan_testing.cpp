@@ -41,6 +41,29 @@ StepShape step_shape(const Sizes& nbytes, const Sizes& last_save, const std::vec
   return shape;
 }
 
+// What is kept counts towards the windows, and no other limit keeps an engine from keeping it.
+Plan plan_of(const std::vector<bool>& kept, const Sizes& offload_windows, uint64_t reload_window_bytes) {
+  Plan plan;
+  for (const bool is_kept : kept) plan.kept.push_back(is_kept ? KeptReason::NeededSoon : KeptReason::None);
+  plan.offload_bytes = offload_windows;
+  plan.reload_bytes = reload_window_bytes;
+  return plan;
+}
+
+const char* name_of(StepEvent::What what) {
+  switch (what) {
+    case StepEvent::What::WaitForOffload:
+      return "wait";
+    case StepEvent::What::Ask:
+      return "ask";
+    case StepEvent::What::ReloadAskedFor:
+      return "reload";
+    case StepEvent::What::ReloadAhead:
+      return "reload ahead";
+  }
+  return "";
+}
+
 py::dict to_dict(const Plan& plan) {
   py::list kept;
   for (const KeptReason reason : plan.kept) kept.append(to_string(reason));
@@ -68,7 +91,7 @@ py::dict to_dict(const PlannedStep& step) {
 void bind_plan_testing(py::module_& module) {
   module.def("largest_sum_within", &largest_sum_within);
   module.def("default_windows", [](const Options& options, uint64_t largest_record_bytes) {
-    const Windows windows = default_windows(window_options(options), largest_record_bytes);
+    const WindowBytes windows = default_windows(window_options(options), largest_record_bytes);
     return std::pair(windows.offload_bytes, windows.reload_bytes);
   });
 
@@ -104,11 +127,27 @@ void bind_plan_testing(py::module_& module) {
   module.def("simulate",
              [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
                 uint64_t offload_window_bytes, uint64_t reload_window_bytes) {
-               Plan plan;
-               for (const bool is_kept : kept) plan.kept.push_back(is_kept ? KeptReason::TapeEnd : KeptReason::None);
-               plan.offload_bytes.assign(nbytes.size(), offload_window_bytes);
-               plan.reload_bytes = reload_window_bytes;
+               const Sizes offload_windows(nbytes.size(), offload_window_bytes);
+               const Plan plan = plan_of(kept, offload_windows, reload_window_bytes);
                return to_dict(simulate({nbytes, last_save, {}}, times, plan));
+             });
+
+  // What happens in such a step, in order: what it is, and the number of the record. `offload_windows`: from each
+  // record to the next.
+  module.def("step_events", [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times,
+                               const std::vector<bool>& joins, const std::vector<bool>& kept,
+                               const Sizes& offload_windows, uint64_t reload_window_bytes) {
+    std::vector<StepEvent> events;
+    simulate(step_shape(nbytes, last_save, joins), times, plan_of(kept, offload_windows, reload_window_bytes), &events);
+    std::vector<std::pair<std::string, size_t>> named;
+    for (const StepEvent& event : events) named.emplace_back(name_of(event.what), event.record);
+    return named;
+  });
+  // Engines follow this plan in tapes of a known shape with as many records.
+  module.def("plan_engines_as",
+             [](const std::vector<bool>& kept, const Sizes& offload_windows, uint64_t reload_window_bytes) {
+               for (Engine* const engine : all_engines())
+                 engine->plan_as(plan_of(kept, offload_windows, reload_window_bytes));
              });
 
   py::class_<Learner::Trace>(module, "Trace")

@@ -1,4 +1,4 @@
-// core_fuzz: random lives of records over Ledger, Schedule and RangeAllocator together, as an engine would lead them,
+// core_fuzz: random lives of records over Ledger, Windows and RangeAllocator together, as an engine would lead them,
 // and now and then as it must not; then random tapes through Learner and plan. After each step the invariants hold, and
 // models that are too simple to be wrong say the same. `make fuzz` builds and runs it under ASan and UBSan.
 #include <algorithm>
@@ -9,11 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/schedule.h"
+#include "core/extent.h"
+#include "core/windows.h"
 #include "driver.h"
 #include "ledger_model.h"
 #include "plan_fuzz.h"
 #include "range_model.h"
+#include "windows_model.h"
 
 namespace torchoffload::fuzz {
 namespace {
@@ -89,6 +91,7 @@ class World {
   void open_tape() {
     if (open_tapes_.size() >= 3) return;
     open_tapes_.push_back(ledger_.open_tape());
+    windows_.open(open_tapes_.back());
     coverage_.saw("open tape");
   }
 
@@ -98,13 +101,14 @@ class World {
     const TapeId tape = open_tapes_.back();
     open_tapes_.pop_back();
     const bool has_records = model_.has_records(tape);
+    windows_.close(tape, ledger_.tape(tape).end_save());
     const bool gone = ledger_.close_tape(tape).gone;
     coverage_.saw("close tape");
     expect(!ledger_.is_open(tape), "a tape is open after it was closed");
     expect(gone != has_records, "a closed tape goes when it has no records, and only then");
     if (gone) return;
     closed_tapes_.push_back(tape);
-    expect(ledger_.tape(tape).reload_cursor == ledger_.tape(tape).end_save(), "reloads do not begin at the tape's end");
+    expect(windows_.reload_place(tape) == ledger_.tape(tape).end_save(), "reloads do not begin at the tape's end");
   }
 
   Identity some_identity() {
@@ -133,7 +137,7 @@ class World {
     model_.check_found(id, tape, identity, span, itemsize);
     const bool is_new = !id;
     if (is_new) {
-      const Span moved = Schedule::span_to_move(span, identity.nbytes);
+      const Span moved = span_to_move(span, identity.nbytes);
       expect(moved.contains(span) && moved.end <= identity.nbytes, "what moves is less than what was saved, or more");
       id = ledger_.add_record(tape, identity, moved);
       largest_record_bytes_ = std::max(largest_record_bytes_, moved.nbytes());
@@ -286,14 +290,9 @@ class World {
     coverage_.saw("grow");
   }
 
-  // ---- schedule ----
+  // ---- windows ----
 
   uint64_t some_save(const Tape& tape) { return tape.first_save + below(tape.saves.size()); }
-
-  bool waits_for_reload(const Tape& tape, uint64_t save) {
-    const RecordId id = tape.save(save).record;
-    return ledger_.is_live(id) && model_.holding(id).state == RecordState::Offloaded;
-  }
 
   void reload_ahead() {
     if (closed_tapes_.empty()) return;
@@ -304,31 +303,10 @@ class World {
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
       coverage_.saw("missed");
-      Schedule::consumer_missed(ledger_.tape(id), some_save(tape), some_save(tape));
+      windows_.consumer_missed(id, some_save(tape), some_save(tape));
     }
-    const uint64_t began_at = tape.reload_cursor;
-    const auto taken = Schedule::take_reloads(ledger_, id, ahead_bytes, window_bytes);
-    uint64_t taken_bytes = 0;
-    uint64_t last_save = began_at;
-    for (const auto& [record, save] : taken) {
-      expect(waits_for_reload(tape, save) && tape.save(save).record == record, "a reload for a save of another record");
-      expect(save < last_save, "reloads do not go from the last save to the first");
-      last_save = save;
-      taken_bytes += model_.holding(record).span.nbytes();
-    }
-    expect(taken_bytes == 0 || ahead_bytes + taken_bytes <= window_bytes, "more is loaded ahead than the window holds");
-    const auto is_taken = [&](RecordId record) {
-      return std::any_of(taken.begin(), taken.end(), [&](const auto& ahead) { return ahead.record == record; });
-    };
-    for (uint64_t save = tape.reload_cursor; save < began_at; ++save)
-      expect(!waits_for_reload(tape, save) || is_taken(tape.save(save).record), "reloads went on past a record");
-    if (tape.reload_cursor > tape.first_save) {
-      coverage_.saw("window full");
-      const uint64_t next = tape.reload_cursor - 1;
-      expect(waits_for_reload(tape, next), "reloads end before the window is full");
-      const uint64_t more_bytes = model_.holding(tape.save(next).record).span.nbytes();
-      expect(ahead_bytes + taken_bytes + more_bytes > window_bytes, "reloads end before the window is full");
-    }
+    const auto taken = WindowsModel(ledger_, model_).take_reloads(windows_, id, ahead_bytes, window_bytes);
+    if (windows_.reload_place(id) > tape.first_save) coverage_.saw("window full");
     for (const auto& [record, save] : taken) {
       coverage_.saw("reload ahead");
       attempt("begin reload", record, true, RecordState::Reloading,
@@ -341,23 +319,13 @@ class World {
   void let_pass() {
     if (closed_tapes_.empty()) return;
     const TapeId id = pick(closed_tapes_);
-    const Tape& tape = ledger_.tape(id);
     std::vector<RecordId> ahead;
     for (const auto& [index, holding] : model_.holdings()) {
       if (holding.is_prefetched) ahead.push_back(holding.id);
     }
     if (gone_) ahead.push_back(*gone_);
-    const uint64_t save = some_save(tape);
-    const uint64_t window_bytes = below(kBlockBytes);
-    const auto passed = Schedule::passed_by(ledger_, id, save, ahead, window_bytes);
-    for (const RecordId each : ahead) {
-      const bool is_passed = std::find(passed.begin(), passed.end(), each) != passed.end();
-      const bool is_here = ledger_.is_live(each) && model_.holding(each).tape == id;
-      const uint64_t expected_at = is_here ? ledger_.record(each).expected_at : 0;
-      const bool is_far = is_here && expected_at > save &&
-                          tape.save(expected_at).bytes_before - tape.save(save).bytes_before > window_bytes;
-      expect(is_passed == is_far, "passed by, and yet to come, or the reverse");
-      if (!is_passed) continue;
+    const uint64_t save = some_save(ledger_.tape(id));
+    for (const RecordId each : WindowsModel(ledger_, model_).passed_by(id, save, ahead, below(kBlockBytes))) {
       coverage_.saw("passed by");
       attempt("pass by", each, true, RecordState::Offloaded, [&] { ledger_.pass_by(each); });
     }
@@ -383,6 +351,7 @@ class World {
   std::mt19937_64 random_;
   Coverage& coverage_;
   Ledger ledger_;
+  Windows windows_;
   uint64_t largest_record_bytes_ = 0;
   CheckedRanges ranges_;
   LedgerModel model_;

@@ -1,0 +1,46 @@
+// TapeRecords: the records of one closed tape of a ledger, as Windows asks for them.
+// Ownership:     borrows the ledger; it is made for one question and not kept.
+// Thread safety: none; touched only with the GIL held.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "core/ledger.h"
+#include "core/windows.h"
+
+namespace torchoffload {
+
+class TapeRecords {
+ public:
+  TapeRecords(Ledger& ledger, TapeId id) : ledger_(ledger), id_(id), tape_(ledger.tape(id)) {}
+
+  uint64_t first_save() const { return tape_.first_save; }
+
+  SavedRecord at(uint64_t save) const {
+    const RecordId id = tape_.save(save).record;
+    if (!ledger_.is_live(id)) return {id, Rests::Neither, 0};
+    const Record& record = ledger_.record(id);
+    return {id, rests(record), record.nbytes()};
+  }
+
+  std::optional<uint64_t> bytes_behind(RecordId id, uint64_t save) const {
+    if (!ledger_.is_live(id)) return std::nullopt;
+    const Record& record = ledger_.record(id);
+    if (record.tape != id_ || record.expected_at <= save) return std::nullopt;
+    return tape_.save(record.expected_at).bytes_before - tape_.save(save).bytes_before;
+  }
+
+ private:
+  static Rests rests(const Record& record) {
+    if (record.state == RecordState::Offloaded) return Rests::InSlot;
+    const bool is_source_here = record.state == RecordState::Resident || record.state == RecordState::Offloading;
+    return is_source_here && record.kept == KeptReason::None ? Rests::AtSource : Rests::Neither;
+  }
+
+  Ledger& ledger_;
+  const TapeId id_;
+  const Tape& tape_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,190 @@
+// Windows: what is held on the device because it is on its way out, was reloaded ahead, or was kept, and what follows
+// from that: which copy out is waited for next, which records are reloaded next, and which were passed by.
+// Ownership:     ids and counts of bytes. What a record is at this moment, Windows asks of its caller.
+// Thread safety: none; touched only with the GIL held.
+// Not handled:   carrying anything out. Windows is told of events, and answers questions about what comes next.
+//
+// The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
+// for the single tape of a step that it goes through. So what is planned and what is done follow the same decisions.
+// docs/design.md says where the two tell Windows of different events.
+//
+// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
+//                reload_bytes() is the sum over ahead().
+//                A tape's place for reloads is never above the end of its saves.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/types.h"
+
+namespace torchoffload {
+
+// How much of one tape may be on the device in each direction. What is kept counts towards both.
+struct WindowBytes {
+  uint64_t offload_bytes = 0;
+  uint64_t reload_bytes = 0;
+};
+
+// Where the bytes of a record are, as far as reloading ahead is concerned.
+enum class Rests : uint8_t {
+  InSlot,    // they left the device: the record can be reloaded
+  AtSource,  // the record is to move and its source is still here, whether its copy was enqueued or not
+  Neither,   // the record was kept, is on its way back or back already, or was released
+};
+
+// The record that stands at a save.
+struct SavedRecord {
+  RecordId id;
+  Rests rests = Rests::Neither;
+  uint64_t nbytes = 0;
+};
+
+// What happens to a search for reloads that comes to a record whose source is still here.
+enum class AtSource : uint8_t { GoesOn, Stops };
+
+class Windows {
+ public:
+  // A record that is to be reloaded ahead of its consumer.
+  struct Ahead {
+    RecordId record;
+    uint64_t expected_at = 0;  // the save that asks for it first
+  };
+
+  // ---- Tapes. All that is remembered of one is set anew by open(), since numbers of tapes are used again. ----
+
+  void open(TapeId tape);
+  // No save is added any more. Reloads of the tape begin at its end and go towards its start.
+  void close(TapeId tape, uint64_t end_save) { of(tape).reload_place = end_save; }
+
+  void set_limits(TapeId tape, WindowBytes limits) { of(tape).limits = limits; }
+  const WindowBytes& limits(TapeId tape) const { return of(tape).limits; }
+
+  // Bytes of the tape stay on the device because of what was learned, until they are released.
+  void kept(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes += nbytes; }
+  void released(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes -= nbytes; }
+  uint64_t kept_bytes(TapeId tape) const { return of(tape).kept_bytes; }
+
+  // ---- The offload window. `is_in_flight(id)`: was the record's copy enqueued, and is its source still held? ----
+
+  template <typename IsInFlight>
+  void offload_began(RecordId id, uint64_t nbytes, IsInFlight is_in_flight) {
+    if (in_flight_.size() >= prune_at_) {
+      std::erase_if(in_flight_, [&](RecordId known) { return !is_in_flight(known); });
+      prune_at_ = 2 * in_flight_.size() + kPruneAtLeast;
+    }
+    in_flight_.push_back(id);
+    offload_bytes_ += nbytes;
+  }
+  // The source was given up, was used by a backward, stays after all, or went with its record.
+  void offload_left(uint64_t nbytes) { offload_bytes_ -= nbytes; }
+  uint64_t offload_bytes() const { return offload_bytes_; }
+
+  // The record whose copy out began first among those that have not left; nullopt: there is none.
+  template <typename IsInFlight>
+  std::optional<RecordId> oldest_offload(IsInFlight is_in_flight) {
+    while (!in_flight_.empty() && !is_in_flight(in_flight_.front())) in_flight_.pop_front();
+    return in_flight_.empty() ? std::nullopt : std::optional(in_flight_.front());
+  }
+
+  // The record whose copy out must be waited for now: the oldest one, while what is in flight of all tapes and
+  // `kept_bytes` together exceed `window_bytes`. nullopt: none has to be.
+  template <typename IsInFlight>
+  std::optional<RecordId> offload_to_wait_for(uint64_t window_bytes, uint64_t kept_bytes, IsInFlight is_in_flight) {
+    if (offload_bytes_ == 0 || offload_bytes_ + kept_bytes <= window_bytes) return std::nullopt;
+    return oldest_offload(is_in_flight);
+  }
+
+  // ---- The reload window. ----
+
+  // Reloads ahead of so many bytes are being enqueued, which may let other threads in: they count from now on.
+  void reloads_start(uint64_t nbytes) { starting_bytes_ += nbytes; }
+  // That is over. Each record that is on its way now is told of by itself.
+  void reloads_started(uint64_t nbytes) { starting_bytes_ -= nbytes; }
+
+  void reload_began(RecordId id, uint64_t nbytes);
+  // The record was asked for, passed by, or released.
+  void reload_left(RecordId id, uint64_t nbytes);
+  // Records that were reloaded and not yet asked for, in the order in which their reloads began.
+  const std::vector<RecordId>& ahead() const { return ahead_; }
+  uint64_t reload_bytes() const { return reload_bytes_; }
+
+  // The records to reload next for a tape, from the place that earlier calls came to towards the tape's start. They end
+  // before the first one with which the bytes that are reloaded and not yet asked for, being started, taken here, and
+  // `kept_bytes` would exceed the tape's window. `records` knows the tape: `first_save()` is the number of its first
+  // save that is not forgotten, and `at(save)` is the SavedRecord there.
+  template <typename Records>
+  std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
+    std::vector<Ahead> taken;
+    const auto is_taken = [&](RecordId id) {
+      return std::any_of(taken.begin(), taken.end(), [&](const Ahead& ahead) { return ahead.record == id; });
+    };
+    const uint64_t window_bytes = limits(tape).reload_bytes;
+    const uint64_t first_save = records.first_save();
+    uint64_t held_bytes = reload_bytes_ + starting_bytes_ + kept_bytes;
+    for (uint64_t& place = of(tape).reload_place; place > first_save; --place) {
+      const SavedRecord saved = records.at(place - 1);
+      if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
+      if (saved.rests != Rests::InSlot || is_taken(saved.id)) continue;
+      if (held_bytes + saved.nbytes > window_bytes) break;
+      held_bytes += saved.nbytes;
+      taken.push_back({saved.id, place - 1});
+    }
+    return taken;
+  }
+  // Saves at and above it were looked at by take_reloads().
+  uint64_t reload_place(TapeId tape) const { return of(tape).reload_place; }
+
+  // ---- The consumer, which is the backward that asks for a tape's saves. ----
+
+  // It asks for `save`. Returns where it is: at the later of the last two saves that it asked for. One that asks for a
+  // save far ahead has not yet gone on to there, because a checkpoint asks for its input before it asks for what was
+  // saved behind that.
+  uint64_t consumer_asks(TapeId tape, uint64_t save) {
+    return std::max(save, std::exchange(of(tape).asked_before, save));
+  }
+  // A graph task that asked for the tape has ended. The next one may begin anywhere.
+  void consumer_ended(TapeId tape) { of(tape).asked_before = 0; }
+  // The consumer, which is at `place`, asked for a save whose record was not on its way: reloads go on from there.
+  void consumer_missed(TapeId tape, uint64_t save, uint64_t place);
+
+  // Those of ahead() that the consumer at `save` has passed by more than the tape's reload window. Of `records` is
+  // asked: `bytes_behind(id, save)`, the bytes of the tape between the save and the later one that the record was
+  // reloaded for; nullopt where the record is gone, another tape's, or not yet passed.
+  template <typename Records>
+  std::vector<RecordId> passed_by(TapeId tape, uint64_t save, const Records& records) const {
+    std::vector<RecordId> passed;
+    for (const RecordId id : ahead_) {
+      const std::optional<uint64_t> bytes_behind = records.bytes_behind(id, save);
+      if (bytes_behind && *bytes_behind > limits(tape).reload_bytes) passed.push_back(id);
+    }
+    return passed;
+  }
+
+ private:
+  static constexpr size_t kPruneAtLeast = 64;
+
+  struct OfTape {
+    WindowBytes limits;
+    uint64_t kept_bytes = 0;
+    uint64_t reload_place = 0;
+    uint64_t asked_before = 0;  // the save that a backward asked for last
+  };
+  OfTape& of(TapeId tape) { return tapes_.at(tape.index); }
+  const OfTape& of(TapeId tape) const { return tapes_.at(tape.index); }
+
+  std::vector<OfTape> tapes_;       // by tape index
+  std::deque<RecordId> in_flight_;  // oldest first; those that have left are dropped lazily
+  size_t prune_at_ = kPruneAtLeast;
+  uint64_t offload_bytes_ = 0;
+  std::vector<RecordId> ahead_;
+  uint64_t reload_bytes_ = 0;
+  uint64_t starting_bytes_ = 0;
+};
+
+}  // namespace torchoffload
