@@ -10,7 +10,7 @@ import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from module_models import Stack
-from torchoffload import _accelerator
+from torchoffload._contexts import accelerator as _accelerator
 
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 

@@ -10,7 +10,7 @@ import torch
 
 import torchoffload
 from devices import Device
-from torchoffload import _plot
+from torchoffload._observe import plot as _plot
 
 CPU = torch.device("cpu")
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")

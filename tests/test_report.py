@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torchoffload
-from torchoffload import _report, _stats
+from torchoffload._observe import report as _report
+from torchoffload._observe import stats as _stats
 
 
 def made(**counts):

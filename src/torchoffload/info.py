@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import torchoffload
+from torchoffload._contexts.options import default_disk_dir, file_system_of
 from torchoffload._core import build_info, core
-from torchoffload._options import default_disk_dir, file_system_of
-from torchoffload._report import human_bytes
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["collect", "main"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import torchoffload
-from torchoffload._options import OffloadOptions, check_module, refuse_renamed
-from torchoffload._stats import OffloadStats, at_reset
+from torchoffload._contexts.options import OffloadOptions, check_module, refuse_renamed
+from torchoffload._observe.stats import OffloadStats, at_reset
 from torchoffload._warnings import warn_user
 
 __all__ = [

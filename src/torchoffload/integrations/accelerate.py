@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from torchoffload._accelerator import require_accelerator
-from torchoffload._options import check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 import torchoffload
-from torchoffload._accelerator import require_accelerator
-from torchoffload._options import check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,

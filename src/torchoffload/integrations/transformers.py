@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 import torchoffload
-from torchoffload._accelerator import require_accelerator
-from torchoffload._offload import is_disabled
-from torchoffload._options import OffloadOptions, check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.offload_activations import is_disabled
+from torchoffload._contexts.options import OffloadOptions, check_bool
 from torchoffload.integrations._compiled import CompiledCalls
 from torchoffload.integrations._trainers import (
     Handle,

@@ -19,7 +19,7 @@ from torch import nn
 
 import torchoffload
 from torchoffload import OffloadActivations
-from torchoffload._options import OffloadOptions, check_bool, refuse_renamed
+from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
 __all__ = ["Installation", "get_act_offloading_ctx_manager", "install"]

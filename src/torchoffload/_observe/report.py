@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from torchoffload._core import core
-from torchoffload._module_stats import idle_advice, module_lines
-from torchoffload._profile import latest_timing
-from torchoffload._stats import OffloadStats, TapeStats, stats
-from torchoffload._timing import Timing, Transfers
-from torchoffload._units import human_bytes
+from torchoffload._observe.module_stats import idle_advice, module_lines
+from torchoffload._observe.profile import latest_timing
+from torchoffload._observe.stats import OffloadStats, TapeStats, stats
+from torchoffload._observe.timing import Timing, Transfers
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["human_bytes", "report"]
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any, Self
 
 from torchoffload._core import core
-from torchoffload._stats import OffloadStats, TapeStats, at_reset, stats
-from torchoffload._timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
-from torchoffload._trace import write_trace
+from torchoffload._observe.stats import OffloadStats, TapeStats, at_reset, stats
+from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
+from torchoffload._observe.trace import write_trace
 
 __all__ = ["Profile", "latest_timing", "profile"]
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchoffload import _heads, _hook_stack
+from torchoffload._contexts import heads
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
 from torchoffload._core import core
-from torchoffload._options import OffloadOptions, check_bool, check_module, refuse_renamed
-from torchoffload._tracing import is_not_traced
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -150,17 +151,17 @@ class OffloadActivations(saved_tensors_hooks):
 
     def __enter__(self) -> None:
         if is_disabled():
-            _hook_stack.push(self, _hook_stack.Role.CONTEXT, None)
+            hook_stack.push(self, hook_stack.Role.CONTEXT, None)
             return
         self._open()
         try:
-            _hook_stack.push(self, _hook_stack.Role.CONTEXT, self)
+            hook_stack.push(self, hook_stack.Role.CONTEXT, self)
         except BaseException:
             self._context.exit()
             raise
 
     def __exit__(self, *exception: object) -> None:
-        entry = _hook_stack.pop(self)
+        entry = hook_stack.pop(self)
         if entry.hooks is not None:
             self._context.exit()
 
@@ -195,7 +196,7 @@ class OffloadActivations(saved_tensors_hooks):
             The number of heads that had hooks; 0 when there is no model, or nothing was left to remove.
         """
         model = self._live_model()
-        return 0 if model is None else _heads.remove_head_hooks(model)
+        return 0 if model is None else heads.remove_head_hooks(model)
 
     def _again(self, model: nn.Module | None) -> "OffloadActivations":
         return type(self)(model=model, **self.options.as_keywords())
@@ -239,10 +240,10 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(core.noop_pack, core.unpack)
 
     def __enter__(self) -> None:
-        _hook_stack.push(self, _hook_stack.Role.CONTEXT, None if is_disabled() else self)
+        hook_stack.push(self, hook_stack.Role.CONTEXT, None if is_disabled() else self)
 
     def __exit__(self, *exception: object) -> None:
-        _hook_stack.pop(self)
+        hook_stack.pop(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NoOpManager":
         return type(self)()
@@ -296,7 +297,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(model=model, **options)
-    if _heads.install_head_hooks(model) == 0 and warn_if_no_head:
+    if heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
             f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "
             "moved too, which costs time and frees little: name the head `output`, `lm_head` or `head`, or give the "

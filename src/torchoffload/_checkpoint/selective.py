@@ -22,12 +22,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchoffload import _hook_stack
+from torchoffload._contexts.offload_activations import is_disabled, plain_tensors
+from torchoffload._contexts.options import check_bool
 from torchoffload._core import core
-from torchoffload._hook_stack import Role
-from torchoffload._offload import is_disabled, plain_tensors
-from torchoffload._options import check_bool
-from torchoffload._user_code import saves_for_user_code
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.user_code import saves_for_user_code
 
 __all__ = ["selective_checkpoint_context_fn"]
 
@@ -161,7 +161,7 @@ def _pack_hook_in_force() -> PackHook | None:
 
     ``core.noop_pack`` where everything is asked to stay; None where nothing of ours is open.
     """
-    for entry in _hook_stack.innermost_first():
+    for entry in hook_stack.innermost_first():
         if entry.hooks is not None:
             pack: PackHook = entry.hooks.pack_hook
             return pack

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchoffload._stats import at_reset
-from torchoffload._units import human_bytes
+from torchoffload._observe.stats import at_reset
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_advice", "module_lines", "note_source"]
 

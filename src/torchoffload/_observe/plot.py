@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchoffload._stats import stats
+from torchoffload._observe.stats import stats
 from torchoffload._warnings import warn_user
 
 __all__ = ["plot_memory"]

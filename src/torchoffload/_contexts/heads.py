@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchoffload import _hook_stack
 from torchoffload._core import core
-from torchoffload._hook_stack import Role
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.hook_stack import Role
 
 __all__ = ["find_heads", "install_head_hooks", "remove_head_hooks", "take_away"]
 
@@ -86,20 +86,20 @@ def _enter_head(head: nn.Module, _inputs: Any) -> None:
     # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
     if torch.compiler.is_compiling():
         return
-    _hook_stack.drop_ended()
-    innermost = _hook_stack.innermost()
+    hook_stack.drop_ended()
+    innermost = hook_stack.innermost()
     frame = sys._getframe(1)
-    if isinstance(getattr(_hook_stack.top_pack_hook(), "__self__", None), core.Context):
-        _hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack), frame)
+    if isinstance(getattr(hook_stack.top_pack_hook(), "__self__", None), core.Context):
+        hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack), frame)
     elif innermost is not None and innermost.owner is head:
-        _hook_stack.push(head, Role.HEAD, None, frame)  # the head called itself: keep the calls and their ends paired
+        hook_stack.push(head, Role.HEAD, None, frame)  # the head called itself: keep the calls and their ends paired
     # Else another's hooks get what the head saves (a checkpoint's, which counts them), or no hooks at all.
 
 
 def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    _hook_stack.leave(head)
+    hook_stack.leave(head)
 
 
 def take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any]) -> int:

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchoffload import _hook_stack
-from torchoffload._accelerator import require_accelerator
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.heads import find_heads, take_away
+from torchoffload._contexts.offload_activations import OffloadActivations, is_disabled, plain_tensors
+from torchoffload._contexts.options import OffloadOptions, check_bool, described, short
 from torchoffload._core import core
-from torchoffload._heads import find_heads, take_away
-from torchoffload._hook_stack import Role
-from torchoffload._module_stats import COMPILE_FIRST, ModuleStats, note_source
-from torchoffload._offload import OffloadActivations, is_disabled, plain_tensors
-from torchoffload._options import OffloadOptions, check_bool, described, short
-from torchoffload._selection import Chosen, Selector, choose, compiled_with_more, without_last
-from torchoffload._tracing import is_not_traced
+from torchoffload._modules.selection import Chosen, Selector, choose, compiled_with_more, without_last
+from torchoffload._observe.module_stats import COMPILE_FIRST, ModuleStats, note_source
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 __all__ = ["OffloadedModules", "offload_modules"]
@@ -152,7 +152,7 @@ class _Part:
 
 
 class _Owner:
-    """The parts of one module; the owner of its entries in ``_hook_stack``, one for each call that has any."""
+    """The parts of one module; the owner of its entries in ``hook_stack``, one for each call that has any."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
@@ -162,23 +162,23 @@ class _Owner:
         return any(part.offloading is offloading for part in self.parts)
 
     def enter(self, inputs: tuple[Any, Any], frame: FrameType) -> None:
-        if not torch.is_grad_enabled() and _hook_stack.innermost() is None:
+        if not torch.is_grad_enabled() and hook_stack.innermost() is None:
             return  # as in generate()
-        _hook_stack.drop_ended()
+        hook_stack.drop_ended()
         undo: list[Callable[[], object]] = []
         hooks = None
         if torch._C._current_graph_task_id() == -1:  # what a backward computes again, it keeps
-            top = _hook_stack.top_pack_hook()
+            top = hook_stack.top_pack_hook()
             try:
                 for part in self.parts:
                     hooks = part.begin(top, inputs, undo) or hooks
             except BaseException:
                 _run_last_first(undo)
                 raise
-        innermost = _hook_stack.innermost()
+        innermost = hook_stack.innermost()
         calls_itself = innermost is not None and innermost.owner is self
         if hooks is not None or undo or calls_itself:
-            _hook_stack.push(self, Role.MODULE, hooks, frame, partial(_run_last_first, undo))
+            hook_stack.push(self, Role.MODULE, hooks, frame, partial(_run_last_first, undo))
 
 
 _owners: "weakref.WeakKeyDictionary[nn.Module, _Owner]" = weakref.WeakKeyDictionary()
@@ -218,7 +218,7 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         return
     owner = _owners.get(module)
     if owner is not None:
-        _hook_stack.leave(owner)
+        hook_stack.leave(owner)
 
 
 def _take_hooks_away(module: nn.Module) -> None:

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchoffload._timing import EntryKind, ProfileEntry
-from torchoffload._units import human_bytes
+from torchoffload._observe.timing import EntryKind, ProfileEntry
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["trace_events", "write_trace"]
 

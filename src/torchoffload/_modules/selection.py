@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torchoffload._options import check_module, described, short
+from torchoffload._contexts.options import check_module, described, short
 
 __all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
 

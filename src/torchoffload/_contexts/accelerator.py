@@ -2,8 +2,8 @@
 
 import torch
 
+from torchoffload._contexts.offload_activations import is_disabled
 from torchoffload._core import core
-from torchoffload._offload import is_disabled
 
 __all__ = ["require_accelerator"]
 
