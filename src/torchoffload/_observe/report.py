@@ -9,6 +9,7 @@ import torch
 from torchoffload._core import core
 from torchoffload._observe.module_stats import idle_advice, module_lines
 from torchoffload._observe.profile import latest_timing
+from torchoffload._observe.reasons import REASONS
 from torchoffload._observe.stats import OffloadStats, TapeStats, stats
 from torchoffload._observe.timing import Timing, Transfers
 from torchoffload._observe.units import human_bytes
@@ -18,50 +19,6 @@ __all__ = ["human_bytes", "report"]
 _TAPES_SHOWN = 6
 _HOLDERS_SHOWN = 5
 
-_REASONS = {
-    "parameter": "parameters, views on them, and buffers of the context's model",
-    "small": "smaller than min_offload_size",
-    "device": "on a device that this tier does not serve",
-    "layout": "without plain storage (sparse and other layouts)",
-    "marked": "marked by never_offload()",
-    "in_backward": "saved while backward ran",
-    "tier_full": "budget_bytes, or host memory or the disk, was used up",
-    "resized": "storage resized before or under its copy (FSDP2, compiled graphs)",
-    "write_failed": "the write to disk_dir failed",
-    "capturing": "a CUDA graph was being captured",
-    "borrowed": "in memory of others (CUDA graphs of torch.compile, DLPack, other processes)",
-    "external_stream": "saved last on an ExternalStream before the program went on elsewhere",
-    "pending": "asked for before the copy was enqueued: backward began right after",
-    "lives_on": "held by the program through backward: moving them frees nothing",
-    "needed_soon": "asked for again before they could be out and back",
-    "tape_end": "the last of the tape: backward begins with them",
-    "small_copy": "too small to be copied at the link's rate",
-    "beyond_fraction": "saved after the fraction of the bytes that offload_modules was to move",
-    "not_an_input": "not the input of a chosen module (only_inputs)",
-}
-
-# What to change when a reason kept everything.
-_ADVICE = {
-    "parameter": "Only parameters and buffers were saved. Enter the context around forward, with gradients enabled.",
-    "small": "Set min_offload_size lower, or use larger batches.",
-    "device": 'The host tier serves CUDA tensors, tier="disk" CPU tensors: move the model, or change tier.',
-    "layout": "Tensors of these layouts have no plain storage to move; there is nothing to change.",
-    "marked": "Take the never_offload() calls on these tensors out.",
-    "in_backward": "Forward ran outside the context: enter it around forward as well.",
-    "tier_full": 'Raise budget_bytes, see host_memory(); or under tier="disk" free space in disk_dir.',
-    "resized": "Something resizes these storages before they can be copied: enter the context inside it.",
-    "write_failed": "See the warning for the reason, and set disk_dir to a directory with free space.",
-    "capturing": "Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
-    "borrowed": 'Memory of others stays: compile without mode="reduce-overhead", or clone what another library gave.',
-    "external_stream": "Leave the context before its ExternalStream is left, or compute on a stream of PyTorch's.",
-    "pending": "Leave the context before backward, so that the last copies are enqueued.",
-    "lives_on": "Whoever holds these tensors would have to let go of them before backward.",
-    "needed_soon": "Compute is done before the copies would be: larger batches or layers would change that.",
-    "tape_end": "All that was saved fits the reload window: a smaller reload_window_bytes has it moved.",
-    "small_copy": "Larger batches make larger copies; learn=False has them moved all the same.",
-    "beyond_fraction": "Give offload_modules a larger fraction.",
-    "not_an_input": "Choose the modules that are checkpointed, or leave only_inputs out.",
-}
 _NOTHING_SAVED = (
     "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
     "TORCHOFFLOAD_DISABLE not set."
@@ -86,7 +43,7 @@ def _kept_lines(seen: OffloadStats) -> list[str]:
     for reason in by_bytes:
         records, nbytes = seen.records_kept[reason], seen.bytes_kept.get(reason, 0)
         if records:
-            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {_REASONS.get(reason, reason)}")
+            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {REASONS[reason].meaning}")
     return lines
 
 
@@ -149,8 +106,7 @@ def _advice(seen: OffloadStats) -> list[str]:
     if not kept:
         return ["", f"NOTHING MOVED. {idle_advice() or _NOTHING_SAVED}"]
     main = max((reason for reason in kept if reason != "parameter"), key=lambda r: kept[r], default="parameter")
-    advice = _ADVICE.get(main, "")
-    return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
+    return ["", f"NOTHING MOVED, mostly because of {main!r}: {REASONS[main].meaning}. {REASONS[main].advice}"]
 
 
 def _moving_bytes(tape: TapeStats) -> int:

@@ -38,10 +38,11 @@ class TapeStats(_Counts):
     records_deduplicated, bytes_deduplicated : int
         Saved again, and joined to a record that was there: moved once.
     records_kept, bytes_kept : dict of str to int
-        Not moved, by reason: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``,
-        ``tier_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``,
-        ``external_stream``, and as learned from earlier steps ``lives_on``, ``needed_soon``, ``tape_end``,
-        ``small_copy``; as asked for with ``offload_modules``, ``beyond_fraction``, ``not_an_input``.
+        Not moved, by reason; ``docs/api.md`` says what each reason means. Found when the tensor was saved or copied:
+        ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``, ``resized``,
+        ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from earlier steps:
+        ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of offload_modules:
+        ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
         Device memory that the tape had given up when it closed (as its context was left, or as its backward began):
         what the memory at the loss is smaller by.
