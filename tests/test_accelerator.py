@@ -61,7 +61,7 @@ def test_the_callback_of_lightning_says_so_when_training_begins():
 class Core:
     """A core for CUDA, of the release build, which must not be asked: it would initialize CUDA's driver."""
 
-    built_with_cuda, testing_build = True, False
+    built_with_cuda = True
 
     @staticmethod
     def accelerator_available() -> bool:

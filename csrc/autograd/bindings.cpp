@@ -174,7 +174,6 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
-  m.attr("built_torch_version") = TORCHOFFLOAD_BUILT_TORCH_VERSION;
 #ifdef TORCHOFFLOAD_WITH_CUDA
   m.attr("built_with_cuda") = true;
 #else
@@ -203,9 +202,6 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
     stop_stores();
   }));
 #ifdef TORCHOFFLOAD_TESTING
-  m.attr("testing_build") = true;
   bind_testing(m);
-#else
-  m.attr("testing_build") = false;
 #endif
 }

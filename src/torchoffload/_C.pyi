@@ -6,10 +6,7 @@ from typing import Any, final
 
 import torch
 
-# What this core was built for; compared with the torch at run time by torchoffload/__init__.py.
-built_torch_version: str  # torch.__version__ at build time, e.g. "2.13.0+cpu"
-built_with_cuda: bool
-testing_build: bool  # True only in the test build, which adds the submodule `testing`
+built_with_cuda: bool  # whether the torch that this core was built for is a CUDA build
 
 @final
 class Context:

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchoffload._contexts.offload_activations import is_disabled, plain_tensors
+from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.options import check_bool
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.user_code import saves_for_user_code
 
 __all__ = ["selective_checkpoint_context_fn"]

@@ -2,19 +2,20 @@
 
 import torch
 
-from torchoffload._contexts.offload_activations import is_disabled
+from torchoffload._contexts.disabling import is_disabled
 from torchoffload._core import core
 
 __all__ = ["require_accelerator"]
 
 
 def _is_there() -> bool:
-    # torch counts through NVML where it can. Asked by us, CUDA would initialize its driver, after which no forked
-    # child may use it, and the count would stay what it is now, whatever CUDA_VISIBLE_DEVICES says later.
+    # torch counts the devices through NVML where it can. If the core asked CUDA itself, CUDA would initialize its
+    # driver: a process that is forked afterwards could not use CUDA, and the count would ignore a later change of
+    # CUDA_VISIBLE_DEVICES. So a CUDA build of the core is asked only if it may have a simulated device.
     if core.built_with_cuda and torch.cuda.device_count() > 0:
         return True
-    is_harmless = core.testing_build or not core.built_with_cuda
-    return is_harmless and core.accelerator_available()
+    is_test_build = hasattr(core, "testing")
+    return (is_test_build or not core.built_with_cuda) and core.accelerator_available()
 
 
 def require_accelerator(tier: str, caller: str) -> None:

@@ -16,12 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_wrappers import INNER_NAMES_OF_MODELS, PEFT
 
 __all__ = ["find_heads", "install_head_hooks", "remove_head_hooks", "take_away"]
 
 _HEAD_NAMES = ("output", "lm_head", "head")
-# torch.compile, DDP (also DataParallel, DeepSpeed), FSDP1, checkpoint_wrapper.
-_WRAPPED_NAMES = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NESTED_NAMES = ("decoder", "language_model", "model", "text_model")
 
 _install_lock = threading.Lock()
@@ -63,9 +62,9 @@ def _own_heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _inner_models(model: nn.Module) -> list[nn.Module]:
-    inner = [_attribute(model, name) for name in (*_WRAPPED_NAMES, *_NESTED_NAMES)]
+    inner = [_attribute(model, name) for name in (*INNER_NAMES_OF_MODELS, *_NESTED_NAMES)]
     if _attribute(model, "peft_config") is not None:  # Hugging Face models have a base_model too: their headless body
-        inner.append(_attribute(model, "base_model"))
+        inner.append(_attribute(model, PEFT))
     return [module for module in inner if isinstance(module, nn.Module)]
 
 

@@ -4,18 +4,19 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload._contexts import heads
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords, OnFull, Tier
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
@@ -23,33 +24,11 @@ __all__ = [
     "NoOpManager",
     "OffloadActivations",
     "get_act_offloading_ctx_manager",
-    "is_disabled",
     "never_offload",
-    "plain_tensors",
     "trim",
 ]
 
-_DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
 _TRL_HINT = "TRL's order of arguments is in torchoffload.integrations.trl.get_act_offloading_ctx_manager"
-
-
-def is_disabled() -> bool:
-    """Say whether the environment turns everything off; ValueError where it says neither."""
-    value = os.environ.get(_DISABLE_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{_DISABLE_VARIABLE} must be 1 (every context is a no-op), 0 or unset, got {value!r}")
-    return value == "1"
-
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """``tensor``, or for a wrapper subclass the tensors that hold its bytes."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-            yield from plain_tensors(inner)
 
 
 class OffloadActivations(saved_tensors_hooks):
@@ -114,10 +93,10 @@ class OffloadActivations(saved_tensors_hooks):
         max_fwd_stash_size: int | None = None,
         min_offload_size: int | None = None,
         model: nn.Module | None = None,
-        tier: str = "host",
+        tier: Tier = "host",
         disk_dir: str | os.PathLike[str] | None = None,
         budget_bytes: int | None = None,
-        on_full: str = "keep",
+        on_full: OnFull = "keep",
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
@@ -258,7 +237,7 @@ def get_act_offloading_ctx_manager(
     enable_activation_offloading: bool = True,
     *misplaced: Never,
     warn_if_no_head: bool = True,
-    **options: Any,
+    **options: Unpack[ContextKeywords],
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Make the context to enter around ``model``'s forward, with the model's output head exempt.
 

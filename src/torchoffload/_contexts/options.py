@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from torchoffload._contexts.keywords import OnFull, Tier
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -24,12 +25,13 @@ __all__ = [
     "default_disk_dir",
     "described",
     "file_system_of",
+    "is_in_ram",
     "refuse_renamed",
     "short",
 ]
 
-_TIERS = ("host", "disk")
-_ON_FULL = ("keep", "error")
+_TIERS: tuple[str, ...] = get_args(Tier)
+_ON_FULL: tuple[str, ...] = get_args(OnFull)
 _DEFAULT_MIN_OFFLOAD_BYTES = {"host": 64 * 1024, "disk": 1024 * 1024}
 _LARGEST_BYTES = 2**63 - 1  # the core counts bytes in 64 bits
 _RENAMED = {"host_budget_bytes": "budget_bytes", "on_host_full": "on_full"}
@@ -114,6 +116,14 @@ def file_system_of(directory: str) -> str | None:
     return _file_system_of_device(os.stat(directory).st_dev)
 
 
+def is_in_ram(directory: str) -> bool:
+    """Return whether the file system of ``directory`` rests in memory; False where that cannot be told."""
+    try:
+        return file_system_of(directory) in _FILE_SYSTEMS_IN_RAM
+    except OSError:
+        return False
+
+
 def _checked_disk_dir(disk_dir: object) -> str:
     """Return the absolute path of ``disk_dir``, a directory that a spill file can be made in."""
     if not isinstance(disk_dir, (str, os.PathLike)) or not isinstance(os.fspath(disk_dir), str):
@@ -136,10 +146,9 @@ def _checked_disk_dir(disk_dir: object) -> str:
         raise NotADirectoryError(f"disk_dir {path!r} is not a directory: name the directory to put spill files in")
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"disk_dir {path!r} is not writable: choose another, or change its permissions")
-    file_system = file_system_of(path)
-    if file_system in _FILE_SYSTEMS_IN_RAM:
+    if is_in_ram(path):
         warn_user(
-            f"torchoffload: disk_dir {path!r} is on {file_system}, which is RAM: "
+            f"torchoffload: disk_dir {path!r} is on {file_system_of(path)}, which is RAM: "
             "what is offloaded there frees no memory. Set disk_dir to a directory on a disk."
         )
     return path
@@ -164,10 +173,10 @@ class OffloadOptions:
     learn: bool = True
     max_fwd_stash_size: int | None = None
     min_offload_size: int | None = None
-    tier: str = "host"
+    tier: Tier = "host"
     disk_dir: str | os.PathLike[str] | None = None
     budget_bytes: int | None = None
-    on_full: str = "keep"
+    on_full: OnFull = "keep"
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
 

@@ -11,21 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.heads import find_heads, take_away
-from torchoffload._contexts.offload_activations import OffloadActivations, is_disabled, plain_tensors
+from torchoffload._contexts.keywords import ContextKeywords
+from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions, check_bool, described, short
 from torchoffload._core import core
 from torchoffload._modules.selection import Chosen, Selector, choose, compiled_with_more, without_last
 from torchoffload._observe.module_stats import COMPILE_FIRST, ModuleStats, note_source
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
@@ -322,7 +325,7 @@ def offload_modules(
     fraction: float | None = None,
     keep_last: int | None = None,
     only_inputs: bool = False,
-    **options: Any,
+    **options: Unpack[ContextKeywords],
 ) -> OffloadedModules:
     """Move what is saved inside chosen modules of ``model``, in every call of ``model`` that has gradients enabled.
 

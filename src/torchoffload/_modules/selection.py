@@ -13,14 +13,12 @@ from typing import Any
 from torch import nn
 
 from torchoffload._contexts.options import check_module, described, short
+from torchoffload._pytorch.module_wrappers import COMPILED, INNER_NAMES, INNER_NAMES_OF_MODELS
 
 __all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
 
 Selector = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 
-# Of torch.compile, checkpoint_wrapper and FSDP1; no author of a model uses them.
-_WRAPPED_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_WRAPPED_ROOT_NAMES = ("module", *_WRAPPED_NAMES)  # DDP, DataParallel, DeepSpeed
 _NAMES_SHOWN = 12
 _ALLOWED = (
     "a name or glob (str), an nn.Module subclass, a module of the model, a predicate taking (name, module), or a list "
@@ -53,9 +51,9 @@ class _Tree:
         self._outermost.setdefault(id(module), outermost)
         self._names.setdefault(id(module), name)
         self.modules.append((name, full_name, module))
-        wrapped_names: tuple[str, ...] = _WRAPPED_NAMES
+        wrapped_names: tuple[str, ...] = INNER_NAMES
         if name == "" and len(module._modules) == 1 and not any(True for _ in module.parameters(recurse=False)):
-            wrapped_names = _WRAPPED_ROOT_NAMES
+            wrapped_names = INNER_NAMES_OF_MODELS
         for child_name, child in module._modules.items():
             if child is None or id(child) in above:
                 continue
@@ -178,7 +176,7 @@ def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
     """Name the modules chosen that a region of ``torch.compile`` calls, or is made of: it traces their hooks away."""
     inside: set[int] = set()
     for module in model.modules():
-        if "_orig_mod" in module._modules:
+        if COMPILED in module._modules:
             inside |= {id(each) for each in module.modules() if each is not module}
         elif module._compiled_call_impl is not None:  # by module.compile()
             inside |= {id(each) for each in module.modules()}

@@ -1,20 +1,19 @@
 """plot_memory(): device memory over one training step, plain and offloaded, in one picture."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchoffload._contexts.disabling import disabled
 from torchoffload._observe.stats import stats
 from torchoffload._warnings import warn_user
 
 __all__ = ["plot_memory"]
 
-_DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
 _GIB = 1 << 30
 _PLAIN, _OFFLOADED = "plain", "offloaded"
 _COLORS = {_PLAIN: "tab:gray", _OFFLOADED: "tab:blue"}
@@ -67,19 +66,6 @@ def sample(step: Callable[[], object], device: torch.device, warm_up_steps: int,
             course.is_complete = False
             break
     return course
-
-
-@contextlib.contextmanager
-def switched_off() -> Iterator[None]:
-    before = os.environ.get(_DISABLE_VARIABLE)
-    os.environ[_DISABLE_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DISABLE_VARIABLE]
-        else:
-            os.environ[_DISABLE_VARIABLE] = before
 
 
 def _figure_class() -> Any:
@@ -154,7 +140,7 @@ def plot_memory(
     if warm_up_steps < 0:
         raise ValueError(f"torchoffload: warm_up_steps must be at least 0, got {warm_up_steps}")
     looked_at = torch.device(device) if device is not None else _default_device()
-    with switched_off():
+    with disabled():
         plain = sample(step, looked_at, warm_up_steps, may_run_out=True)
     moved_before = stats().records_offloaded
     offloaded = sample(step, looked_at, warm_up_steps, may_run_out=False)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchoffload
+from torchoffload._contexts.keywords import ContextKeywords
 
 __all__ = ["CompiledCalls"]
 
@@ -18,7 +19,7 @@ class CompiledCalls:
     that was about to begin, and the model's forward becomes one of its own: what that saves, it saves in the context.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, options: ContextKeywords) -> None:
         self._context = torchoffload.OffloadActivations(model=model, **options)
         self._open = threading.local()
 

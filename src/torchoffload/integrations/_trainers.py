@@ -3,14 +3,17 @@
 import os
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 import torchoffload
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import OffloadOptions, check_module, refuse_renamed
 from torchoffload._observe.stats import OffloadStats, at_reset
+from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -26,17 +29,8 @@ __all__ = [
 
 _GIB = 2**30
 
-# By name, so that none of these packages is imported: the wrapper's class, and where it keeps what it wraps.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "DeepSpeedEngine": "module",
-    "PeftModel": "base_model",
-    "PeftMixedModel": "base_model",
-}
-# Options of offload_modules that no context has.
-_OF_MODULES = frozenset({"fraction", "keep_last", "only_inputs"})
+_ALL_OPTIONS = ModuleKeywords.__optional_keys__
+_OF_MODULES = _ALL_OPTIONS - ContextKeywords.__optional_keys__  # options of offload_modules that no context has
 
 
 class Handle(Protocol):
@@ -51,7 +45,7 @@ def missing_package(module: str, package: str, extra: str) -> ImportError:
     return ImportError(f'torchoffload.integrations.{module} needs {package}: pip install "torchoffload[{extra}]"')
 
 
-def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
+def check_options(options: Mapping[str, Any], *, for_modules: bool = True) -> None:
     """Refuse wrong options where they are given, not when training begins.
 
     Parameters
@@ -68,9 +62,8 @@ def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
     """
     refuse_renamed(options)
     of_contexts = {name: value for name, value in options.items() if name not in _OF_MODULES}
-    known = OffloadOptions.__dataclass_fields__.keys()
-    for name in sorted(of_contexts.keys() - known):
-        raise TypeError(f"unknown option {name!r}: the options are {', '.join(sorted(known | _OF_MODULES))}")
+    for name in sorted(options.keys() - _ALL_OPTIONS):
+        raise TypeError(f"unknown option {name!r}: the options are {', '.join(sorted(_ALL_OPTIONS))}")
     if not for_modules and len(of_contexts) < len(options):
         given = ", ".join(sorted(options.keys() & _OF_MODULES))
         raise TypeError(f"{given}: an option of offload_modules, so say which by modules=")
@@ -79,7 +72,8 @@ def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
     for base in type(model).__mro__:
-        inner = getattr(model, _WRAPPERS[base.__name__], None) if base.__name__ in _WRAPPERS else None
+        attribute = INNER_BY_CLASS.get(base.__name__)
+        inner = getattr(model, attribute, None) if attribute is not None else None
         if isinstance(inner, nn.Module):
             return inner
     return None
@@ -117,7 +111,7 @@ def _names_in(root: nn.Module, modules: Any) -> Any:
 _installed: "weakref.WeakKeyDictionary[nn.Module, Handle]" = weakref.WeakKeyDictionary()
 
 
-def offload_inner_model(model: nn.Module, modules: Any, options: dict[str, Any]) -> Handle:
+def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords) -> Handle:
     """``offload_modules`` on the innermost model: on all of it, or on ``modules`` of it.
 
     What an integration had installed there goes first: a run that failed leaves it behind, and two would be an error.

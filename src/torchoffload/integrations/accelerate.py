@@ -6,11 +6,12 @@ Examples
 >>> offloading = offload_prepared(accelerator, model)
 """
 
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.keywords import ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
@@ -73,7 +74,12 @@ class PreparedOffloading:
 
 
 def offload_prepared(
-    accelerator: Accelerator, model: nn.Module, modules: Any = None, *, enabled: bool = True, **options: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    modules: Any = None,
+    *,
+    enabled: bool = True,
+    **options: Unpack[ModuleKeywords],
 ) -> PreparedOffloading:
     """Offload what forwards of ``model`` save, inside of whatever ``accelerator.prepare`` wrapped around it.
 

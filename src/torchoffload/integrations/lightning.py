@@ -9,12 +9,13 @@ Examples
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, cast
 
 from torch import nn
 
 import torchoffload
 from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
@@ -94,7 +95,7 @@ class OffloadActivationsCallback(Callback):
     inside of ``training_step``, and of the context: that is right as well.
     """
 
-    def __init__(self, modules: Any = None, enabled: bool = True, **options: Any) -> None:
+    def __init__(self, modules: Any = None, enabled: bool = True, **options: Unpack[ModuleKeywords]) -> None:
         super().__init__()
         check_bool("enabled", enabled)
         check_options(options, for_modules=modules is not None)
@@ -126,9 +127,8 @@ class OffloadActivationsCallback(Callback):
         if self.modules is not None:
             self._handle = offload_inner_model(pl_module, self.modules, self.options)
         else:
-            context = torchoffload.get_act_offloading_ctx_manager(
-                pl_module, True, warn_if_no_head=False, **self.options
-            )
+            options = cast("ContextKeywords", self.options)  # check_options() refused those of offload_modules
+            context = torchoffload.get_act_offloading_ctx_manager(pl_module, True, warn_if_no_head=False, **options)
             self._handle = _StepHandle(strategy, context)
         self._totals.start()
 

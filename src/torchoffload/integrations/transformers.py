@@ -6,14 +6,16 @@ Examples
 >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadActivationsCallback()])
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 import torchoffload
 from torchoffload._contexts.accelerator import require_accelerator
-from torchoffload._contexts.offload_activations import is_disabled
-from torchoffload._contexts.options import OffloadOptions, check_bool
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.options import check_bool
+from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
 from torchoffload.integrations._trainers import (
     Handle,
@@ -127,7 +129,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     the hooks in place until the next ``train()`` or ``remove()``.
     """
 
-    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Any) -> None:
+    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Unpack[ModuleKeywords]) -> None:
         super().__init__()
         if not isinstance(enabled, str):
             check_bool("enabled", enabled)
@@ -178,7 +180,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
             warn_on_rank_0(
                 "both args.activation_offloading and OffloadActivationsCallback are on: set the first to False."
             )
-        will_be = getattr(args, "torch_compile", False) and not hasattr(model, "_orig_mod")
+        will_be = getattr(args, "torch_compile", False) and not hasattr(model, COMPILED)
         is_compiled = will_be or innermost_model(model)._compiled_call_impl is not None  # that of module.compile()
         install = self._around_compiled_calls if is_compiled else self._around_calls
         self._handle = install(model)
@@ -192,7 +194,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         return offload_inner_model(model, self.modules, self.options)
 
     def _around_compiled_calls(self, model: nn.Module) -> Handle:
-        if self.modules is not None or not self.options.keys() <= OffloadOptions.__dataclass_fields__.keys():
+        if self.modules is not None or not self.options.keys() <= ContextKeywords.__optional_keys__:
             raise ValueError(
                 "torch_compile=True or model.compile() makes one region of the model, in which modules cannot be told "
                 "apart: leave modules, fraction, keep_last and only_inputs out of OffloadActivationsCallback, or do "

@@ -13,12 +13,13 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from torch import nn
 
 import torchoffload
 from torchoffload import OffloadActivations
+from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
@@ -35,7 +36,7 @@ def get_act_offloading_ctx_manager(
     min_offload_size: int | None = 1024,
     max_fwd_stash_size: int | None = 5,
     warn_if_no_head: bool = True,
-    **options: Any,
+    **options: Unpack[OwnKeywords],
 ) -> OffloadActivations:
     """``torchoffload.get_act_offloading_ctx_manager`` with the signature of ``trl.models.activation_offloading``.
 
@@ -109,7 +110,7 @@ class Installation:
         self.remove()
 
 
-def install(**options: Any) -> Installation:
+def install(**options: Unpack[ContextKeywords]) -> Installation:
     """Have the trainers of TRL that are made from now on offload with torchoffload.
 
     Their ``activation_offloading=True`` remains the switch. Installing again takes the new options.
