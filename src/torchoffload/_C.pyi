@@ -18,9 +18,9 @@ class Context:
         tier: str,  # "host" | "disk"
         use_pin_memory: bool,
         use_streams: bool,
-        min_offload_bytes: int,
+        max_fwd_stash_size: int | None,
+        min_offload_size: int,  # in bytes; the tier's default is resolved
         offload_window_bytes: int | None,  # None: chosen from what was seen
-        offload_window_records: int | None,  # max_fwd_stash_size
         reload_window_bytes: int | None,
         learn: bool,
         disk_dir: str | None,  # absolute path for tier="disk", else None

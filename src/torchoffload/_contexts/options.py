@@ -216,17 +216,5 @@ class OffloadOptions:
         return asdict(self)
 
     def for_core(self) -> dict[str, Any]:
-        """Keyword arguments of the compiled core's ``Context``, but for ``warn``."""
-        return {
-            "tier": self.tier,
-            "use_pin_memory": self.use_pin_memory,
-            "use_streams": self.use_streams,
-            "learn": self.learn,
-            "min_offload_bytes": self.min_offload_bytes,
-            "offload_window_bytes": self.offload_window_bytes,
-            "offload_window_records": self.max_fwd_stash_size,
-            "reload_window_bytes": self.reload_window_bytes,
-            "disk_dir": self.disk_dir,
-            "budget_bytes": self.budget_bytes,
-            "on_full": self.on_full,
-        }
+        """Keyword arguments of the compiled core's ``Context``, except ``warn``: the same names, sizes resolved."""
+        return vars(self) | {"min_offload_size": self.min_offload_bytes}
