@@ -4,17 +4,14 @@ PyTorch's selective checkpoint holds what its policy saves in a storage of its o
 Here it is packed through the open context like any saved tensor, and unpacked as the recomputation comes to it.
 """
 
-import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -22,18 +19,27 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchoffload._checkpoint.saved_outputs import (
+    RECOMPUTED,
+    Cache,
+    Kept,
+    Mark,
+    Packed,
+    PackHook,
+    Saved,
+    is_made_of,
+    key_of,
+    storages,
+)
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.options import check_bool
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
-from torchoffload._pytorch.tensor_subclasses import plain_tensors
-from torchoffload._pytorch.user_code import saves_for_user_code
 
 __all__ = ["selective_checkpoint_context_fn"]
 
 PolicyFn = Callable[..., CheckpointPolicy | bool]
-PackHook = Callable[[torch.Tensor], object]
 _Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 
 _make_stock_contexts: Any = create_selective_checkpoint_contexts  # which has no annotations
@@ -48,16 +54,6 @@ _SAVED = _policies("MUST_SAVE", "PREFER_SAVE")
 _OFFLOADED = _policies("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 _MUST_OFFLOAD = _policies("MUST_CPU_OFFLOAD")
 
-# The words of torch.utils.checkpoint, which a program may look for.
-_MUTATED = "Tensor cached during selective activation checkpoint has been mutated"
-_EXTRA_TIME = (
-    "Trying to backward an extra time. You are only allowed to backward once on any region computed under selective "
-    "activation checkpoint."
-)
-_MISMATCH = (
-    "This can happen if the operations in the checkpointed region are nondeterministic or depend on global state that "
-    "changed between forward and backward."
-)
 _NO_CONTEXT = (
     "torchoffload: the policy returned MUST_CPU_OFFLOAD for {operator}, and no OffloadActivations is open here to move "
     "its output. Run the checkpointed function inside `with torchoffload.OffloadActivations():`, or return "
@@ -130,7 +126,7 @@ def selective_checkpoint_context_fn(
     if _is_traced():
         return stock
     policy = _save_listed(policy_fn_or_list) if isinstance(policy_fn_or_list, list) else policy_fn_or_list
-    cache = _Cache()
+    cache = Cache()
     return _Forward(policy, cache, allow_cache_entry_mutation, only_cpu_offload), _Recomputation(cache)
 
 
@@ -147,8 +143,6 @@ def _save_listed(operators: list[Any]) -> PolicyFn:
     return policy
 
 
-# Before, a recomputation could call what its forward had not, as long as none of it was saved.
-_COUNTS_ALL = hasattr(torch_checkpoint, "_RECOMPUTE")
 _CONTEXT_TAKES_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
 
 
@@ -171,146 +165,8 @@ def _pack_hook_in_force() -> PackHook | None:
     return core.noop_pack if is_disabled() else None
 
 
-# ---- what is saved ----
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Detached, with the tensor's own version counter, as autograd's kernels below which a mode runs would not make it.
-
-    Detached, since the tensor becomes part of the graph that holds the cache once its operator has returned.
-    """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-class _Kept:
-    """A tensor that stays, and the version that it has to have."""
-
-    def __init__(self, tensor: torch.Tensor, may_change: bool) -> None:
-        self._tensor = _alias(tensor)
-        self._version = None if may_change else self._tensor._version
-
-    def get(self) -> torch.Tensor:
-        if self._version is not None and self._tensor._version != self._version:
-            raise RuntimeError(_MUTATED)
-        return self._tensor
-
-
-class _Packed:
-    """A tensor that a context took."""
-
-    @saves_for_user_code  # which what is computed again calls with it
-    def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
-        self._handle = pack(_alias(tensor))
-        self._held: torch.Tensor | None = None
-
-    def hold(self) -> None:
-        """Have it here until it is asked for; an error is for then."""
-        with contextlib.suppress(RuntimeError):
-            self._held = core.unpack(self._handle)
-
-    def let_go(self) -> None:
-        self._held = None
-
-    def get(self) -> torch.Tensor:
-        try:
-            return core.unpack(self._handle)  # what is held is given again, and its version is looked at anew
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(_MUTATED) from error
-        finally:
-            self._held = None
-
-
-def _storages(value: Any) -> Iterator[int]:
-    """What tells apart the storages of all tensors in ``value``."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            for plain in plain_tensors(leaf):
-                if plain.layout is torch.strided and not plain.is_quantized:
-                    yield plain.untyped_storage()._cdata
-
-
-def _is_made_of(output: Any, arguments: Any) -> bool:
-    """Whether all tensors of ``output`` are on the memory of ``arguments``."""
-    shared = set(_storages(output))
-    return bool(shared) and shared <= set(_storages(arguments))
-
-
 def _is_mutable(operator: Any) -> bool:
     return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What one call of an operator returned, with a _Kept or a _Packed for each tensor."""
-
-    output: Any
-
-    def packed(self) -> list[_Packed]:
-        return [each for each in tree_leaves(self.output) if isinstance(each, _Packed)]
-
-    def restore(self) -> Any:
-        return tree_map(lambda each: each.get() if isinstance(each, (_Kept, _Packed)) else each, self.output)
-
-
-class _Mark:
-    """An entry of the cache that holds nothing."""
-
-
-_RECOMPUTED = _Mark()
-_CONSUMED = _Mark()
-
-
-def _key(operator: Any, arguments: tuple[Any, ...]) -> Any:
-    """What calls are counted by: the operator, and for one that runs a graph that graph, too."""
-    if not isinstance(operator, torch._ops.HigherOrderOperator) or not arguments:
-        return operator
-    graph = arguments[0]
-    return operator, graph if isinstance(graph, int) else getattr(graph, "idx", None)
-
-
-class _Cache:
-    """What was saved of each call, by operator and by how many calls of it came before."""
-
-    def __init__(self) -> None:
-        self.entries: defaultdict[Any, list[_Saved | _Mark]] = defaultdict(list)
-        self._packed: list[_Packed] = []  # in the order of forward, until a recomputation has held them
-
-    def add(self, key: Any, entry: _Saved | _Mark) -> None:
-        self.entries[key].append(entry)
-        if isinstance(entry, _Saved):
-            self._packed += entry.packed()
-
-    def hold_all(self) -> None:
-        """Ask for all that was packed in the order of reloads, the last first. It will all be here in the end."""
-        for packed in reversed(self._packed):
-            packed.hold()
-
-    def let_go(self) -> None:
-        for packed in self._packed:
-            packed.let_go()
-        self._packed.clear()
-
-    def take(self, operator: Any, key: Any, index: int) -> _Saved | None:
-        """Return the entry, which is then consumed; None for a call that is computed again."""
-        calls = self.entries.get(key, [])
-        if index >= len(calls):
-            if not _COUNTS_ALL and all(entry is _RECOMPUTED for entry in calls):
-                return None
-            where = f"invocation index {index} " if calls else ""
-            raise RuntimeError(f"{operator} {where}encountered during backward but not found in storage. {_MISMATCH}")
-        entry = calls[index]
-        if entry is _CONSUMED:
-            raise RuntimeError(_EXTRA_TIME)
-        if not isinstance(entry, _Saved):
-            return None
-        calls[index] = _CONSUMED
-        return entry
-
-
-# ---- the two contexts ----
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -323,7 +179,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Forward(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, policy: PolicyFn, cache: _Cache, may_change: bool, only_cpu_offload: bool) -> None:
+    def __init__(self, policy: PolicyFn, cache: Cache, may_change: bool, only_cpu_offload: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._policy = policy
         self._cache = cache
@@ -339,25 +195,25 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
             policy = self._policy(_policy_context(output), func, *args, **keywords)
             if isinstance(policy, bool):
                 policy = CheckpointPolicy.MUST_SAVE if policy else CheckpointPolicy.PREFER_RECOMPUTE
-            self._cache.add(_key(func, args), self._entry(policy, func, output, (args, keywords)))
+            self._cache.add(key_of(func, args), self._entry(policy, func, output, (args, keywords)))
         return output
 
-    def _entry(self, policy: CheckpointPolicy, operator: Any, output: Any, arguments: Any) -> _Saved | _Mark:
+    def _entry(self, policy: CheckpointPolicy, operator: Any, output: Any, arguments: Any) -> Saved | Mark:
         if policy not in _SAVED and policy not in _OFFLOADED:
-            return _RECOMPUTED
+            return RECOMPUTED
         pack = self._pack_hook_for(policy, operator)
-        if not _is_mutable(operator) and _is_made_of(output, arguments):
-            return _RECOMPUTED
-        shared = set(_storages(arguments))
+        if not _is_mutable(operator) and is_made_of(output, arguments):
+            return RECOMPUTED
+        shared = set(storages(arguments))
 
         def save(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if pack is None or not shared.isdisjoint(_storages(value)):
-                return _Kept(value, self._may_change)
-            return _Packed(value, pack)
+            if pack is None or not shared.isdisjoint(storages(value)):
+                return Kept(value, self._may_change)
+            return Packed(value, pack)
 
-        return _Saved(tree_map(save, output))
+        return Saved(tree_map(save, output))
 
     def _pack_hook_for(self, policy: CheckpointPolicy, operator: Any) -> PackHook | None:
         """Return what takes that which ``policy`` saves; None where it stays."""
@@ -374,7 +230,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
 
 
 class _Recomputation(_Mode):  # type: ignore[no-untyped-call]
-    def __init__(self, cache: _Cache) -> None:
+    def __init__(self, cache: Cache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._calls: defaultdict[Any, int] = defaultdict(int)
@@ -394,7 +250,7 @@ class _Recomputation(_Mode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func in SAC_IGNORED_OPS:
             return func(*args, **(kwargs or {}))
-        key = _key(func, args)
+        key = key_of(func, args)
         index = self._calls[key]
         self._calls[key] += 1
         entry = self._cache.take(func, key, index)
