@@ -16,9 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.module_wrappers import INNER_NAMES_OF_MODELS, PEFT
 
-__all__ = ["find_heads", "install_head_hooks", "remove_head_hooks", "take_away"]
+__all__ = ["find_heads", "install_head_hooks", "remove_head_hooks"]
 
 _HEAD_NAMES = ("output", "lm_head", "head")
 _NESTED_NAMES = ("decoder", "language_model", "model", "text_model")
@@ -101,29 +102,10 @@ def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:
     hook_stack.leave(head)
 
 
-def take_away(hooks: dict[int, Any], ours: object, *companions: dict[int, Any]) -> int:
-    """Remove the hooks that are ``ours`` from a module's ``hooks``, and what its ``companions`` say of them."""
-    keys = [key for key, hook in hooks.items() if hook is ours]
-    for key in keys:
-        del hooks[key]
-        for companion in companions:
-            companion.pop(key, None)
-    return len(keys)
-
-
-def _remove(head: nn.Module) -> bool:
-    """Remove by identity, not by handle: a copied or unpickled module has our hooks, and nobody has its handles."""
-    entering = take_away(head._forward_pre_hooks, _enter_head, head._forward_pre_hooks_with_kwargs)
-    leaving = take_away(
-        head._forward_hooks, _leave_head, head._forward_hooks_with_kwargs, head._forward_hooks_always_called
-    )
-    return entering + leaving > 0
-
-
 def _install(head: nn.Module) -> None:
     if _enter_head in head._forward_pre_hooks.values() and _leave_head in head._forward_hooks.values():
         return
-    _remove(head)
+    remove_forward_hooks(head, _enter_head, _leave_head)
     head.register_forward_pre_hook(_enter_head, prepend=True)
     head.register_forward_hook(_leave_head, always_call=True)
 
@@ -153,4 +135,4 @@ def remove_head_hooks(model: nn.Module) -> int:
     """
     modules = {id(module): module for module in (*model.modules(), *find_heads(model))}
     with _install_lock:
-        return sum(_remove(module) for module in modules.values())
+        return sum(remove_forward_hooks(module, _enter_head, _leave_head) for module in modules.values())

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
-from torchoffload._contexts.heads import find_heads, take_away
+from torchoffload._contexts.heads import find_heads
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions, check_bool, described, short
@@ -28,6 +28,7 @@ from torchoffload._modules.selection import Chosen, Selector, choose, compiled_w
 from torchoffload._observe.module_stats import COMPILE_FIRST, ModuleStats, note_source
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
@@ -213,7 +214,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         owner.calls += 1
         owner.enter((args, kwargs), sys._getframe(1))
     else:
-        _take_hooks_away(module)  # removed in the middle of a call
+        remove_forward_hooks(module, _enter, _leave)  # removed in the middle of a call
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -222,12 +223,6 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     owner = _owners.get(module)
     if owner is not None:
         hook_stack.leave(owner)
-
-
-def _take_hooks_away(module: nn.Module) -> None:
-    """Remove by identity, not by handle: a copied or unpickled module has our hooks, and nobody has its handles."""
-    take_away(module._forward_pre_hooks, _enter, module._forward_pre_hooks_with_kwargs)
-    take_away(module._forward_hooks, _leave, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
 
 
 def _install(parts: list[tuple[nn.Module, _Part]]) -> None:
@@ -243,7 +238,7 @@ def _install(parts: list[tuple[nn.Module, _Part]]) -> None:
         for module, part in parts:
             owner = _owners.setdefault(module, _Owner())
             if not owner.parts:
-                _take_hooks_away(module)
+                remove_forward_hooks(module, _enter, _leave)
                 # The inputs are those that other hooks leave behind, and what other hooks save is not the module's.
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
                 module.register_forward_hook(_leave, prepend=True, always_call=True)
@@ -281,7 +276,7 @@ class OffloadedModules:
                 owner.parts = [part for part in owner.parts if part.offloading is not self._offloading]
                 # In the middle of a call its end is still to come; then the next one takes them away.
                 if not owner.parts and not self._offloading.open_calls:
-                    _take_hooks_away(module)
+                    remove_forward_hooks(module, _enter, _leave)
                     del _owners[module]
 
     def __enter__(self) -> Self:
