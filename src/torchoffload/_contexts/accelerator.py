@@ -1,4 +1,4 @@
-"""Whether there is a device that ``tier="host"`` serves, asked before any forward runs."""
+"""Checking that there is a device that ``tier="host"`` serves, before any forward runs."""
 
 import torch
 
@@ -19,21 +19,21 @@ def _is_there() -> bool:
 
 
 def require_accelerator(tier: str, caller: str) -> None:
-    """Refuse ``tier="host"`` where there is no accelerator, on behalf of the call that the user made.
+    """Refuse ``tier="host"`` on a machine without an accelerator, in the name of the function that the user called.
 
-    Whether a model is on the accelerator already does not matter: it may be moved there before it runs.
+    Only the machine counts. A model may still be on the CPU, since it can be moved to the accelerator before it runs.
 
     Parameters
     ----------
-    tier : str
-        What ``caller`` was given, or its default.
+    tier : {"host", "disk"}
+        The tier that ``caller`` was given, or its default.
     caller : str
-        The function or class that takes ``tier``.
+        The name of the function or class that takes ``tier``, for the message.
 
     Raises
     ------
     RuntimeError
-        There is none, and ``TORCHOFFLOAD_DISABLE`` is not set.
+        The tier is "host", there is no accelerator, and ``TORCHOFFLOAD_DISABLE`` is not set to 1.
     """
     if tier == "host" and not is_disabled() and not _is_there():
         raise RuntimeError(
