@@ -1,7 +1,7 @@
-"""The output head's exemption: find the head of a model, and keep what it saves where it is.
+"""Exempting the output head of a model: finding the head, and keeping what it saves on the device.
 
-The hooks are functions of this module, so that they are copied and pickled with the model, and are found again by
-identity: a copy's head is exempt as well, and no head ever gets a second pair.
+The hooks are functions of this module and not closures, so that they are copied and pickled together with the model:
+the head of a copy is exempt as well. They are recognised by identity, so that no head gets a second pair of them.
 """
 
 import sys
@@ -28,7 +28,10 @@ _install_lock = threading.Lock()
 
 
 def _attribute(owner: object, name: str) -> Any:
-    """Read an attribute of a stranger's module; None where that fails, as a property of a half built model may."""
+    """Return an attribute of a module that we did not write; None if there is none, or if reading it raises an error.
+
+    A property of a model that is only half built may raise anything.
+    """
     try:
         return getattr(owner, name, None)
     except Exception:
@@ -36,7 +39,7 @@ def _attribute(owner: object, name: str) -> Any:
 
 
 def _output_embeddings(model: nn.Module) -> Any:
-    """Ask the model itself, as Hugging Face's can be asked; some of them raise when they have no head."""
+    """Ask the model itself for its head. Models of Hugging Face can be asked; some without a head raise an error."""
     get_output_embeddings = _attribute(model, "get_output_embeddings")
     try:
         return get_output_embeddings() if callable(get_output_embeddings) else None
@@ -45,14 +48,17 @@ def _output_embeddings(model: nn.Module) -> Any:
 
 
 def _modules_to_hook(head: object) -> Iterator[nn.Module]:
-    """Yield the modules whose ``forward`` is the head's: ``head``, what a container holds, a tied head's ``linear``."""
+    """Yield the modules whose forward computes the head.
+
+    That is ``head`` itself, the modules in it if it is a list or a dictionary, or the ``linear`` of a tied head.
+    """
     if isinstance(head, (nn.ModuleList, nn.ModuleDict)):
         children = head.values() if isinstance(head, nn.ModuleDict) else head
         for child in children:
             yield from _modules_to_hook(child)
     elif isinstance(head, nn.Module):
         yield head
-    elif isinstance(linear := _attribute(head, "linear"), nn.Module):  # torchtune's TiedLinear is a callable, no module
+    elif isinstance(linear := _attribute(head, "linear"), nn.Module):  # torchtune's TiedLinear is no module
         yield linear
 
 
@@ -64,13 +70,20 @@ def _own_heads(model: nn.Module) -> list[nn.Module]:
 
 def _inner_models(model: nn.Module) -> list[nn.Module]:
     inner = [_attribute(model, name) for name in (*INNER_NAMES_OF_MODELS, *_NESTED_NAMES)]
-    if _attribute(model, "peft_config") is not None:  # Hugging Face models have a base_model too: their headless body
+    # Only of PEFT: models of Hugging Face also have a `base_model`, which is their body without the head.
+    if _attribute(model, "peft_config") is not None:
         inner.append(_attribute(model, PEFT))
     return [module for module in inner if isinstance(module, nn.Module)]
 
 
 def find_heads(model: nn.Module) -> list[nn.Module]:
-    """Find the modules that compute ``model``'s output, at the first level of wrapping or nesting that has any."""
+    """Return the output heads of ``model``, looking through wrappers and nested models until one level has any.
+
+    Returns
+    -------
+    list of torch.nn.Module
+        Usually one module. Empty if no head was found.
+    """
     level, seen = [model], {id(model)}
     while level:
         heads = {id(head): head for candidate in level for head in _own_heads(candidate)}
@@ -83,7 +96,7 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _enter_head(head: nn.Module, _inputs: Any) -> None:
-    # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
+    # A compiled region saves its tensors after its whole forward, when this hook is over. So it must not be traced.
     if torch.compiler.is_compiling():
         return
     hook_stack.drop_ended()
@@ -92,8 +105,10 @@ def _enter_head(head: nn.Module, _inputs: Any) -> None:
     if isinstance(getattr(hook_stack.top_pack_hook(), "__self__", None), core.Context):
         hook_stack.push(head, Role.HEAD, saved_tensors_hooks(core.noop_pack, core.unpack), frame)
     elif innermost is not None and innermost.owner is head:
-        hook_stack.push(head, Role.HEAD, None, frame)  # the head called itself: keep the calls and their ends paired
-    # Else another's hooks get what the head saves (a checkpoint's, which counts them), or no hooks at all.
+        # The head called itself. An entry without hooks keeps each call paired with its end.
+        hook_stack.push(head, Role.HEAD, None, frame)
+    # Otherwise what the head saves goes to hooks of somebody else, such as those of a checkpoint, which count what they
+    # get; or there are no hooks at all.
 
 
 def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:
@@ -111,12 +126,12 @@ def _install(head: nn.Module) -> None:
 
 
 def install_head_hooks(model: nn.Module) -> int:
-    """Exempt ``model``'s heads from offloading; a head that is exempt already is left as it is.
+    """Exempt the output heads of ``model`` from offloading. A head that is exempt already is left as it is.
 
     Returns
     -------
     int
-        The number of heads found.
+        The number of heads that were found.
     """
     heads = find_heads(model)
     with _install_lock:
@@ -126,12 +141,12 @@ def install_head_hooks(model: nn.Module) -> int:
 
 
 def remove_head_hooks(model: nn.Module) -> int:
-    """Take our hooks away from all modules of ``model``, and from its tied head.
+    """Remove the hooks from all modules of ``model``, and from a tied head, which is no module of the model.
 
     Returns
     -------
     int
-        The number of modules that had them.
+        The number of modules that had the hooks.
     """
     modules = {id(module): module for module in (*model.modules(), *find_heads(model))}
     with _install_lock:
