@@ -1,4 +1,4 @@
-"""Statistics: what moved, what was kept and why. The core counts; this gives the counts names."""
+"""Statistics: what moved, what stayed on the device, and why. The compiled core counts; here the counts get names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -27,56 +27,62 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class TapeStats(_Counts):
-    """The counts of one tape: the records of one forward.
+    """The counts of one tape, which is what one forward saved on one thread.
+
+    A record is the storage of one or several saved tensors, or a part of it, and moves as a whole.
 
     Attributes
     ----------
     records_offloaded, bytes_offloaded : int
-        Moved out of the device.
+        Records that were moved out of the device, and their bytes.
     records_reloaded, bytes_reloaded : int
-        Moved back. A record that is used twice, long apart, counts twice.
+        Records that were moved back, and their bytes. A record that backward uses twice, long apart, counts twice.
     records_deduplicated, bytes_deduplicated : int
-        Saved again, and joined to a record that was there: moved once.
+        Tensors that were saved again after a record of the same memory was made, and their bytes. The record moves
+        once.
     records_kept, bytes_kept : dict of str to int
-        Not moved, by reason; ``docs/api.md`` says what each reason means. Found when the tensor was saved or copied:
-        ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``, ``resized``,
-        ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from earlier steps:
-        ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of offload_modules:
-        ``beyond_fraction``, ``not_an_input``.
+        What was not moved, by reason; ``docs/api.md`` says what each reason means. Found when a tensor was saved or
+        copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
+        ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from
+        earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of
+        offload_modules: ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
-        Device memory that the tape had given up when it closed (as its context was left, or as its backward began):
-        what the memory at the loss is smaller by.
+        Device memory that the tape had given up when it closed, in bytes: as its context was left, or as its backward
+        began. The memory in use at the loss is smaller by this much.
     bytes_at_once : int
-        The most that one operator saved in records of its own, whether they moved or not. A compiled region is one.
+        The most bytes that one operator saved in new records, whether they moved or not. A compiled region is one
+        operator.
     window_waits : int
-        How often a full offload window made the compute stream wait.
+        How often the compute stream had to wait because the offload window was full.
     passed_by : int
-        Records reloaded ahead of use that the consumer passed by, and that gave their memory up again.
+        Records that were reloaded ahead of use, were not used in their turn, and gave their memory up again.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadStats(_Counts):
-    """Totals of the process since ``reset_stats()``; the counts are those of ``TapeStats``.
+    """The totals of this process since ``reset_stats()``, over all contexts, devices and threads.
+
+    It has all attributes of ``TapeStats``, summed over the tapes, and those below.
 
     Attributes
     ----------
     handles : int
-        Saved tensors packed.
+        How many saved tensors were packed.
     live_handles, live_records, live_slots, live_tapes : int
-        Alive now; all 0 when no graph is.
+        How many saved tensors, records, slots and tapes are alive now. All are 0 when no autograd graph is alive.
     slot_bytes, peak_slot_bytes : int
-        Bytes of slots in use, now and at most.
+        Bytes of the slots in use, now and at most. A slot is the place on the tier where one record is stored.
     pinned_bytes, peak_pinned_bytes : int
-        Pinned host memory held, now and at most; ``trim()`` gives idle memory back.
+        Bytes of pinned host memory that torchoffload holds, now and at most. ``trim()`` gives back what is idle.
     pinned_bytes_used : int
-        Of ``pinned_bytes``, what slots take up now.
+        The part of ``pinned_bytes`` that slots occupy now.
     peak_offload_window_bytes, peak_reload_window_bytes : int
-        The most bytes in flight each way.
+        The most bytes that were in flight in each direction.
     budget_bytes_used : int
-        Bytes that count against ``budget_bytes`` now.
+        Bytes that count against the budget now.
     tapes : tuple of TapeStats
-        The latest tapes, oldest first, at most 64.
+        The latest tapes, at most 64, the oldest first.
     """
 
     handles: int
@@ -100,7 +106,13 @@ def _tape(row: dict[str, Any]) -> TapeStats:
 
 
 def stats() -> OffloadStats:
-    """Tell what happened in this process since ``reset_stats()``, over all contexts and threads."""
+    """Return what happened in this process since ``reset_stats()``, over all contexts, devices and threads.
+
+    Returns
+    -------
+    OffloadStats
+        A snapshot: later steps do not change it.
+    """
     counted = core.stats()
     counted["tapes"] = tuple(_tape(row) for row in counted["tapes"])
     return OffloadStats(**counted)
@@ -110,12 +122,16 @@ _forgetful: list[Callable[[], None]] = []
 
 
 def at_reset(forget: Callable[[], None]) -> None:
-    """Have ``forget`` called by each ``reset_stats()``."""
+    """Register ``forget`` to be called, with no arguments, by each ``reset_stats()``."""
     _forgetful.append(forget)
 
 
 def reset_stats() -> None:
-    """Set totals to zero, peaks to what is held now, and forget the rows of finished tapes and the latest profile()."""
+    """Start counting anew.
+
+    Totals become zero, and peaks become what is held now. The rows of finished tapes, the counts by module and the
+    times of the latest ``profile()`` are forgotten.
+    """
     core.reset_stats()
     for forget in _forgetful:
         forget()
