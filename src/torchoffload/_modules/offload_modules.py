@@ -1,7 +1,8 @@
-"""offload_modules: only what is saved inside chosen modules of a model moves, by hooks on their forwards.
+"""offload_modules: offloading only what is saved inside chosen modules of a model, by hooks on their forwards.
 
-The hooks are functions of this module, so that they are copied and pickled with the model. What they do is looked up by
-the module that is called: a copy is not found, and runs as if they were not there.
+The hooks are functions of this module and not closures, so that they are copied and pickled together with the model.
+What a hook has to do is looked up by the module that is called. A copy of the module is not found there, so its hooks
+do nothing.
 """
 
 import sys
@@ -42,7 +43,7 @@ _lock = threading.RLock()
 class _Offloading:
     """What one call of offload_modules set up: a context, and the calls of the model that are open under it.
 
-    It lives as long as a module that it has a part in, or its handle.
+    It lives as long as its handle, or any module that it has hooks on.
     """
 
     def __init__(self, model: nn.Module, chosen: list[Chosen], only_inputs: bool, manager: OffloadActivations) -> None:
@@ -54,7 +55,7 @@ class _Offloading:
         self.only_inputs = only_inputs
         self.manager = manager
         self.context = manager._context
-        self.context.set_module(len(names))  # a row for each
+        self.context.set_module(len(names))  # so that the core has a row of counts for each module
         self.context.set_module(0)
         self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
         self.calls = 0  # since reset_stats()
@@ -67,7 +68,7 @@ class _Offloading:
         return getattr(self._on_thread, "is_open", False)
 
     def open(self) -> Callable[[], None]:
-        """Begin a call of the model on this thread, with a tape of its own; return what ends it."""
+        """Begin a call of the model on this thread, with a tape of its own; return the function that ends the call."""
         self.warn_of_compiled()
         self.manager._open()
         self._on_thread.is_open = True
@@ -83,7 +84,10 @@ class _Offloading:
         self.context.exit()
 
     def warn_of_compiled(self) -> None:
-        """Warn of modules whose hooks are traced away: where they are installed, and once more at the first call."""
+        """Warn of modules inside of compiled regions, where hooks are traced away.
+
+        It looks when the hooks are installed and, if there are no such modules then, once more at the first call.
+        """
         model = self._model()
         if self._was_looked_at or model is None:
             return
@@ -98,12 +102,12 @@ class _Offloading:
             )
 
     def call_counts(self) -> dict[str, int]:
-        """How often the hooks of each chosen module saw a call since ``reset_stats()``; empty once they are removed."""
+        """Return how often the hooks of each chosen module saw a call since ``reset_stats()``; empty once removed."""
         owners = {name: _owners.get(module) for name, ref in self._chosen if (module := ref()) is not None}
         return {name: owner.calls for name, owner in owners.items() if owner is not None and owner.has(self)}
 
     def stats(self) -> tuple[ModuleStats, ...]:
-        rows = core.module_rows(self.context)[1:]  # the first is of what is saved outside of all
+        rows = core.module_rows(self.context)[1:]  # the first row counts what is saved outside of all chosen modules
         return tuple(ModuleStats(name=name, **row) for name, row in zip(self.names, rows, strict=True))
 
     def forget(self) -> None:
@@ -117,21 +121,41 @@ class _Offloading:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The part that a module has in one offloading."""
+    """The part that one module has in one call of offload_modules.
+
+    Attributes
+    ----------
+    offloading : _Offloading
+        What that call set up.
+    number : int
+        The number of the module among the chosen ones, from 1. 0 for the model, if it is not chosen itself, and for a
+        head.
+    is_head : bool
+        Whether the module is an output head, whose saved tensors stay.
+    """
 
     offloading: _Offloading
-    number: int = 0  # among the chosen, from 1; 0: the model, where it is not chosen, or a head
+    number: int = 0
     is_head: bool = False
 
     def begin(
         self, top: Callable[..., Any] | None, inputs: tuple[Any, Any], undo: list[Callable[[], object]]
     ) -> saved_tensors_hooks | None:
-        """Begin a call of the module: return the hooks to push, and add to ``undo`` what ends it behind their pop.
+        """Begin a call of the module.
 
         Parameters
         ----------
         top : callable or None
             The pack hook in force.
+        inputs : tuple
+            The positional and the keyword arguments of the call.
+        undo : list of callable
+            Functions to call, the last one first, when the call has ended and its hooks were popped. Added to.
+
+        Returns
+        -------
+        saved_tensors_hooks or None
+            The hooks to push for the call.
         """
         offloading = self.offloading
         receiver = getattr(top, "__self__", None)
@@ -145,10 +169,11 @@ class _Part:
             undo.append(offloading.open())
         if self.number:
             undo.append(partial(offloading.context.set_module, offloading.context.set_module(self.number)))
-            if offloading.only_inputs:  # under a reentrant checkpoint also without gradients
+            if offloading.only_inputs:  # also without gradients, as in the forward of a reentrant checkpoint
                 for tensor in _tensors(inputs):
                     offloading.context.admit(tensor)
-        # What others' hooks receive is theirs: a checkpoint counts what it gets, and a NoOpManager was asked for.
+        # What goes to the hooks of others must go on doing so: a checkpoint counts what it gets, and a NoOpManager was
+        # entered on purpose.
         may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
         wants = is_first if offloading.only_inputs else self.number > 0
         is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
@@ -156,22 +181,22 @@ class _Part:
 
 
 class _Owner:
-    """The parts of one module; the owner of its entries in ``hook_stack``, one for each call that has any."""
+    """The parts that one module has. It owns the entries in ``hook_stack`` that calls of the module make."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = []
-        self.calls = 0  # that the hooks saw since reset_stats(), with gradients or without
+        self.calls = 0  # how many calls the hooks saw since reset_stats(), with gradients or without
 
     def has(self, offloading: _Offloading) -> bool:
         return any(part.offloading is offloading for part in self.parts)
 
     def enter(self, inputs: tuple[Any, Any], frame: FrameType) -> None:
         if not torch.is_grad_enabled() and hook_stack.innermost() is None:
-            return  # as in generate()
+            return  # nothing is saved, for example in generate()
         hook_stack.drop_ended()
         undo: list[Callable[[], object]] = []
         hooks = None
-        if torch._C._current_graph_task_id() == -1:  # what a backward computes again, it keeps
+        if torch._C._current_graph_task_id() == -1:  # in backward, what a checkpoint computes again stays
             top = hook_stack.top_pack_hook()
             try:
                 for part in self.parts:
@@ -204,17 +229,17 @@ def _tensors(inputs: object) -> Iterator[torch.Tensor]:
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    # A compiled region packs behind its whole forward, where these hooks have no say: be nothing to trace.
+    # A compiled region saves its tensors after its whole forward, when this hook is over. So it must not be traced.
     if torch.compiler.is_compiling():
         return
     owner = _owners.get(module)
     if owner is None:
-        return  # a copy
+        return  # the module is a copy
     if owner.parts:
         owner.calls += 1
         owner.enter((args, kwargs), sys._getframe(1))
     else:
-        remove_forward_hooks(module, _enter, _leave)  # removed in the middle of a call
+        remove_forward_hooks(module, _enter, _leave)  # offloading was removed in the middle of a call
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -239,23 +264,25 @@ def _install(parts: list[tuple[nn.Module, _Part]]) -> None:
             owner = _owners.setdefault(module, _Owner())
             if not owner.parts:
                 remove_forward_hooks(module, _enter, _leave)
-                # The inputs are those that other hooks leave behind, and what other hooks save is not the module's.
+                # Our pre-hook runs last, so that it sees the inputs as other hooks leave them; our forward hook runs
+                # first. So what other hooks save does not count as saved inside the module.
                 module.register_forward_pre_hook(_enter, with_kwargs=True)
                 module.register_forward_hook(_leave, prepend=True, always_call=True)
             owner.parts.append(part)
 
 
 class OffloadedModules:
-    """What ``offload_modules`` returned: the modules chosen, what they moved, and the way back.
+    """The handle that ``offload_modules`` returns: the chosen modules, what they moved, and how to undo it.
 
-    It may be dropped: the model stays as it is. As a context manager it removes the hooks at the end of the block.
+    Dropping the handle changes nothing: offloading goes on. Used as a context manager, it removes the hooks at the end
+    of the block.
 
     Attributes
     ----------
     names : tuple of str
-        The modules whose saved tensors move.
+        The names of the modules whose saved tensors move.
     options : OffloadOptions
-        What was given.
+        The options of the context, checked.
     """
 
     def __init__(self, offloading: _Offloading) -> None:
@@ -264,17 +291,26 @@ class OffloadedModules:
         self.options: OffloadOptions = offloading.manager.options
 
     def stats(self) -> tuple[ModuleStats, ...]:
-        """Tell what each module moved and kept since ``reset_stats()``."""
+        """Return what each module moved and kept since ``reset_stats()``.
+
+        Returns
+        -------
+        tuple of ModuleStats
+            One for each of ``names``, in that order.
+        """
         return self._offloading.stats()
 
     def remove(self) -> None:
-        """Take the hooks away. Graphs that are alive, and calls that are under way, end as they began."""
+        """Remove the hooks from the model.
+
+        Autograd graphs that are alive stay valid, and calls that are under way still move what they save.
+        """
         with _lock:
             for module, owner in list(_owners.items()):
                 if not owner.has(self._offloading):
                     continue
                 owner.parts = [part for part in owner.parts if part.offloading is not self._offloading]
-                # In the middle of a call its end is still to come; then the next one takes them away.
+                # In the middle of a call the forward hooks are still needed. Then the next call removes them.
                 if not owner.parts and not self._offloading.open_calls:
                     remove_forward_hooks(module, _enter, _leave)
                     del _owners[module]
@@ -306,7 +342,7 @@ def _parts(model: nn.Module, chosen: list[Chosen], offloading: _Offloading) -> l
     parts = [(module, _Part(offloading, number)) for module, number in numbers.items()]
     if model not in numbers:
         parts.append((model, _Part(offloading)))
-    # A tied head of torchtune's is no module of the model.
+    # A tied head of torchtune is not a module of the model.
     inside |= set(find_heads(model)) - set(model.modules())
     heads = [head for head in dict.fromkeys(find_heads(model)) if head in inside and head not in numbers]
     return parts + [(head, _Part(offloading, is_head=True)) for head in heads]
@@ -322,45 +358,49 @@ def offload_modules(
     only_inputs: bool = False,
     **options: Unpack[ContextKeywords],
 ) -> OffloadedModules:
-    """Move what is saved inside chosen modules of ``model``, in every call of ``model`` that has gradients enabled.
+    """Move what is saved inside chosen modules of ``model``, whenever ``model`` is called with gradients enabled.
 
     Parameters
     ----------
     model : torch.nn.Module
-        What is called in training. Each call of it is one tape; so is a call of a chosen module outside of it.
-    modules : str, type, torch.nn.Module, callable, or list of these
-        Names (``"layers.0.attention"``), globs of names (``"layers.*.attention"``; ``**`` stands for any number of
-        levels), subclasses of ``nn.Module``, modules of the model, or predicates that take name and module. What wraps
-        a module has no part in its name. A ``ModuleList`` stands for its modules.
+        The module that the training loop calls. Each call of it is one tape, and so is a call of a chosen module
+        outside of such a call.
+    modules : str, type, torch.nn.Module, callable, or sequence of these
+        Which modules. A str is a name (``"layers.0.attention"``) or a glob of names (``"layers.*.attention"``), in
+        which ``**`` stands for any number of levels. A type stands for all modules of that class. A callable takes a
+        name and a module, and returns whether the module is meant. Names leave out wrappers around modules. A
+        ``ModuleList`` stands for the modules in it.
     fraction : float, optional
-        Of the bytes that could move, move at most this part, the earliest first. Known from the call before: the first
-        one moves all.
+        Move at most this part of the bytes that could move, above 0 and at most 1, beginning with those that are saved
+        first. The total is known from the call before, so the first call moves everything. Default: all.
     keep_last : int, optional
-        Leave the last so many of the chosen modules alone: backward begins with them.
-    only_inputs : bool
-        Move only the inputs of the chosen modules, what a checkpointed block keeps until it is computed again.
+        Leave out this many of the chosen modules at the end of the model, with which backward begins. Default: none.
+    only_inputs : bool, default False
+        Move only the inputs of the chosen modules. That is what a checkpointed block holds until it is computed again.
     **options
-        The keyword options of ``OffloadActivations``, but for ``model``.
+        The keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
     OffloadedModules
-        Its ``remove()`` takes everything back, its ``stats()`` tells what each module moved.
+        A handle. Its ``remove()`` undoes everything, and its ``stats()`` returns what each module moved.
 
     Raises
     ------
     TypeError
-        A wrong type, or an unknown option.
+        An argument has a wrong type, or an option is unknown.
     ValueError
-        Nothing matches, a module is given twice or is offloaded already, or a number is out of its range.
+        No module matches, a module is given twice or is offloaded already, or a number is out of its range.
+    FileNotFoundError, NotADirectoryError, PermissionError
+        ``disk_dir`` cannot be used, as for ``OffloadActivations``.
     RuntimeError
-        ``tier="host"`` without an accelerator. The model may still be on the CPU: what counts is the machine.
+        ``tier="host"`` on a machine without an accelerator. The model itself may still be on the CPU.
 
     Notes
     -----
     The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
-    ``torch.compile`` cannot be told apart: compile first, then choose what ``torch.compile`` returned. Of a module that
-    ``module.compile()`` compiled in place, choose what contains it.
+    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. For a
+    module that ``module.compile()`` compiled in place, choose a module that contains it.
 
     Examples
     --------
