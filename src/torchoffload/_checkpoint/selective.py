@@ -1,7 +1,8 @@
-"""selective_checkpoint_context_fn: what a selective checkpoint saves moves, too.
+"""selective_checkpoint_context_fn: selective activation checkpoints whose saved outputs move.
 
-PyTorch's selective checkpoint holds what its policy saves in a storage of its own, which no saved-tensor hook sees.
-Here it is packed through the open context like any saved tensor, and unpacked as the recomputation comes to it.
+PyTorch's selective checkpoint holds the outputs that its policy saves in a cache of its own, which no saved-tensor hook
+sees. Here they are packed through the open context like any saved tensor, and unpacked when the recomputation comes to
+them.
 """
 
 import inspect
@@ -42,11 +43,11 @@ __all__ = ["selective_checkpoint_context_fn"]
 PolicyFn = Callable[..., CheckpointPolicy | bool]
 _Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 
-_make_stock_contexts: Any = create_selective_checkpoint_contexts  # which has no annotations
+_make_stock_contexts: Any = create_selective_checkpoint_contexts  # the function has no annotations
 
 
 def _policies(*names: str) -> frozenset[CheckpointPolicy]:
-    """Those of them that this torch has."""
+    """Return the policies of these names that this version of torch has."""
     return frozenset(policy for policy in CheckpointPolicy if policy.name in names)
 
 
@@ -72,40 +73,48 @@ def selective_checkpoint_context_fn(
     *,
     only_cpu_offload: bool = False,
 ) -> _Contexts:
-    """Make the two contexts of a selective checkpoint whose saved tensors move.
+    """Make the two contexts of a selective checkpoint whose saved outputs move.
 
-    In place of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, with the same policies. Inside an
-    OffloadActivations, what the policy saves moves like any saved tensor, under that context's options; with none open,
-    or inside a NoOpManager, it stays. ``torch.compile`` gets PyTorch's own contexts, and with them the policy.
+    This function takes the place of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, with the same
+    policies. Inside an OffloadActivations, the outputs that the policy saves move like any saved tensor, under the
+    options of that context. Outside of one, or inside a NoOpManager, they stay. ``torch.compile`` gets PyTorch's own
+    contexts, and with them the policy.
 
     Parameters
     ----------
     policy_fn_or_list : callable or list of torch._ops.OpOverload
-        Called in forward, after each operator, with a ``SelectiveCheckpointContext``, the operator and its arguments;
-        returns a ``CheckpointPolicy``, or True to save. Or the operators whose outputs are saved.
-        ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``, which eager PyTorch takes for recomputing, save and move.
-    allow_cache_entry_mutation : bool
-        What was saved may be written to afterwards, without an error; it all stays, so that it follows the writes.
-    only_cpu_offload : bool
-        Move what the policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``, and nothing else.
+        A policy, or a list of the operators whose outputs are saved. A policy is called in forward, after each
+        operator, with a ``SelectiveCheckpointContext``, the operator and the operator's arguments, and returns a
+        ``CheckpointPolicy``, or True to save. ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD`` save the output and move
+        it; PyTorch itself recomputes it without ``torch.compile``.
+    allow_cache_entry_mutation : bool, default False
+        Whether saved outputs may be written to afterwards. Then there is no error for it, and all of them stay on the
+        device, so that the recomputation sees the writes.
+    only_cpu_offload : bool, default False
+        Move only what the policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``.
 
     Returns
     -------
     tuple of two TorchDispatchMode
-        For the forward and for the recomputation.
+        The contexts for the forward and for the recomputation.
 
     Raises
     ------
-    TypeError, ValueError
-        PyTorch's own for a wrong policy; ValueError for ``only_cpu_offload`` where this torch has no such policies.
+    TypeError
+        An argument is not a bool, or, raised by PyTorch, the policy is wrong.
+    ValueError
+        ``only_cpu_offload`` is set and this version of torch has no such policies; or, raised by PyTorch, the policy is
+        wrong.
     RuntimeError
-        In forward: ``MUST_CPU_OFFLOAD`` and no context of ours is open, or ``allow_cache_entry_mutation`` is given. In
-        backward, with PyTorch's words: what was saved was written to; a second backward; another recomputation.
+        In forward, the policy returned ``MUST_CPU_OFFLOAD`` and no context of torchoffload is open, or
+        ``allow_cache_entry_mutation`` is set. In backward, with the messages of PyTorch, a saved output was written to,
+        backward ran a second time, or the recomputation called other operators than forward.
 
     Notes
     -----
-    A saved output that shares its operator's input's memory, such as a view, is made again in the recomputation, which
-    copies nothing. PREFER_CPU_OFFLOAD with no context of ours open saves, as PREFER_SAVE does.
+    A saved output that shares memory with an input of its operator, such as a view, is not held. The recomputation
+    makes it again, which copies nothing. ``PREFER_CPU_OFFLOAD`` outside of any context of torchoffload acts as
+    ``PREFER_SAVE``.
 
     Examples
     --------
@@ -131,7 +140,7 @@ def selective_checkpoint_context_fn(
 
 
 def _is_traced() -> bool:
-    """Whether what runs now is traced or faked: its partitioner takes the policy, and there are no bytes to move."""
+    """Return whether operators are traced or faked now. Then the partitioner of the tracer takes the policy instead."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL))
 
@@ -152,16 +161,16 @@ def _policy_context(output: Any) -> SelectiveCheckpointContext:
 
 
 def _pack_hook_in_force() -> PackHook | None:
-    """Return the pack hook of what is open innermost, also where a checkpoint's own hooks stand before it.
+    """Return the pack hook of the innermost open context of ours, even if hooks of a checkpoint were pushed after it.
 
-    ``core.noop_pack`` where everything is asked to stay; None where nothing of ours is open.
+    It is ``core.noop_pack`` if everything shall stay, and None if no context of ours is open.
     """
     for entry in hook_stack.innermost_first():
         if entry.hooks is not None:
             pack: PackHook = entry.hooks.pack_hook
             return pack
         if entry.role is Role.CONTEXT:
-            return core.noop_pack  # entered while everything was turned off
+            return core.noop_pack  # the context was entered while offloading was disabled
     return core.noop_pack if is_disabled() else None
 
 
@@ -170,7 +179,8 @@ def _is_mutable(operator: Any) -> bool:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    # As PyTorch's own: a compiled region inside stays compiled, and an operator that runs a graph comes here whole.
+    # Both are as in PyTorch's own modes: a compiled region inside stays compiled, and an operator that runs a graph is
+    # seen as one operator.
     supports_higher_order_operators = True
 
     @classmethod
@@ -216,7 +226,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         return Saved(tree_map(save, output))
 
     def _pack_hook_for(self, policy: CheckpointPolicy, operator: Any) -> PackHook | None:
-        """Return what takes that which ``policy`` saves; None where it stays."""
+        """Return the pack hook for an output that ``policy`` saves; None if the output stays."""
         if self._may_change:
             if policy in _MUST_OFFLOAD:
                 raise RuntimeError(_MUST_STAY.format(operator=operator))
@@ -236,7 +246,7 @@ class _Recomputation(_Mode):  # type: ignore[no-untyped-call]
         self._calls: defaultdict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> Self:
-        self._calls.clear()  # another recomputation counts anew
+        self._calls.clear()  # each recomputation counts the calls anew
         self._cache.hold_all()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
