@@ -28,7 +28,7 @@ class Reason:
 
 REASONS = {
     "parameter": Reason(
-        meaning="parameters, views on them, and buffers of the context's model",
+        meaning="parameters, views of them, and buffers of the context's model",
         advice="Only parameters and buffers were saved. Enter the context around forward, with gradients enabled.",
     ),
     "small": Reason(
@@ -40,31 +40,31 @@ REASONS = {
         advice='The host tier serves CUDA tensors, tier="disk" CPU tensors: move the model, or change tier.',
     ),
     "layout": Reason(
-        meaning="without plain storage (sparse and other layouts)",
+        meaning="without plain storage, such as sparse tensors",
         advice="Tensors of these layouts have no plain storage to move; there is nothing to change.",
     ),
     "marked": Reason(
         meaning="marked by never_offload()",
-        advice="Take the never_offload() calls on these tensors out.",
+        advice="Remove the never_offload() calls for these tensors.",
     ),
     "in_backward": Reason(
         meaning="saved while backward ran",
         advice="Forward ran outside the context: enter it around forward as well.",
     ),
     "tier_full": Reason(
-        meaning="budget_bytes, or host memory or the disk, was used up",
-        advice='Raise budget_bytes, see host_memory(); or under tier="disk" free space in disk_dir.',
+        meaning="budget_bytes, host memory or the disk was used up",
+        advice='Raise budget_bytes (see host_memory()), or with tier="disk" free space in disk_dir.',
     ),
     "resized": Reason(
-        meaning="storage resized before or under its copy (FSDP2, compiled graphs)",
-        advice="Something resizes these storages before they can be copied: enter the context inside it.",
+        meaning="on a storage that was resized before or during its copy (FSDP2, compiled graphs)",
+        advice="Something resizes these storages before they can be copied: enter the context inside of it.",
     ),
     "write_failed": Reason(
         meaning="the write to disk_dir failed",
         advice="See the warning for the reason, and set disk_dir to a directory with free space.",
     ),
     "pending": Reason(
-        meaning="asked for before the copy was enqueued: backward began right after",
+        meaning="needed again before their copy was enqueued, since backward began right after",
         advice="Leave the context before backward, so that the last copies are enqueued.",
     ),
     "capturing": Reason(
@@ -72,31 +72,31 @@ REASONS = {
         advice="Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
     ),
     "borrowed": Reason(
-        meaning="in memory of others (CUDA graphs of torch.compile, DLPack, other processes)",
-        advice='Memory of others stays: compile without mode="reduce-overhead", or clone what another library gave.',
+        meaning="in memory that others manage (CUDA graphs of torch.compile, DLPack, other processes)",
+        advice='Such memory stays: compile without mode="reduce-overhead", or clone what another library gave.',
     ),
     "external_stream": Reason(
-        meaning="saved last on an ExternalStream before the program went on elsewhere",
-        advice="Leave the context before its ExternalStream is left, or compute on a stream of PyTorch's.",
+        meaning="saved on an ExternalStream that was no longer current when their copy could begin",
+        advice="Leave the context before you leave the ExternalStream, or compute on a stream of PyTorch.",
     ),
     "lives_on": Reason(
         meaning="held by the program through backward: moving them frees nothing",
         advice="Whoever holds these tensors would have to let go of them before backward.",
     ),
     "needed_soon": Reason(
-        meaning="asked for again before they could be out and back",
-        advice="Compute is done before the copies would be: larger batches or layers would change that.",
+        meaning="needed again before they could be moved out and back",
+        advice="Computing takes less time than the copies would: larger batches or layers would change that.",
     ),
     "tape_end": Reason(
-        meaning="the last of the tape: backward begins with them",
-        advice="All that was saved fits the reload window: a smaller reload_window_bytes has it moved.",
+        meaning="saved last, so backward begins with them",
+        advice="Everything that was saved fits in the reload window: a smaller reload_window_bytes lets it move.",
     ),
     "small_copy": Reason(
-        meaning="too small to be copied at the link's rate",
-        advice="Larger batches make larger copies; learn=False has them moved all the same.",
+        meaning="too small to be copied at the full rate of the link",
+        advice="Larger batches make larger copies, and learn=False moves these tensors all the same.",
     ),
     "beyond_fraction": Reason(
-        meaning="saved after the fraction of the bytes that offload_modules was to move",
+        meaning="saved after the fraction that offload_modules was asked to move",
         advice="Give offload_modules a larger fraction.",
     ),
     "not_an_input": Reason(
