@@ -37,6 +37,6 @@ def require_accelerator(tier: str, caller: str) -> None:
     """
     if tier == "host" and not is_disabled() and not _is_there():
         raise RuntimeError(
-            f'torchoffload: {caller} was given tier="host", or left at it, which moves tensors of an accelerator, and '
-            f'there is none (no CUDA device). Give {caller} tier="disk" to move CPU tensors to disk.'
+            f'torchoffload: {caller} was given tier="host", which is also the default. It moves tensors of an '
+            f'accelerator, and there is none (no CUDA device). Give {caller} tier="disk" to move CPU tensors to disk.'
         )

@@ -69,7 +69,7 @@ def refuse_renamed(options: Iterable[str]) -> None:
     """Raise TypeError for a name that an option had in an earlier version; the message has its present name."""
     for name in options:
         if name in _RENAMED:
-            raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, of the tier that is used")
+            raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, for the tier that is used")
 
 
 def check_module(name: str, value: object) -> None:
@@ -150,7 +150,9 @@ def _checked_disk_dir(disk_dir: object) -> str:
     except NotADirectoryError:
         raise NotADirectoryError(f"disk_dir {path!r} leads through a file: name a directory") from None
     except PermissionError:
-        raise PermissionError(f"disk_dir {path!r} cannot be looked up: a directory above it is closed to us") from None
+        raise PermissionError(
+            f"disk_dir {path!r} cannot be looked up: this process may not search a directory above it"
+        ) from None
     except OSError as error:
         raise ValueError(f"disk_dir {path!r} cannot be used: {error.strerror}") from None
     if not stat.S_ISDIR(mode):

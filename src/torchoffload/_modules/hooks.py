@@ -92,7 +92,7 @@ class Offloading:
         if traced:
             warn_user(
                 f"torchoffload: {len(traced)} of {len(chosen)} chosen modules, such as {traced[0]!r}, are part of a "
-                "region of torch.compile, which has no place for their hooks: nothing of them is moved. "
+                "region of torch.compile, which traces their hooks away: nothing that they save is moved. "
                 f"{COMPILE_FIRST}"
             )
 

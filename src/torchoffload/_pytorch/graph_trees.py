@@ -49,6 +49,6 @@ def _containers(local: threading.local) -> dict[int, Any]:
 @functools.cache  # so that the warning is given once
 def _warn_of(missing: str) -> None:
     warn_user(
-        f"torchoffload: torch {torch.__version__} has other CUDA graph trees than are known here ({missing}). What "
-        'they save must stay, and is not recognised: compile without mode="reduce-overhead" inside a context.'
+        f"torchoffload: torch {torch.__version__} has other CUDA graph trees than are known here ({missing}). Their "
+        'memory must not be moved, and cannot be recognised: compile without mode="reduce-overhead" inside a context.'
     )
