@@ -5,13 +5,12 @@ for each reason of that list, in the same order. ``tests/test_reasons.py`` compa
 ``docs/api.md``.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["REASONS", "Reason"]
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """What ``report()`` says about one reason.
 
     Attributes
