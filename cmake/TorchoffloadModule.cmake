@@ -24,9 +24,7 @@ function(torchoffload_add_module name)
 
   Python_add_library(${name} MODULE WITH_SOABI ${torch_sources})
   target_include_directories(${name} PRIVATE "${csrc}")
-  target_compile_definitions(${name} PRIVATE
-    TORCHOFFLOAD_MODULE_NAME=${name}
-    TORCHOFFLOAD_BUILT_TORCH_VERSION="${TORCH_VERSION}")
+  target_compile_definitions(${name} PRIVATE TORCHOFFLOAD_MODULE_NAME=${name})
   # The libstdc++ that torch uses, by name, also where the compiler is set up to link its own statically: two of them in
   # one process share some of the names behind std::locale, and printing a number crashes.
   target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch Threads::Threads -l:libstdc++.so.6)
@@ -64,8 +62,7 @@ function(torchoffload_add_cuda_check)
   endif()
   add_library(cuda_check OBJECT EXCLUDE_FROM_ALL ${sources})
   target_include_directories(cuda_check PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
-  target_compile_definitions(cuda_check PRIVATE
-    TORCHOFFLOAD_MODULE_NAME=_C TORCHOFFLOAD_BUILT_TORCH_VERSION="${TORCH_VERSION}")
+  target_compile_definitions(cuda_check PRIVATE TORCHOFFLOAD_MODULE_NAME=_C)
   target_compile_options(cuda_check PRIVATE -Wall -Wextra)
   target_link_libraries(cuda_check PRIVATE TargetTorch::torch TargetTorch::cuda_check Python::Module)
 endfunction()

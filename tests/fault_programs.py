@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 import torchoffload
-from torchoffload import _C_testing, _hook_stack
+from torchoffload import _C_testing
+from torchoffload._pytorch import hook_stack
 
 testing = _C_testing.testing
 DIRECTORY = sys.argv[2]
@@ -84,7 +85,7 @@ def check_nothing_is_alive() -> None:
 def close_what_was_left_open() -> int:
     """What a signal between a context's entry and its body, or at its exit, kept from being left: as in stock torch."""
     left = 0
-    while (entry := _hook_stack.innermost()) is not None:
+    while (entry := hook_stack.innermost()) is not None:
         entry.owner.__exit__(None, None, None)
         left += 1
     while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from torchoffload._hook_stack import top_pack_hook
+from torchoffload._pytorch.hook_stack import top_pack_hook
 
 WIDTH = 4
 

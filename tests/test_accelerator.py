@@ -10,7 +10,7 @@ import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from module_models import Stack
-from torchoffload import _accelerator
+from torchoffload._contexts import accelerator as _accelerator
 
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 
@@ -61,7 +61,7 @@ def test_the_callback_of_lightning_says_so_when_training_begins():
 class Core:
     """A core for CUDA, of the release build, which must not be asked: it would initialize CUDA's driver."""
 
-    built_with_cuda, testing_build = True, False
+    built_with_cuda = True
 
     @staticmethod
     def accelerator_available() -> bool:

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from devices import require_cuda
-from torchoffload import _graph_trees
+from torchoffload._pytorch import graph_trees as _graph_trees
 
 
 def trees(**managers: object) -> types.SimpleNamespace:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torchoffload
 from head_models import WIDTH, Head, Holder, hook_count, name_of, train
 from torchoffload import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager
-from torchoffload._hook_stack import innermost, top_pack_hook
+from torchoffload._pytorch.hook_stack import innermost, top_pack_hook
 
 
 @pytest.fixture

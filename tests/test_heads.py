@@ -7,8 +7,8 @@ from torch import nn
 
 from head_models import MODELS, Head, Holder, Tied, hook_count, name_of, train
 from torchoffload import OffloadActivations, get_act_offloading_ctx_manager
-from torchoffload._heads import find_heads
-from torchoffload._hook_stack import top_pack_hook
+from torchoffload._contexts.heads import find_heads
+from torchoffload._pytorch.hook_stack import top_pack_hook
 from torchoffload.integrations import trl
 
 

@@ -15,7 +15,7 @@ from devices import Device
 from gradients import Run, assert_same_gradients
 from models import Block, TinyGpt, tokens_and_labels, update
 from pages import broken_links, missing_tests, named_tests, tables
-from torchoffload._options import OffloadOptions
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload.integrations import trl
 
 PAGE = "migration.md"

@@ -15,7 +15,7 @@ import torchoffload
 from devices import Device
 from gradients import Live, Run, assert_same_gradients, settled
 from module_models import INPUT_BYTES, TOKENS, WIDTH, Layer, Stack, offload, options
-from torchoffload._hook_stack import innermost, top_pack_hook
+from torchoffload._pytorch.hook_stack import innermost, top_pack_hook
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import torchoffload
 from module_models import Attention, Layer, Mlp, Stack
-from torchoffload import _report
-from torchoffload._selection import choose
+from torchoffload._modules.selection import choose
+from torchoffload._observe import report as _report
 
 
 def names(model, modules):
@@ -271,7 +271,7 @@ def test_the_report_shows_the_largest_kinds():
         def call_counts(self):
             return {}
 
-    from torchoffload import _module_stats
+    from torchoffload._observe import module_stats as _module_stats
 
     source = Source()
     _module_stats.note_source(source)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import torchoffload
-from torchoffload import OffloadActivations, _options, offload_modules
-from torchoffload._options import OffloadOptions
+from torchoffload import OffloadActivations, offload_modules
+from torchoffload._contexts import options as _options
+from torchoffload._contexts.options import OffloadOptions
 
 COUNTS = ("max_fwd_stash_size", "min_offload_size", "budget_bytes", "offload_window_bytes", "reload_window_bytes")
 MODULE = torch.nn.Linear(2, 2)

@@ -10,7 +10,8 @@ import torch
 
 import torchoffload
 from devices import Device
-from torchoffload import _plot
+from torchoffload._contexts.disabling import disabled
+from torchoffload._observe import plot as _plot
 
 CPU = torch.device("cpu")
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
@@ -39,7 +40,7 @@ def test_both_courses_count_the_same_operators_and_the_offloaded_one_is_lower(de
     with device_under_test.scope() as simulation:
         monkeypatch.setattr(_plot, "memory_bytes", lambda device: simulation.allocated_bytes())
         step, _ = make_step(device_under_test)
-        with _plot.switched_off():
+        with disabled():
             plain = _plot.sample(step, CPU, 1, may_run_out=True)
         offloaded = _plot.sample(step, CPU, 1, may_run_out=False)
     assert len(plain.memory_bytes) == len(offloaded.memory_bytes) > 30
@@ -73,11 +74,11 @@ def test_plain_steps_that_run_out_of_memory_are_drawn_until_then(tmp_path):
 
     torchoffload.plot_memory(step, tmp_path / "memory.svg", device="cpu")
     assert (tmp_path / "memory.svg").stat().st_size > 1000
-    with _plot.switched_off():
+    with disabled():
         course = _plot.sample(step, CPU, 2, may_run_out=True)
     assert (course.is_complete, course.backward_begins) == (False, None)
     assert course.memory_bytes
-    with _plot.switched_off(), pytest.raises(torch.OutOfMemoryError):
+    with disabled(), pytest.raises(torch.OutOfMemoryError):
         _plot.sample(step, CPU, 2, may_run_out=False)
 
 

@@ -196,7 +196,7 @@ def test_what_is_said_to_be_freed_at_the_loss_is_what_the_device_holds_less(devi
 
 
 def test_a_tape_that_did_not_close_inside_has_no_memory_at_the_loss():
-    from torchoffload._timing import sum_up
+    from torchoffload._observe.timing import sum_up
 
     assert sum_up([]).loss_device_bytes is None
     assert sum_up([]).out.link_use() == sum_up([]).out.bytes_per_s == 0

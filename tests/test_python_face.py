@@ -17,7 +17,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 import torchoffload
 from torchoffload import NoOpManager, OffloadActivations
 from torchoffload._core import core
-from torchoffload._hook_stack import innermost, top_pack_hook
+from torchoffload._pytorch.hook_stack import innermost, top_pack_hook
 from torchoffload._warnings import warn_user
 
 WIDTH = 64

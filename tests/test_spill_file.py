@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchoffload._contexts.options import is_in_ram
+
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 
 KIB = 1 << 10
@@ -119,7 +121,7 @@ def test_the_file_is_unlinked_private_and_closed_on_exec(tmp_path):
 
 
 def test_written_and_read_bytes_leave_memory(spill_file, tmp_path):
-    if testing.is_memory_backed(str(tmp_path)):
+    if is_in_ram(str(tmp_path)):
         pytest.skip("the directory rests in memory")
     nbytes = 8 * MIB
     slot = acquire(spill_file, nbytes)
@@ -284,12 +286,12 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path, make, reason):
 
 
 def test_memory_backed_directories_are_recognised():
-    assert not testing.is_memory_backed("/proc")
-    assert not testing.is_memory_backed("/no such directory")
+    assert not is_in_ram("/proc")
+    assert not is_in_ram("/no such directory")
     with open("/proc/mounts") as mounts:
         for kind, where in ((line.split()[2], line.split()[1]) for line in mounts):
             if where == "/dev/shm":
-                assert testing.is_memory_backed(where) == (kind == "tmpfs")
+                assert is_in_ram(where) == (kind == "tmpfs")
 
 
 def test_a_forked_child_leaves_its_parent_s_file_alone(tmp_path):

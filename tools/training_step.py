@@ -11,8 +11,8 @@ import torch
 import torchoffload
 
 
-def gradients(tier: str | None, disk_dir: str) -> list[torch.Tensor]:
-    """Gradients after three steps of one seed; `tier` None trains without offloading."""
+def gradients(disk_dir: str | None) -> list[torch.Tensor]:
+    """Gradients after three steps of one seed, with offloading to `disk_dir`; None trains without offloading."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)
@@ -22,8 +22,8 @@ def gradients(tier: str | None, disk_dir: str) -> list[torch.Tensor]:
         optimizer.zero_grad()
         batch = torch.randn(512, 64)
         context = (
-            torchoffload.OffloadActivations(tier=tier, disk_dir=disk_dir, min_offload_size=0, offload_window_bytes=0)
-            if tier
+            torchoffload.OffloadActivations(tier="disk", disk_dir=disk_dir, min_offload_size=0, offload_window_bytes=0)
+            if disk_dir
             else torchoffload.NoOpManager()
         )
         with context:
@@ -36,9 +36,9 @@ def gradients(tier: str | None, disk_dir: str) -> list[torch.Tensor]:
 def main() -> int:
     """Return the exit status."""
     with tempfile.TemporaryDirectory() as disk_dir:
-        expected = gradients(None, disk_dir)
+        expected = gradients(None)
         torchoffload.reset_stats()
-        found = gradients("disk", disk_dir)
+        found = gradients(disk_dir)
     moved_bytes = torchoffload.stats().bytes_offloaded
     same = len(expected) == len(found) and all(map(torch.equal, expected, found))
     print(f"torchoffload {torchoffload.__version__} from {torchoffload.__file__}, torch {torch.__version__}")

@@ -157,13 +157,13 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.use_pin_memory = given["use_pin_memory"].cast<bool>();
   options.use_streams = given["use_streams"].cast<bool>();
   options.learn = given["learn"].cast<bool>();
-  options.min_offload_bytes = given["min_offload_bytes"].cast<uint64_t>();
-  options.windows.offload_bytes = optional<uint64_t>(given, "offload_window_bytes");
-  options.windows.offload_records = optional<uint64_t>(given, "offload_window_records");
-  options.windows.reload_bytes = optional<uint64_t>(given, "reload_window_bytes");
+  options.min_offload_size = given["min_offload_size"].cast<uint64_t>();
+  options.windows.offload_window_bytes = optional<uint64_t>(given, "offload_window_bytes");
+  options.windows.max_fwd_stash_size = optional<uint64_t>(given, "max_fwd_stash_size");
+  options.windows.reload_window_bytes = optional<uint64_t>(given, "reload_window_bytes");
   options.disk_dir = optional<std::string>(given, "disk_dir").value_or("");
   options.budget_bytes = optional<uint64_t>(given, "budget_bytes");
-  options.on_full = given["on_full"].cast<std::string>() == "error" ? OnFull::Raise : OnFull::Keep;
+  options.on_full = given["on_full"].cast<std::string>() == "error" ? OnFull::Error : OnFull::Keep;
   parsed.warn = given["warn"].cast<py::object>().release().ptr();
   return parsed;
 }
@@ -174,7 +174,6 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
-  m.attr("built_torch_version") = TORCHOFFLOAD_BUILT_TORCH_VERSION;
 #ifdef TORCHOFFLOAD_WITH_CUDA
   m.attr("built_with_cuda") = true;
 #else
@@ -203,9 +202,6 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
     stop_stores();
   }));
 #ifdef TORCHOFFLOAD_TESTING
-  m.attr("testing_build") = true;
   bind_testing(m);
-#else
-  m.attr("testing_build") = false;
 #endif
 }

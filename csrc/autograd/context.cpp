@@ -181,7 +181,7 @@ KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is
     return KeptReason::Parameter;
   }
   if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor) || is_traced()) return KeptReason::Layout;
-  if (tensor.storage().nbytes() < state_->options.min_offload_bytes || tensor.numel() == 0) return KeptReason::Small;
+  if (tensor.storage().nbytes() < state_->options.min_offload_size || tensor.numel() == 0) return KeptReason::Small;
   const c10::StorageImpl* const storage = storage_of(tensor);
   const bool is_known_parameter = parameter_storages().contains(storage) && !mutated(Mutant::ParameterStaysByStorage);
   if (is_known_parameter || state_->exempt.contains(storage)) return KeptReason::Parameter;

@@ -20,14 +20,15 @@ namespace torchoffload {
 
 enum class Tier : uint8_t { Host, Disk };
 
-enum class OnFull : uint8_t { Keep, Raise };
+enum class OnFull : uint8_t { Keep, Error };
 
+// The options of OffloadActivations and of offload_modules, under the names that they have there.
 struct ContextOptions {
   Tier tier = Tier::Host;
   bool use_pin_memory = true;
   bool use_streams = true;
   bool learn = true;
-  uint64_t min_offload_bytes = 0;
+  uint64_t min_offload_size = 0;  // in bytes
   WindowOptions windows;
   std::string disk_dir;  // with Tier::Disk
   std::optional<uint64_t> budget_bytes;

@@ -120,7 +120,7 @@ std::optional<RecordHandle> Engine::pack(const at::Tensor& tensor, const Span& s
     if (wrapper != nullptr) holdings(*id).wrappers.note(*wrapper);
     return RecordHandle{*id, ledger_.add_handle(*id)};
   }
-  if (moved.nbytes() < context.options.min_offload_bytes) {
+  if (moved.nbytes() < context.options.min_offload_size) {
     const auto small = extent_of_small_view(ledger_.of_storage(tape, identity.storage));
     if (!small) return std::nullopt;
     if (*small == Extent::Storage) moved = {0, identity.nbytes};

@@ -13,9 +13,9 @@ namespace torchoffload {
 
 namespace {
 
-// Of the trees of this thread, as torchoffload._graph_trees.pools() gives them: [(device, (id, id))].
+// Of the trees of this thread, as torchoffload._pytorch.graph_trees.pools() gives them: [(device, (id, id))].
 bool read_pools(PyObject* trees, std::vector<GraphPool>& pools) {
-  THPObjectPtr finder(PyImport_ImportModule("torchoffload._graph_trees"));
+  THPObjectPtr finder(PyImport_ImportModule("torchoffload._pytorch.graph_trees"));
   if (!finder) return false;
   THPObjectPtr found(PyObject_CallMethod(finder.get(), "pools", "O", trees));
   if (!found) return false;

@@ -36,49 +36,8 @@ const char* to_string(RecordState state) {
 }
 
 const char* to_string(KeptReason reason) {
-  switch (reason) {
-    case KeptReason::None:
-      return "none";
-    case KeptReason::Parameter:
-      return "parameter";
-    case KeptReason::Small:
-      return "small";
-    case KeptReason::Device:
-      return "device";
-    case KeptReason::Layout:
-      return "layout";
-    case KeptReason::Marked:
-      return "marked";
-    case KeptReason::InBackward:
-      return "in_backward";
-    case KeptReason::TierFull:
-      return "tier_full";
-    case KeptReason::Resized:
-      return "resized";
-    case KeptReason::WriteFailed:
-      return "write_failed";
-    case KeptReason::Capturing:
-      return "capturing";
-    case KeptReason::Borrowed:
-      return "borrowed";
-    case KeptReason::ExternalStream:
-      return "external_stream";
-    case KeptReason::Pending:
-      return "pending";
-    case KeptReason::LivesOn:
-      return "lives_on";
-    case KeptReason::NeededSoon:
-      return "needed_soon";
-    case KeptReason::TapeEnd:
-      return "tape_end";
-    case KeptReason::SmallCopy:
-      return "small_copy";
-    case KeptReason::BeyondFraction:
-      return "beyond_fraction";
-    case KeptReason::NotAnInput:
-      return "not_an_input";
-  }
-  return "?";
+  const auto index = static_cast<size_t>(reason);
+  return index < kKeptReasonCount ? kKeptReasonNames[index] : "?";
 }
 
 void Ledger::record_is_gone() { broken("a record was used after its release"); }

@@ -15,6 +15,7 @@
 // A reference to a record or a tape stays valid while others are added.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -29,32 +30,18 @@ namespace torchoffload {
 enum class RecordState : uint8_t { Resident, Offloading, Offloaded, Reloading, Reloaded, Released };
 const char* to_string(RecordState state);
 
-// Why a saved tensor was not moved.
+// Why a saved tensor was not moved; kept_reasons.def says which reasons there are.
 enum class KeptReason : uint8_t {
   None,
-  Parameter,
-  Small,
-  Device,
-  Layout,
-  Marked,
-  InBackward,
-  TierFull,
-  Resized,
-  WriteFailed,
-  Pending,         // asked for before its copy was enqueued
-  Capturing,       // a CUDA graph was being captured
-  Borrowed,        // the memory is not the storage's own
-  ExternalStream,  // saved on a stream that its owner may destroy, and that was no longer current
-  // Learned from earlier steps; see Learner.
-  LivesOn,     // the program holds the storage through backward
-  NeededSoon,  // asked for before it could be out and back
-  TapeEnd,     // backward begins with it
-  SmallCopy,   // too small for the link's rate
-  // Asked for with offload_modules.
-  BeyondFraction,  // `fraction` of the bytes had moved before it
-  NotAnInput,      // under `only_inputs`
+#define TORCHOFFLOAD_KEPT_REASON(enumerator, name) enumerator,
+#include "core/kept_reasons.def"
 };
-inline constexpr size_t kKeptReasonCount = 20;
+inline constexpr std::array kKeptReasonNames{
+    "none",
+#define TORCHOFFLOAD_KEPT_REASON(enumerator, name) name,
+#include "core/kept_reasons.def"
+};
+inline constexpr size_t kKeptReasonCount = kKeptReasonNames.size();  // None among them
 const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as

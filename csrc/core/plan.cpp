@@ -212,10 +212,10 @@ struct Planning {
 Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool is_exact) {
   const auto& [shape, times, options, bound, returns_soon] = step;
   const uint64_t soon_bytes = kept_bytes(shape, returns_soon);
-  Plan plan{returns_soon, {}, options.reload_bytes.value_or(soon_bytes + window_bytes), window_bytes};
+  Plan plan{returns_soon, {}, options.reload_window_bytes.value_or(soon_bytes + window_bytes), window_bytes};
   if (keeps_end && plan.reload_bytes > soon_bytes)
     keep_end(plan.kept, shape, plan.reload_bytes - soon_bytes, bound, is_exact);
-  if (!options.reload_bytes)
+  if (!options.reload_window_bytes)
     plan.reload_bytes = std::min(plan.reload_bytes, std::max(bound.reload_bytes, kept_bytes(shape, plan.kept)));
   const uint64_t set_bytes = default_windows(options, shape.largest_bytes()).offload_bytes;
   for (const uint64_t bound_bytes : bound.after_bytes)
@@ -227,7 +227,7 @@ Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool 
 bool is_within(const HeldBytes& held, const WindowOptions& options, const Bound& bound) {
   const bool is_forward_within = held.forward <= bound.first.forward && held.forward_late <= bound.first.forward_late;
   return (options.sets_offload() || is_forward_within) &&
-         (options.reload_bytes || held.backward <= std::max(bound.first.forward, bound.first.backward));
+         (options.reload_window_bytes || held.backward <= std::max(bound.first.forward, bound.first.backward));
 }
 
 // The least window at which compute or link is as busy as any window makes it that holds no more than it may.
@@ -268,7 +268,7 @@ std::optional<Plan> within_bound(const Planning& step, Plan plan) {
     const HeldBytes held = simulate(step.shape, step.times, plan).held;
     if (is_within(held, step.options, step.bound)) return plan;
     const uint64_t most_bytes = std::max(step.bound.first.forward, step.bound.first.backward);
-    if (step.options.reload_bytes || held.backward <= most_bytes) return std::nullopt;
+    if (step.options.reload_window_bytes || held.backward <= most_bytes) return std::nullopt;
     plan.reload_bytes -= std::min(plan.reload_bytes, held.backward - most_bytes);
   }
   return std::nullopt;
@@ -279,7 +279,7 @@ std::optional<Plan> within_bound(const Planning& step, Plan plan) {
 Plan make_plan(const StepShape& shape, const StepTimes* times, const WindowOptions& options, bool keeps_end,
                std::optional<uint64_t> window_bytes) {
   const bool is_timed = times != nullptr && times->link.is_known();
-  const bool is_least_memory = options.reload_bytes == 0;
+  const bool is_least_memory = options.reload_window_bytes == 0;
   const StepTimes in_order = is_timed ? StepTimes{} : times_in_order(shape.count());
   const StepTimes& known = is_timed ? *times : in_order;
   const Bound bound = bound_of(shape, known, options);

@@ -17,9 +17,9 @@ constexpr uint64_t kDefaultWindowCapBytes = uint64_t{1} << 30;
 WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes) {
   const uint64_t usual_bytes =
       std::max(largest_record_bytes, std::min(kDefaultWindowRecords * largest_record_bytes, kDefaultWindowCapBytes));
-  WindowBytes windows{usual_bytes, options.reload_bytes.value_or(usual_bytes)};
-  if (options.offload_records) windows.offload_bytes = *options.offload_records * largest_record_bytes;
-  if (options.offload_bytes) windows.offload_bytes = *options.offload_bytes;
+  WindowBytes windows{usual_bytes, options.reload_window_bytes.value_or(usual_bytes)};
+  if (options.max_fwd_stash_size) windows.offload_bytes = *options.max_fwd_stash_size * largest_record_bytes;
+  if (options.offload_window_bytes) windows.offload_bytes = *options.offload_window_bytes;
   return windows;
 }
 

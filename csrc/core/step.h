@@ -22,13 +22,13 @@
 
 namespace torchoffload {
 
-// What the user set; nullopt where it is to be chosen from what was seen.
+// What the user set, under the names of OffloadActivations; nullopt where it is to be chosen from what was seen.
 struct WindowOptions {
-  std::optional<uint64_t> offload_bytes;
-  std::optional<uint64_t> offload_records;  // that many of the largest record
-  std::optional<uint64_t> reload_bytes;
+  std::optional<uint64_t> offload_window_bytes;
+  std::optional<uint64_t> max_fwd_stash_size;  // the offload window as a count of the tape's largest record
+  std::optional<uint64_t> reload_window_bytes;
 
-  bool sets_offload() const { return offload_bytes || offload_records; }
+  bool sets_offload() const { return offload_window_bytes || max_fwd_stash_size; }
   friend bool operator==(const WindowOptions&, const WindowOptions&) = default;
 };
 

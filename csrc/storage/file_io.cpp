@@ -1,9 +1,7 @@
 #include "storage/file_io.h"
 
 #include <fcntl.h>
-#include <linux/magic.h>
 #include <stdlib.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -115,12 +113,6 @@ FileDescriptor open_unlinked(const std::string& directory) {
 FileDescriptor reopen_direct(const FileDescriptor& file) {
   const std::string path = "/proc/self/fd/" + std::to_string(file.get());
   return FileDescriptor(open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC));
-}
-
-bool is_memory_backed(const std::string& directory) {
-  struct statfs info{};
-  if (statfs(directory.c_str(), &info) != 0) return false;
-  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
 }
 
 }  // namespace torchoffload

@@ -74,7 +74,4 @@ FileDescriptor open_unlinked(const std::string& directory);
 // The same file once more, for I/O past the page cache. Not open where the file system, or a missing /proc, refuses.
 FileDescriptor reopen_direct(const FileDescriptor& file);
 
-// Is `directory` on a file system that rests in memory (tmpfs, ramfs)? False when it cannot be told.
-bool is_memory_backed(const std::string& directory);
-
 }  // namespace torchoffload

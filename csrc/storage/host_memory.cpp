@@ -3,8 +3,6 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 
 #include "storage/parse.h"
 
@@ -13,11 +11,6 @@ namespace {
 
 // From here on a limit is version 1's way to say none: the largest signed number, less a page.
 constexpr uint64_t kNoLimitBytes = uint64_t{1} << 62;
-
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // Calls `visit` with each line; it returns false to stop.
 template <typename Visit>

@@ -8,19 +8,14 @@
 #include <cctype>
 #include <charconv>
 #include <climits>
-#include <fstream>
-#include <iterator>
 #include <vector>
+
+#include "storage/parse.h"
 
 namespace torchoffload {
 namespace {
 
 constexpr int kMaxNode = 1023;
-
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 std::string_view first_line(std::string_view text) { return text.substr(0, text.find('\n')); }
 

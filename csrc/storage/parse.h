@@ -3,11 +3,20 @@
 
 #include <charconv>
 #include <cstdint>
+#include <fstream>
+#include <iterator>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <system_error>
 
 namespace torchoffload {
+
+// The whole text of a file; empty where it cannot be read.
+inline std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
 
 // Without blanks and line ends around it.
 inline std::string_view strip(std::string_view text) {

@@ -1,4 +1,4 @@
-"""The compiled core. Private: the public names are re-exported by ``torchoffload``."""
+"""The compiled core. It is private: the public names are those of ``torchoffload``."""
 
 from collections.abc import Callable
 from types import CodeType
@@ -6,14 +6,14 @@ from typing import Any, final
 
 import torch
 
-# What this core was built for; compared with the torch at run time by torchoffload/__init__.py.
-built_torch_version: str  # torch.__version__ at build time, e.g. "2.13.0+cpu"
-built_with_cuda: bool
-testing_build: bool  # True only in the test build, which adds the submodule `testing`
+built_with_cuda: bool  # whether the torch that this core was built for is a CUDA build
 
 @final
 class Context:
-    """One offloading context: options, and the tapes it has open. Light: a new one each step grows nothing."""
+    """One offloading context: its options, and the tapes that it has open.
+
+    It is light: a program may make a new one each step, and nothing piles up.
+    """
 
     def __init__(
         self,
@@ -21,9 +21,9 @@ class Context:
         tier: str,  # "host" | "disk"
         use_pin_memory: bool,
         use_streams: bool,
-        min_offload_bytes: int,
-        offload_window_bytes: int | None,  # None: chosen from what was seen
-        offload_window_records: int | None,  # max_fwd_stash_size
+        max_fwd_stash_size: int | None,
+        min_offload_size: int,  # in bytes; the tier's default is resolved
+        offload_window_bytes: int | None,  # None: chosen from earlier steps
         reload_window_bytes: int | None,
         learn: bool,
         disk_dir: str | None,  # absolute path for tier="disk", else None
@@ -33,56 +33,76 @@ class Context:
     ) -> None: ...
     def pack(self, tensor: torch.Tensor, /) -> object: ...
     def enter(self) -> None:
-        """RuntimeError: no accelerator with tier="host"; nested in a context of another tier."""
-    def exit(self) -> None:
-        """RuntimeError: left more often than entered on this thread."""
-    def exempt(self, tensor: torch.Tensor, /) -> None:
-        """Never move anything on this tensor's storage under this context (``model``'s parameters and buffers)."""
+        """Enter on this thread.
 
-    # Of offload_modules:
-    def restrict(self, fraction: float, only_inputs: bool, /) -> None: ...
+        RuntimeError: there is no accelerator and tier is "host", or a context of another tier is open on this thread.
+        """
+    def exit(self) -> None:
+        """Leave on this thread. RuntimeError: it was left more often than entered on this thread."""
+    def exempt(self, tensor: torch.Tensor, /) -> None:
+        """Never move anything on this tensor's storage under this context: a parameter or buffer of ``model``."""
+
+    # What offload_modules needs besides:
+    def restrict(self, fraction: float, only_inputs: bool, /) -> None:
+        """Set the two options of ``offload_modules`` that the core carries out."""
     def set_module(self, number: int, /) -> int:
-        """Count what this thread saves from here on for that module; 0 is outside of all. Returns the one before."""
+        """Count everything that this thread saves from here on for the module of this number.
+
+        0 stands for what is saved outside of all chosen modules. Returns the number that was set before.
+        """
     def admit(self, tensor: torch.Tensor, /) -> None:
-        """Under ``only_inputs``, move what this thread saves of this tensor's storage until the exit, or has saved."""
-    def forget_modules(self) -> None: ...
+        """Under ``only_inputs``, move what this thread saves on this tensor's storage.
+
+        This holds until the context is left on this thread, and for what was saved since it was entered.
+        """
+    def forget_modules(self) -> None:
+        """Set the counts of all modules to zero."""
 
 def unpack(handle: object, /) -> torch.Tensor: ...
 def noop_pack(tensor: torch.Tensor, /) -> object:
-    """A handle that keeps the tensor, detached; ``unpack`` gives it back."""
+    """Return a handle that holds the tensor, detached, where it is; ``unpack`` returns the tensor."""
 
 def never_offload(tensor: torch.Tensor, /) -> None: ...
 def note_saving_code(code: CodeType, /) -> None:
-    """Let what a function saves while a frame of this code is the innermost one move with all of its storage."""
+    """Let what is saved while a frame of this code is the innermost one move with all of its storage."""
 
 def stats() -> dict[str, Any]:
-    """Totals since reset_stats() and a list of rows under "tapes"; keys are the fields of ``OffloadStats``."""
+    """Return the totals since reset_stats(), and a list of rows under "tapes"; keys are fields of ``OffloadStats``."""
 
 def module_rows(context: Context, /) -> list[dict[str, Any]]:
-    """The counts of each number that ``set_module`` was given, in their order; keys are fields of ``ModuleStats``."""
+    """Return one row of counts for each number up to the largest that ``set_module`` was given, in order from 0.
+
+    The keys are fields of ``ModuleStats``.
+    """
 
 def reset_stats() -> None: ...
 def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:
-    """Saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.
+    """Return the saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.
 
-    No shape, and 0 bytes, where asking would run Python.
+    The shape is None and the bytes are 0 where asking the tensor for them would run Python code.
     """
 
 def start_profile() -> None:
-    """Begin to note what happens when, on each device that tells time. RuntimeError: in a CUDA graph capture."""
+    """Begin to record copies, waits and memory on each device whose backend can take times.
+
+    RuntimeError: a CUDA graph is being captured.
+    """
 
 def stop_profile() -> list[tuple[str, list[tuple[str, float, float, int, int, int, bool, int, int, int]]]]:
-    """Wait for what was noted, and return it: for each device that tells time its name and its entries.
+    """Wait until the devices have come to the last recorded event, and return the name and the entries of each device.
 
-    An entry: kind, begin_s, end_s, tape, record, nbytes, is_kept, offload_window_bytes, reload_window_bytes,
-    device_bytes; seconds since start_profile(), in the order of the host.
+    An entry has kind, begin_s, end_s, tape, record, nbytes, is_kept, offload_window_bytes, reload_window_bytes and
+    device_bytes. Times are seconds since start_profile(); entries are in the order in which the host enqueued them.
     """
 
 def trim() -> int:
-    """Give idle pinned memory and spill-file ranges back. Returns bytes."""
+    """Give idle pinned memory and idle ranges of spill files back to the system. Returns the bytes given back."""
 
 def host_memory() -> dict[str, int | None]:
-    """Bytes: total, available, limit, limit_used, limit_inactive_file, default_budget."""
+    """Return host memory in bytes: total, available, limit, limit_used, limit_inactive_file, default_budget.
+
+    A value that does not exist or cannot be read is None.
+    """
 
 def accelerator_available() -> bool:
-    """A device with an engine for tier="host" (CUDA, or a simulated device in the test build)."""
+    """Return whether there is a device that tier="host" serves: CUDA, or in the test build a simulated device."""

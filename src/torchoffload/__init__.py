@@ -1,5 +1,9 @@
 """torchoffload: activation offloading for PyTorch.
 
+Autograd saves tensors during forward and needs them again in backward. Inside ``OffloadActivations`` these tensors
+leave the device during forward, for pinned host memory or a file on disk, and are back in time for backward. Gradients
+are equal bit for bit. ``docs/api.md`` describes every public name.
+
 Examples
 --------
 >>> with torchoffload.OffloadActivations():
@@ -7,23 +11,23 @@ Examples
 >>> loss.backward()
 """
 
-from torchoffload._checkpoint import selective_checkpoint_context_fn
-from torchoffload._core import build_info as _build_info
-from torchoffload._host import HostMemory, host_memory
-from torchoffload._module_stats import ModuleStats
-from torchoffload._modules import OffloadedModules, offload_modules
-from torchoffload._offload import (
+from torchoffload._checkpoint.selective import selective_checkpoint_context_fn
+from torchoffload._contexts.offload_activations import (
     NoOpManager,
     OffloadActivations,
     get_act_offloading_ctx_manager,
     never_offload,
     trim,
 )
-from torchoffload._plot import plot_memory
-from torchoffload._profile import Profile, profile
-from torchoffload._report import report
-from torchoffload._stats import OffloadStats, TapeStats, reset_stats, stats
-from torchoffload._timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
+from torchoffload._core import build_info as _build_info
+from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
+from torchoffload._observe.host_memory import HostMemory, host_memory
+from torchoffload._observe.module_stats import ModuleStats
+from torchoffload._observe.plot import plot_memory
+from torchoffload._observe.profile import Profile, profile
+from torchoffload._observe.report import report
+from torchoffload._observe.stats import OffloadStats, TapeStats, reset_stats, stats
+from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
 
 __version__ = _build_info.version
 

@@ -1,8 +1,8 @@
-"""Pick and check the compiled core: the one place that imports it.
+"""Choosing, checking and importing the compiled core. No other module imports it directly.
 
 ``core`` is ``torchoffload._C``, or under ``TORCHOFFLOAD_TESTING=1`` the test build ``torchoffload._C_testing``.
-libtorch's ABI changes with each minor release, so a core that was built for another torch is refused before it is
-loaded: loading it would end in an undefined symbol, or worse, would not.
+The ABI of libtorch changes with each minor release. So a core that was built for another torch is refused before it is
+loaded: loading it would fail with an undefined symbol or, worse, would succeed.
 """
 
 import json
@@ -61,14 +61,19 @@ def _cuda_major(cuda_version: str | None) -> str | None:
 
 
 def check_platform(platform: str, hip_version: str | None) -> None:
-    """Raise ImportError where torchoffload cannot run.
+    """Refuse systems and builds of torch on which torchoffload cannot run.
 
     Parameters
     ----------
     platform : str
-        As ``sys.platform``.
+        The value of ``sys.platform``.
     hip_version : str or None
-        As ``torch.version.hip``.
+        The value of ``torch.version.hip``; None unless torch was built for ROCm.
+
+    Raises
+    ------
+    ImportError
+        The system is not Linux, or torch was built for ROCm.
     """
     if platform != "linux":
         name = {"win32": "Windows", "cygwin": "Windows", "darwin": "macOS"}.get(platform, platform)
@@ -81,7 +86,13 @@ def check_platform(platform: str, hip_version: str | None) -> None:
 
 
 def read_build_info(path: Path) -> BuildInfo:
-    """Read what the core was built for; ImportError when nothing was built."""
+    """Read the file that the build wrote beside the core.
+
+    Raises
+    ------
+    ImportError
+        There is no such file, so the core was never built.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -90,14 +101,21 @@ def read_build_info(path: Path) -> BuildInfo:
 
 
 def check_torch(built: BuildInfo, torch_version: str, cuda_version: str | None) -> None:
-    """Raise ImportError when the running torch is not one that the core was built for.
+    """Refuse a running torch that the core was not built for.
 
     Parameters
     ----------
     built : BuildInfo
         What the core was built for.
-    torch_version, cuda_version : str, str or None
-        ``torch.__version__`` and ``torch.version.cuda`` of the running torch.
+    torch_version : str
+        The running ``torch.__version__``.
+    cuda_version : str or None
+        The running ``torch.version.cuda``; None for a CPU build of torch.
+
+    Raises
+    ------
+    ImportError
+        The minor version of torch or the major version of CUDA differs.
     """
     same_torch = _minor(built.torch_version) == _minor(torch_version)
     if same_torch and _cuda_major(built.cuda_version) == _cuda_major(cuda_version):

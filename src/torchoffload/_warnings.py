@@ -5,15 +5,15 @@ import warnings
 
 __all__ = ["warn_user"]
 
-# Frames of these packages are on the way to a warning, not its cause.
+# Frames of these packages lie between the user's code and the warning; they are not its cause.
 _OWN_PACKAGES = ("torchoffload", "torch")
 
 
 def warn_user(text: str) -> None:
-    """Warn with ``text``, placed at the nearest frame outside torch and torchoffload.
+    """Give a UserWarning with ``text``, placed at the nearest frame outside of torch and torchoffload.
 
-    The compiled core calls this for its warnings, from inside pack and unpack; the line shown is then the one of the
-    model that ran the operator.
+    The compiled core calls this as well, from inside pack and unpack. The line shown is then the line of the model that
+    ran the operator.
     """
     stacklevel = 2
     frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""``python -m torchoffload.info``: versions, devices, link rate, host memory and limits, for bug reports."""
+"""``python -m torchoffload.info`` prints versions, devices, link rate, host memory and limits, for bug reports."""
 
 import argparse
 import ctypes
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import torchoffload
+from torchoffload._contexts.options import default_disk_dir, file_system_of
 from torchoffload._core import build_info, core
-from torchoffload._options import default_disk_dir, file_system_of
-from torchoffload._report import human_bytes
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["collect", "main"]
 
@@ -40,7 +40,7 @@ _VARIABLES = (
 
 
 def _driver_version() -> str | None:
-    """Ask for the newest CUDA version that the driver serves, such as ``"13.0"``."""
+    """Return the newest CUDA version that the driver supports, such as ``"13.0"``; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -63,9 +63,9 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _best_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Measure GB/s (1e9 bytes) of the fastest of a few copies, by the device's own clock."""
+    """Return the rate in GB/s (1e9 bytes) of the fastest of a few copies, measured by the clock of the device."""
     best_ms = float("inf")
-    for _ in range(1 + _LINK_COPIES):  # the first one warms up, and is seldom the best
+    for _ in range(1 + _LINK_COPIES):  # the first copy warms up, and is seldom the fastest
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         target.copy_(source, non_blocking=True)
@@ -82,7 +82,7 @@ def _link_rate() -> dict[str, Any]:
         host = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cuda")
         return {"out_gb_per_s": round(_best_rate(host, device), 1), "in_gb_per_s": round(_best_rate(device, host), 1)}
-    except RuntimeError as error:  # a full or broken device is worth a line of a bug report, not an end to it
+    except RuntimeError as error:  # a full or broken device must not prevent the rest of the bug report
         return {"not_measured": str(error).splitlines()[0]}
 
 
@@ -105,15 +105,15 @@ def collect(disk_dir: str | None = None, *, measure_link: bool = True) -> dict[s
     Parameters
     ----------
     disk_dir : str, optional
-        The directory to look at; default: the one that ``tier="disk"`` uses.
-    measure_link : bool
-        Copy 256 MiB out and in a few times.
+        The directory whose file system is described. Default: the one that ``tier="disk"`` uses by default.
+    measure_link : bool, default True
+        Whether to measure the rate of the link between host and device, by copying 256 MiB each way a few times.
 
     Returns
     -------
     dict
-        Sections ``versions``, ``devices``, ``link``, ``host_memory``, ``disk`` and ``environment``; bytes are integers,
-        rates are GB/s (1e9 bytes).
+        The sections ``versions``, ``devices``, ``link``, ``host_memory``, ``disk`` and ``environment``, and
+        ``host_tier_available``. Sizes are ints in bytes, rates are floats in GB/s (1e9 bytes per second).
     """
     names = sorted({*_VARIABLES, *(name for name in os.environ if name.startswith("TORCHOFFLOAD_"))})
     return {
@@ -174,7 +174,18 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what ``collect`` finds; the command line of ``python -m torchoffload.info``."""
+    """Print what ``collect`` finds. This is the command ``python -m torchoffload.info``.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The arguments of the command line. Default: those of the process.
+
+    Returns
+    -------
+    int
+        The exit status, 0.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torchoffload.info",
         description="Print versions, devices, link rate, host memory and limits. Paste it into a bug report.",

@@ -259,7 +259,6 @@ void bind_stores(py::module_& m) {
              return std::pair(py::bytes(target), failure);
            })
       .def_property_readonly("uses_direct_io", [](WatchedFile& self) { return self.store->uses_direct_io(); });
-  m.def("is_memory_backed", is_memory_backed);
 
   io_calls = IoCalls{faulty_pread, faulty_pwrite, faulty_reserve, faulty_punch_hole, faulty_write_back};
   m.def("inject_io_fault", inject_io_fault, py::arg("call"), py::kw_only(), py::arg("errno") = 0, py::arg("after") = 0,

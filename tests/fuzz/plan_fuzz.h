@@ -155,9 +155,9 @@ class PlanFuzz {
   // The same for the same tape: other options make another shape.
   static WindowOptions options_of(uint64_t length) {
     WindowOptions options;
-    if (length % 3 == 1) options.reload_bytes = 1000 * (length % 7);
-    if (length % 5 == 1) options.offload_bytes = 1000 * (length % 4);
-    if (length % 5 == 2) options.offload_records = 1 + length % 4;
+    if (length % 3 == 1) options.reload_window_bytes = 1000 * (length % 7);
+    if (length % 5 == 1) options.offload_window_bytes = 1000 * (length % 4);
+    if (length % 5 == 2) options.max_fwd_stash_size = 1 + length % 4;
     return options;
   }
 
@@ -204,7 +204,7 @@ class PlanFuzz {
       if (plan.kept[record] == KeptReason::NeededSoon) soon_bytes += shape.nbytes[record];
       if (plan.kept[record] != KeptReason::None) kept_bytes += shape.nbytes[record];
     }
-    const bool is_within = !options.reload_bytes || kept_bytes <= std::max(plan.reload_bytes, soon_bytes);
+    const bool is_within = !options.reload_window_bytes || kept_bytes <= std::max(plan.reload_bytes, soon_bytes);
     expect(is_within, "more is kept than the window that was set");
     const StepTimes times = some_times(shape.nbytes.size());
     const PlannedStep step = simulate(shape, times, plan);

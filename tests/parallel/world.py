@@ -17,7 +17,7 @@ import torchoffload
 from devices import Device
 from gradients import Program, Run, assert_same_gradients
 from llama import Llama, Shape
-from torchoffload._offload import plain_tensors
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
 SHAPE = Shape(hidden=40, intermediate=72, layers=2, heads=4, kv_heads=2, vocabulary=100)
 BATCH, TOKENS = 2, 24

@@ -1,4 +1,4 @@
-"""One line for each trainer; nothing here is imported before it is asked for.
+"""Integrations with the trainers of other libraries, one line each. Nothing in here is imported unless it is asked for.
 
 =====================  ==========================================================
 ``.transformers``      ``OffloadActivationsCallback`` for Hugging Face's ``Trainer`` and what derives from it

@@ -1,4 +1,4 @@
-"""A context around the calls of a model that something out of reach has compiled."""
+"""Entering a context around the calls of a model that a trainer has compiled as a whole."""
 
 import threading
 from typing import Any
@@ -7,18 +7,27 @@ import torch
 from torch import nn
 
 import torchoffload
+from torchoffload._contexts.keywords import ContextKeywords
 
 __all__ = ["CompiledCalls"]
 
 
 class CompiledCalls:
-    """Enters a context at each call of ``model`` that has gradients enabled, from inside of what compiled it.
+    """A context that is entered at each call of ``model`` with gradients enabled.
 
-    A trainer compiles its model and gives callbacks the one inside. Hooks that are not to be traced end the region
-    that was about to begin, and the model's forward becomes one of its own: what that saves, it saves in the context.
+    The trainer calls a compiled wrapper, but gives callbacks the model inside it. So the hooks that enter and leave the
+    context are set on that model and marked as not to be traced. They end the compiled region that was about to begin
+    outside, and the forward of the model becomes a region of its own, whose saved tensors are saved inside the context.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model inside of the compiled wrapper.
+    options : dict
+        Keyword options of ``OffloadActivations``.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, options: ContextKeywords) -> None:
         self._context = torchoffload.OffloadActivations(model=model, **options)
         self._open = threading.local()
 
@@ -43,7 +52,7 @@ class CompiledCalls:
             self._context.__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Take the hooks away, and leave what a call that never came back (Ctrl-C) had entered."""
+        """Remove the hooks, and leave the context for calls that ended without their hook, as after Ctrl-C."""
         for hook in self._hooks:
             hook.remove()
         while self._open_count():

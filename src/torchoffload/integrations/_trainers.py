@@ -1,16 +1,19 @@
-"""What the integrations share: the model inside of its wrappers, totals of a step, warnings of one rank."""
+"""What the integrations share: finding the model inside its wrappers, totals for logs, warnings on one rank only."""
 
 import os
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 import torchoffload
-from torchoffload._options import OffloadOptions, check_module, refuse_renamed
-from torchoffload._stats import OffloadStats, at_reset
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.options import OffloadOptions, check_module, refuse_renamed
+from torchoffload._observe.stats import OffloadStats, at_reset
+from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -26,51 +29,51 @@ __all__ = [
 
 _GIB = 2**30
 
-# By name, so that none of these packages is imported: the wrapper's class, and where it keeps what it wraps.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "DeepSpeedEngine": "module",
-    "PeftModel": "base_model",
-    "PeftMixedModel": "base_model",
-}
-# Options of offload_modules that no context has.
-_OF_MODULES = frozenset({"fraction", "keep_last", "only_inputs"})
+_ALL_OPTIONS = ModuleKeywords.__optional_keys__
+_OF_MODULES = _ALL_OPTIONS - ContextKeywords.__optional_keys__  # options of offload_modules that no context has
 
 
 class Handle(Protocol):
-    """What undoes an installation."""
+    """Something that can undo an installation."""
 
     def remove(self) -> None:
-        """Undo it; the second call does nothing."""
+        """Undo the installation. A second call does nothing."""
 
 
 def missing_package(module: str, package: str, extra: str) -> ImportError:
-    """Make the error for an integration whose package is not installed."""
-    return ImportError(f'torchoffload.integrations.{module} needs {package}: pip install "torchoffload[{extra}]"')
-
-
-def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
-    """Refuse wrong options where they are given, not when training begins.
+    """Return the error for an integration whose package is not installed.
 
     Parameters
     ----------
-    options : dict
-        Of ``OffloadActivations``, and of ``offload_modules`` where that is what carries them out.
-    for_modules : bool
-        Whether it is.
+    module : str
+        The name of the integration.
+    package : str
+        The package that is missing.
+    extra : str
+        The extra of torchoffload that installs it.
+    """
+    return ImportError(f'torchoffload.integrations.{module} needs {package}: pip install "torchoffload[{extra}]"')
+
+
+def check_options(options: Mapping[str, Any], *, for_modules: bool = True) -> None:
+    """Refuse wrong options when they are given, instead of when training begins.
+
+    Parameters
+    ----------
+    options : mapping of str to value
+        Options of ``OffloadActivations`` and, with ``for_modules``, of ``offload_modules``.
+    for_modules : bool, default True
+        Whether the options of ``offload_modules`` are allowed.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        As ``OffloadActivations`` does.
+        An option is wrong, as for ``OffloadActivations``, or unknown.
     """
     refuse_renamed(options)
     of_contexts = {name: value for name, value in options.items() if name not in _OF_MODULES}
-    known = OffloadOptions.__dataclass_fields__.keys()
-    for name in sorted(of_contexts.keys() - known):
-        raise TypeError(f"unknown option {name!r}: the options are {', '.join(sorted(known | _OF_MODULES))}")
+    for name in sorted(options.keys() - _ALL_OPTIONS):
+        raise TypeError(f"unknown option {name!r}: the options are {', '.join(sorted(_ALL_OPTIONS))}")
     if not for_modules and len(of_contexts) < len(options):
         given = ", ".join(sorted(options.keys() & _OF_MODULES))
         raise TypeError(f"{given}: an option of offload_modules, so say which by modules=")
@@ -79,22 +82,23 @@ def check_options(options: dict[str, Any], *, for_modules: bool = True) -> None:
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
     for base in type(model).__mro__:
-        inner = getattr(model, _WRAPPERS[base.__name__], None) if base.__name__ in _WRAPPERS else None
+        attribute = INNER_BY_CLASS.get(base.__name__)
+        inner = getattr(model, attribute, None) if attribute is not None else None
         if isinstance(inner, nn.Module):
             return inner
     return None
 
 
 def innermost_model(model: nn.Module) -> nn.Module:
-    """Take the wrappers of parallelism and PEFT off.
+    """Return the model inside the wrappers of parallelism and PEFT.
 
-    That of ``torch.compile`` stays: there is no place for hooks inside of it. Of PEFT, the tuner stays: some versions
-    call ``forward`` of the model in it, past that model's hooks.
+    A wrapper of ``torch.compile`` is not looked into, because hooks inside of it are traced away. Neither is the tuner
+    of PEFT, because some versions call ``forward`` of the model in it directly, which runs no hooks.
 
     Raises
     ------
     TypeError
-        ``model`` is no module.
+        ``model`` is not a module.
     """
     check_module("model", model)
     while (inner := _wrapped(model)) is not None:
@@ -103,7 +107,7 @@ def innermost_model(model: nn.Module) -> nn.Module:
 
 
 def _names_in(root: nn.Module, modules: Any) -> Any:
-    """Let names be those of the model that the user knows, where ``root`` is PEFT's tuner around it."""
+    """Translate names in the user's model to names in ``root``, which may be a tuner of PEFT around that model."""
     is_tuner = any(base.__name__ == "BaseTuner" for base in type(root).__mro__)
     if not is_tuner:
         return modules
@@ -117,10 +121,20 @@ def _names_in(root: nn.Module, modules: Any) -> Any:
 _installed: "weakref.WeakKeyDictionary[nn.Module, Handle]" = weakref.WeakKeyDictionary()
 
 
-def offload_inner_model(model: nn.Module, modules: Any, options: dict[str, Any]) -> Handle:
-    """``offload_modules`` on the innermost model: on all of it, or on ``modules`` of it.
+def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords) -> Handle:
+    """Call ``offload_modules`` for the innermost model: for all of it, or for ``modules`` in it.
 
-    What an integration had installed there goes first: a run that failed leaves it behind, and two would be an error.
+    What an integration had installed on it before is removed first. A run that failed leaves its installation behind,
+    and a second one would be an error.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, with or without wrappers.
+    modules : optional
+        As for ``offload_modules``; None for the whole model except its output head.
+    options : dict
+        Options of ``offload_modules`` and of ``OffloadActivations``.
     """
     inner = innermost_model(model)
     quiet_other_ranks()
@@ -140,7 +154,7 @@ def _rank() -> int:
 
 
 def quiet_other_ranks() -> None:
-    """Leave the warnings to rank 0: each would come once per rank, and what a rank kept is in its ``report()``."""
+    """Silence the warnings of torchoffload on all ranks but 0; otherwise every rank would repeat them."""
     if _rank() != 0:
         warnings.filterwarnings("ignore", message="torchoffload", category=UserWarning)
 
@@ -149,7 +163,7 @@ _warned: set[str] = set()
 
 
 def warn_on_rank_0(text: str) -> None:
-    """Warn with ``text``, once in the job."""
+    """Give a warning with ``text``, on rank 0 only, and once in the process."""
     if _rank() == 0 and text not in _warned:
         _warned.add(text)
         warn_user(f"torchoffload: {text}")
@@ -167,22 +181,22 @@ at_reset(_count_reset)
 
 
 class StepTotals:
-    """What this process moved and kept in each step, as numbers for a trainer's log.
+    """What this process moved and kept per step, as numbers for a trainer's log.
 
-    Everything that torchoffload did in the process counts, whoever entered the context.
+    Everything that torchoffload does in the process counts, whoever entered the context.
     """
 
     def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        """Count from here on."""
+        """Begin to count."""
         self._step_count = 0
         self._resets_before = _reset_count
         self._before = self._counted(torchoffload.stats())
 
     def end_step(self) -> None:
-        """One more step has ended."""
+        """Note that a step has ended."""
         self._step_count += 1
 
     @staticmethod
@@ -196,7 +210,14 @@ class StepTotals:
         }
 
     def take(self) -> dict[str, float]:
-        """Return the means of the steps that ended since the last call; empty where none has."""
+        """Return the means over the steps that ended since the last call; empty if there were none.
+
+        Returns
+        -------
+        dict of str to float
+            ``offload/gib_offloaded``, ``offload/gib_reloaded`` and ``offload/gib_kept`` in GiB per step,
+            ``offload/window_waits`` per step, and ``offload/pinned_gib``, the GiB of pinned memory that are held now.
+        """
         if self._step_count == 0:
             return {}
         steps, before, was_reset = self._step_count, self._before, self._resets_before != _reset_count

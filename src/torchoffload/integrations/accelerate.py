@@ -1,4 +1,4 @@
-"""Accelerate: offload what a model that went through ``accelerator.prepare`` saves.
+"""Accelerate: offloading what a model saves that went through ``accelerator.prepare``.
 
 Examples
 --------
@@ -6,12 +6,13 @@ Examples
 >>> offloading = offload_prepared(accelerator, model)
 """
 
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import nn
 
-from torchoffload._accelerator import require_accelerator
-from torchoffload._options import check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.keywords import ModuleKeywords
+from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -29,7 +30,7 @@ __all__ = ["PreparedOffloading", "offload_prepared"]
 
 
 class PreparedOffloading:
-    """Offloading on a prepared model, until ``remove()`` or the end of a ``with``."""
+    """The handle that ``offload_prepared`` returns. It offloads until ``remove()``, or the end of a ``with`` block."""
 
     def __init__(self, accelerator: Accelerator, handle: Handle | None) -> None:
         self._accelerator = accelerator
@@ -37,22 +38,22 @@ class PreparedOffloading:
         self._totals = StepTotals()
 
     def log(self, step: int | None = None) -> dict[str, float]:
-        """Send what was moved and kept since the last call to the accelerator's trackers.
+        """Send what this rank moved and kept since the last call to the trackers of the accelerator.
 
-        Call it after each optimizer step, or after several: with ``accelerator.accumulate``, where
+        Call it after each optimizer step, or after several. With ``accelerator.accumulate``, call it when
         ``accelerator.sync_gradients`` is true.
 
         Parameters
         ----------
         step : int, optional
-            The step that the trackers file it under.
+            The number of the step, for the trackers.
 
         Returns
         -------
         dict of str to float
-            This rank's ``offload/gib_offloaded``, ``offload/gib_reloaded``, ``offload/gib_kept`` (activations that
-            were saved and not moved) and ``offload/window_waits`` since the last call; and ``offload/pinned_gib``, what
-            is held now.
+            ``offload/gib_offloaded``, ``offload/gib_reloaded`` and ``offload/gib_kept`` (activations that were saved
+            and not moved) in GiB, and ``offload/window_waits``, all since the last call; and ``offload/pinned_gib``,
+            the GiB of pinned memory that are held now.
         """
         self._totals.end_step()
         totals = self._totals.take()
@@ -60,7 +61,7 @@ class PreparedOffloading:
         return totals
 
     def remove(self) -> None:
-        """Take the hooks off the model; the second call does nothing."""
+        """Remove the hooks from the model. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -73,39 +74,44 @@ class PreparedOffloading:
 
 
 def offload_prepared(
-    accelerator: Accelerator, model: nn.Module, modules: Any = None, *, enabled: bool = True, **options: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    modules: Any = None,
+    *,
+    enabled: bool = True,
+    **options: Unpack[ModuleKeywords],
 ) -> PreparedOffloading:
-    """Offload what forwards of ``model`` save, inside of whatever ``accelerator.prepare`` wrapped around it.
+    """Offload what the forwards of ``model`` save, inside whatever ``accelerator.prepare`` wrapped around it.
 
-    For a model that ``dispatch_model`` or a ``device_map`` spread over devices as well, prepared or not.
+    It also works for a model that ``dispatch_model`` or a ``device_map`` spread over several devices, prepared or not.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
-        The one that prepared the model.
+        The accelerator that prepared the model.
     model : torch.nn.Module
-        What ``accelerator.prepare`` returned for the model.
+        The model, as ``accelerator.prepare`` returned it.
     modules : optional
-        Offload inside these only: names, globs, types or a predicate, as ``offload_modules`` takes them. Names are
-        those of the model inside of its wrappers. Default: the whole model, but for its output head.
-    enabled : bool
-        False: nothing is installed. Ranks may differ.
+        Offload inside these modules only: names, globs, types or a predicate, as for ``offload_modules``. Names are
+        those of the model inside its wrappers. Default: the whole model except its output head.
+    enabled : bool, default True
+        With False nothing is installed. Ranks may differ.
     **options
-        Those of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
+        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
 
     Returns
     -------
     PreparedOffloading
-        Undoes it with ``remove()``, logs with ``log()``.
+        A handle: ``remove()`` undoes the installation, ``log()`` sends the totals to the trackers.
 
     Raises
     ------
     TypeError
-        ``accelerator`` is no Accelerator, or ``model`` no module.
-    TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        A wrong option.
+        ``accelerator`` is not an Accelerator, ``model`` is not a module, or an option has a wrong type or is unknown.
+    ValueError, FileNotFoundError, NotADirectoryError, PermissionError
+        An option is wrong.
     RuntimeError
-        ``tier="host"`` without an accelerator.
+        ``tier="host"`` on a machine without an accelerator.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, of the package ``lightning`` and of ``pytorch_lightning``.
+"""Lightning's Trainer, of the package ``lightning`` or of ``pytorch_lightning``.
 
 Examples
 --------
@@ -9,13 +9,14 @@ Examples
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, cast
 
 from torch import nn
 
 import torchoffload
-from torchoffload._accelerator import require_accelerator
-from torchoffload._options import check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.options import check_bool
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -25,7 +26,8 @@ from torchoffload.integrations._trainers import (
     quiet_other_ranks,
 )
 
-# Both packages have a Callback, and either Trainer takes either: importing the one that the program has costs nothing.
+# Both packages have a class Callback, and the Trainer of either takes both. So the one that the program has imported is
+# used, since importing it costs nothing.
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
         from pytorch_lightning import Callback
@@ -41,10 +43,10 @@ __all__ = ["OffloadActivationsCallback"]
 
 
 class _StepHandle:
-    """A context around each ``training_step`` that a strategy runs: that is all of forward, and no backward.
+    """A context around each ``training_step`` that a strategy runs, which is all of forward and no backward.
 
-    On the strategy and not on the LightningModule: Lightning calls its ``training_step``, past the hooks of modules,
-    and a function set on the module would go along into each copy of it.
+    The function is replaced on the strategy and not on the LightningModule. Lightning calls ``training_step`` directly,
+    so hooks on the module do not run, and a function that is set on the module would be copied along with it.
     """
 
     def __init__(self, strategy: Any, context: Any) -> None:
@@ -60,41 +62,43 @@ class _StepHandle:
         strategy.training_step = training_step
 
     def remove(self) -> None:
+        """Give the strategy its own function back, unless something else replaced it meanwhile."""
         if vars(self._strategy).get("training_step") is self._training_step:
             del self._strategy.training_step
 
 
 class OffloadActivationsCallback(Callback):
-    """Offload what training steps save; gradients are the same bit for bit.
+    """Offload what training steps save. Gradients are equal bit for bit.
 
-    Installs when training begins, and is gone when it ends or fails. Validation, test and predict run as without it.
+    It installs itself when training begins, and removes itself when training ends or fails. Validation, test and
+    predict run as without it.
 
     Parameters
     ----------
     modules : optional
-        Offload inside these of the LightningModule only: names, globs, types or a predicate, as ``offload_modules``
-        takes them. Default: all of ``training_step``, but for the model's output head.
-    enabled : bool
+        Offload inside these modules of the LightningModule only: names, globs, types or a predicate, as for
+        ``offload_modules``. Default: all of ``training_step``, except the model's output head.
+    enabled : bool, default True
         The switch, read when training begins. Ranks may differ. ``TORCHOFFLOAD_DISABLE=1`` turns it off as well.
     **options
-        Those of ``OffloadActivations``, such as ``tier="disk"``; with ``modules`` those of ``offload_modules`` too.
+        Options of ``OffloadActivations``, such as ``tier="disk"``. With ``modules``, also those of ``offload_modules``.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        A wrong option, named at once; a trainer that is not Lightning's, when training begins.
+        An option is wrong. When training begins, TypeError if the trainer is not Lightning's.
     RuntimeError
-        ``tier="host"`` without an accelerator, when training begins.
+        When training begins, if ``tier="host"`` on a machine without an accelerator.
 
     Notes
     -----
-    Logged after each batch through ``pl_module.log_dict``, as this rank has them: ``offload/gib_offloaded``,
-    ``offload/gib_reloaded``, ``offload/gib_kept`` (activations that were saved and not moved),
-    ``offload/window_waits``, and ``offload/pinned_gib``, what is held now. Under manual optimization backward runs
-    inside of ``training_step``, and of the context: that is right as well.
+    After each batch, ``pl_module.log_dict`` gets the values of this rank: ``offload/gib_offloaded``,
+    ``offload/gib_reloaded`` and ``offload/gib_kept`` (activations that were saved and not moved) in GiB,
+    ``offload/window_waits``, and ``offload/pinned_gib``, the GiB of pinned memory that are held. Under manual
+    optimization backward runs inside ``training_step``, and so inside the context, which is allowed.
     """
 
-    def __init__(self, modules: Any = None, enabled: bool = True, **options: Any) -> None:
+    def __init__(self, modules: Any = None, enabled: bool = True, **options: Unpack[ModuleKeywords]) -> None:
         super().__init__()
         check_bool("enabled", enabled)
         check_options(options, for_modules=modules is not None)
@@ -105,13 +109,13 @@ class OffloadActivationsCallback(Callback):
         self._totals = StepTotals()
 
     def remove(self) -> None:
-        """Undo the installation; the second call does nothing."""
+        """Undo the installation. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Install; what an earlier run left is removed first."""
+        """Install offloading. What an earlier run left behind is removed first."""
         self.remove()
         if not self.enabled:
             return
@@ -126,14 +130,13 @@ class OffloadActivationsCallback(Callback):
         if self.modules is not None:
             self._handle = offload_inner_model(pl_module, self.modules, self.options)
         else:
-            context = torchoffload.get_act_offloading_ctx_manager(
-                pl_module, True, warn_if_no_head=False, **self.options
-            )
+            options = cast("ContextKeywords", self.options)  # check_options() refused those of offload_modules
+            context = torchoffload.get_act_offloading_ctx_manager(pl_module, True, warn_if_no_head=False, **options)
             self._handle = _StepHandle(strategy, context)
         self._totals.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what the batch moved and kept."""
+        """Log what was moved and kept in this batch."""
         if self._handle is not None:
             self._totals.end_step()
             pl_module.log_dict(self._totals.take(), on_step=True, on_epoch=False)
@@ -143,9 +146,9 @@ class OffloadActivationsCallback(Callback):
         self.remove()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Undo the installation: training is over."""
+        """Undo the installation, since training is over."""
         self.remove()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Undo the installation, whatever way ``fit`` was left."""
+        """Undo the installation, in whatever way ``fit`` was left."""
         self.remove()

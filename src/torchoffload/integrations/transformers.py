@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and the trainers that derive from it.
+"""Hugging Face's Trainer and the trainers that are derived from it.
 
 Examples
 --------
@@ -6,14 +6,16 @@ Examples
 >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadActivationsCallback()])
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 import torchoffload
-from torchoffload._accelerator import require_accelerator
-from torchoffload._offload import is_disabled
-from torchoffload._options import OffloadOptions, check_bool
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.options import check_bool
+from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
 from torchoffload.integrations._trainers import (
     Handle,
@@ -35,29 +37,36 @@ __all__ = ["LogOffloadingCallback", "OffloadActivationsCallback"]
 
 
 class LogOffloadingCallback(TrainerCallback):
-    """Add what torchoffload moved and kept to the trainer's log, and nothing else.
+    """Add what torchoffload moved and kept to the trainer's log, and do nothing else.
 
-    For a trainer that enters a context of torchoffload by itself, as TRL's do after
-    ``torchoffload.integrations.trl.install()``. With each training loss, this rank's means over the optimizer steps
-    since the last: ``offload/gib_offloaded``, ``offload/gib_reloaded``, ``offload/gib_kept`` (activations that were
-    saved and not moved), ``offload/window_waits``; and ``offload/pinned_gib``, held now.
+    It is for a trainer that enters a context of torchoffload by itself, as the trainers of TRL do after
+    ``torchoffload.integrations.trl.install()``. Each log of a training loss gets the means of this rank over the
+    optimizer steps since the last one: ``offload/gib_offloaded``, ``offload/gib_reloaded`` and ``offload/gib_kept``
+    (activations that were saved and not moved) in GiB, and ``offload/window_waits``; and ``offload/pinned_gib``, the
+    GiB of pinned memory that are held.
 
     Notes
     -----
-    They are in ``trainer.state.log_history``, and in what later callbacks see, such as the progress bar. Reporters of
-    ``report_to`` stand before every callback that is given to a trainer: ``attach(trainer)`` puts this one first.
+    The values are in ``trainer.state.log_history``, and are seen by callbacks that come later, such as the progress
+    bar. The reporters of ``report_to`` come before all callbacks that are given to a trainer, so they do not see the
+    values unless ``attach(trainer)`` puts this callback first.
     """
 
     def __init__(self) -> None:
         self._totals = StepTotals()
 
     def attach(self, trainer: Trainer) -> None:
-        """Become the first of ``trainer``'s callbacks, instead of being given to it in ``callbacks=[...]``.
+        """Become the first callback of ``trainer``, instead of being given to it in ``callbacks=[...]``.
+
+        Parameters
+        ----------
+        trainer : transformers.Trainer
+            The trainer, before ``train()`` is called.
 
         Raises
         ------
         TypeError
-            ``trainer`` is no ``transformers.Trainer``.
+            ``trainer`` is not a ``transformers.Trainer``.
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -72,7 +81,7 @@ class LogOffloadingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count from here on."""
+        """Begin to count."""
         self._totals.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -87,7 +96,7 @@ class LogOffloadingCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Put the totals beside a training loss; evaluation and the summary at the end go by."""
+        """Add the means to the log of a training loss; logs of evaluation and the summary at the end are left alone."""
         if logs is None or "loss" not in logs:
             return
         totals = self._totals.take()
@@ -97,37 +106,40 @@ class LogOffloadingCallback(TrainerCallback):
 
 
 class OffloadActivationsCallback(LogOffloadingCallback):
-    """Offload what training forwards of the trainer's model save; gradients are the same bit for bit.
+    """Offload what the forwards of the trainer's model save in training. Gradients are equal bit for bit.
 
-    Installs on the model inside of DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT when training begins, and is gone
-    when it ends. Evaluation and ``generate()`` run as without it, since they save nothing.
+    When training begins, it installs itself on the model inside DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT, and
+    when training ends it removes itself. Evaluation and ``generate()`` run as without it, since they save nothing.
 
     Parameters
     ----------
     modules : optional
-        Offload inside these only: names, globs, types or a predicate, as ``offload_modules`` takes them. Names are
-        those of the model inside of its wrappers. Default: the whole model, but for its output head.
-    enabled : bool or str
-        The switch, read when training begins. A str names an attribute of the trainer's ``args``, so that a field of
-        one's own ``TrainingArguments`` turns it on from a command line or a YAML file. Ranks may differ.
+        Offload inside these modules only: names, globs, types or a predicate, as for ``offload_modules``. Names are
+        those of the model inside its wrappers. Default: the whole model except its output head.
+    enabled : bool or str, default True
+        The switch, read when training begins. A str is the name of an attribute of the trainer's ``args``. So a field
+        of your own ``TrainingArguments`` can turn offloading on from a command line or a YAML file. Ranks may differ.
         ``TORCHOFFLOAD_DISABLE=1`` in the environment turns it off as well.
     **options
-        Those of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
+        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        A wrong option, named at once; a trainer that gives no model, when training begins.
+        An option is wrong. When training begins, TypeError if the trainer gives callbacks no model, and ValueError if
+        options of ``offload_modules`` are given and the whole model is compiled.
+    AttributeError
+        When training begins, if ``enabled`` names no attribute of the trainer's ``args``.
     RuntimeError
-        ``tier="host"`` without an accelerator, when training begins.
+        When training begins, if ``tier="host"`` on a machine without an accelerator.
 
     Notes
     -----
-    The totals of each step are logged, see ``LogOffloadingCallback``. A training run that ends in an exception leaves
-    the hooks in place until the next ``train()`` or ``remove()``.
+    The means of each step are logged, as ``LogOffloadingCallback`` describes. A training run that ends in an exception
+    leaves the hooks on the model until the next ``train()`` or ``remove()``.
     """
 
-    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Any) -> None:
+    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Unpack[ModuleKeywords]) -> None:
         super().__init__()
         if not isinstance(enabled, str):
             check_bool("enabled", enabled)
@@ -139,7 +151,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         self._saved_before: int | None = None
 
     def remove(self) -> None:
-        """Take the hooks off the model; the second call does nothing."""
+        """Remove the hooks from the model. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -164,7 +176,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Install on ``model``; what an earlier run left is removed first."""
+        """Install offloading on ``model``. What an earlier run left behind is removed first."""
         super().on_train_begin(args, state, control, **kwargs)
         self.remove()
         if not self._is_on(args) or is_disabled():
@@ -178,8 +190,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
             warn_on_rank_0(
                 "both args.activation_offloading and OffloadActivationsCallback are on: set the first to False."
             )
-        will_be = getattr(args, "torch_compile", False) and not hasattr(model, "_orig_mod")
-        is_compiled = will_be or innermost_model(model)._compiled_call_impl is not None  # that of module.compile()
+        will_be = getattr(args, "torch_compile", False) and not hasattr(model, COMPILED)
+        is_compiled = will_be or innermost_model(model)._compiled_call_impl is not None  # set by module.compile()
         install = self._around_compiled_calls if is_compiled else self._around_calls
         self._handle = install(model)
         self._saved_before = torchoffload.stats().handles
@@ -192,7 +204,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         return offload_inner_model(model, self.modules, self.options)
 
     def _around_compiled_calls(self, model: nn.Module) -> Handle:
-        if self.modules is not None or not self.options.keys() <= OffloadOptions.__dataclass_fields__.keys():
+        if self.modules is not None or not self.options.keys() <= ContextKeywords.__optional_keys__:
             raise ValueError(
                 "torch_compile=True or model.compile() makes one region of the model, in which modules cannot be told "
                 "apart: leave modules, fraction, keep_last and only_inputs out of OffloadActivationsCallback, or do "
@@ -203,7 +215,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         return CompiledCalls(innermost_model(model), self.options)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count an optimizer step; after the first, say so if nothing of it came by."""
+        """Count an optimizer step. After the first one, warn if it saved nothing that could be offloaded."""
         super().on_step_end(args, state, control, **kwargs)
         before, self._saved_before = self._saved_before, None
         if before is not None and torchoffload.stats().handles == before:
@@ -215,5 +227,5 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self.remove()

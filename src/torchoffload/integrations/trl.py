@@ -1,6 +1,6 @@
-"""TRL: ``activation_offloading=True`` of its trainers, carried out by torchoffload.
+"""TRL: letting torchoffload carry out ``activation_offloading=True`` of TRL's trainers.
 
-The function that is put in place has TRL's own order and names of arguments; it needs no TRL.
+The function that takes the place of TRL's own has the same names and the same order of arguments. It works without TRL.
 
 Examples
 --------
@@ -13,13 +13,14 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from torch import nn
 
 import torchoffload
 from torchoffload import OffloadActivations
-from torchoffload._options import OffloadOptions, check_bool, refuse_renamed
+from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
+from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
 __all__ = ["Installation", "get_act_offloading_ctx_manager", "install"]
@@ -35,26 +36,37 @@ def get_act_offloading_ctx_manager(
     min_offload_size: int | None = 1024,
     max_fwd_stash_size: int | None = 5,
     warn_if_no_head: bool = True,
-    **options: Any,
+    **options: Unpack[OwnKeywords],
 ) -> OffloadActivations:
-    """``torchoffload.get_act_offloading_ctx_manager`` with the signature of ``trl.models.activation_offloading``.
+    """Make a context as ``torchoffload.get_act_offloading_ctx_manager`` does, with TRL's signature.
 
-    The defaults are TRL's, taken at their word: copies from 1 KiB on, and an offload window of 5 of the largest record.
-    None for either chooses torchoffload's default, which is usually faster.
+    The defaults are those of TRL: tensors move from 1 KiB on, and the offload window is 5 times the largest record.
+    With None for either, torchoffload chooses, which is usually faster.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model; its output head is exempt.
-    use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, warn_if_no_head
-        As in TRL and ``OffloadActivations``.
+        The model. What its output head saves stays on the device.
+    use_pin_memory, use_streams : bool, default True
+        As for ``OffloadActivations``.
+    min_offload_size : int or None, default 1024
+        As for ``OffloadActivations``, in bytes.
+    max_fwd_stash_size : int or None, default 5
+        As for ``OffloadActivations``, in records.
+    warn_if_no_head : bool, default True
+        Give a UserWarning if no output head is found.
     **options
         The other keyword options of ``OffloadActivations``, such as ``tier="disk"``.
 
+    Returns
+    -------
+    OffloadActivations
+        The context to enter around the forward of ``model``.
+
     Raises
     ------
-    TypeError, ValueError
-        A wrong argument.
+    TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
+        An argument is wrong.
     """
     check_bool("warn_if_no_head", warn_if_no_head)
     manager = torchoffload.get_act_offloading_ctx_manager(
@@ -71,13 +83,21 @@ def get_act_offloading_ctx_manager(
 
 
 _lock = threading.Lock()
-_stock: Callable[..., Any] | None = None  # TRL's own, while ours is in place
+_stock: Callable[..., Any] | None = None  # TRL's own function, while ours is in its place
 
 
 def _put_in_place(function: Callable[..., Any], instead_of: Callable[[object], bool]) -> int:
-    """Set ``function`` in each module of TRL that has one to replace: each trainer's module has a name of its own.
+    """Set ``function`` in each module of TRL that has a function to replace, and return how many modules those are.
 
-    What TRL imports later takes it from its home.
+    Each module of a trainer has imported the function under its own name. Modules that are imported later take it from
+    the module that defines it, where it was replaced too.
+
+    Parameters
+    ----------
+    function : callable
+        The function to set.
+    instead_of : callable
+        Takes what a module has under the name, and returns whether it is to be replaced.
     """
     modules = [module for name, module in sys.modules.items() if name == "trl" or name.startswith("trl.")]
     having = [module for module in modules if instead_of(vars(module).get(_NAME))]
@@ -87,13 +107,13 @@ def _put_in_place(function: Callable[..., Any], instead_of: Callable[[object], b
 
 
 class Installation:
-    """torchoffload in the place of TRL's own function, until ``remove()`` or the end of a ``with``."""
+    """The handle that ``install`` returns. It lasts until ``remove()``, or the end of a ``with`` block."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def remove(self) -> None:
-        """Give TRL its own function back; does nothing after another ``install()``, and the second time.
+        """Give TRL its own function back. A second call, or a call after another ``install()``, does nothing.
 
         Trainers that were made meanwhile keep the context that they have.
         """
@@ -109,28 +129,28 @@ class Installation:
         self.remove()
 
 
-def install(**options: Any) -> Installation:
-    """Have the trainers of TRL that are made from now on offload with torchoffload.
+def install(**options: Unpack[ContextKeywords]) -> Installation:
+    """Let the trainers of TRL that are made from now on offload with torchoffload.
 
-    Their ``activation_offloading=True`` remains the switch. Installing again takes the new options.
+    ``activation_offloading=True`` of their configuration remains the switch. Installing again replaces the options.
 
     Parameters
     ----------
     **options
-        The keyword options of ``OffloadActivations``, but for ``model``. Windows and sizes are chosen by torchoffload
-        where they are not given.
+        The keyword options of ``OffloadActivations``, except ``model``. Sizes and windows that are not given are chosen
+        by torchoffload, and do not have the defaults of TRL.
 
     Returns
     -------
     Installation
-        Undoes it with ``remove()``; or use it in a ``with``.
+        A handle. Its ``remove()`` undoes the installation, and so does the end of a ``with`` block on it.
 
     Raises
     ------
     ImportError
-        TRL is not installed, or is a version without activation offloading.
+        TRL is not installed, or its version has no activation offloading.
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        A wrong option.
+        An option is wrong.
     """
     global _stock
     refuse_renamed(options)

@@ -1,4 +1,4 @@
-"""report(): the statistics on one screen, what to change when nothing moved, and on demand what is still alive."""
+"""report(): the statistics as text, with advice when nothing moved and, on demand, with what is still alive."""
 
 import gc
 from collections import Counter
@@ -7,61 +7,18 @@ from collections.abc import Iterable
 import torch
 
 from torchoffload._core import core
-from torchoffload._module_stats import idle_advice, module_lines
-from torchoffload._profile import latest_timing
-from torchoffload._stats import OffloadStats, TapeStats, stats
-from torchoffload._timing import Timing, Transfers
-from torchoffload._units import human_bytes
+from torchoffload._observe.module_stats import idle_advice, module_lines
+from torchoffload._observe.profile import latest_timing
+from torchoffload._observe.reasons import REASONS
+from torchoffload._observe.stats import OffloadStats, TapeStats, stats
+from torchoffload._observe.timing import Timing, Transfers
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["human_bytes", "report"]
 
 _TAPES_SHOWN = 6
 _HOLDERS_SHOWN = 5
 
-_REASONS = {
-    "parameter": "parameters, views on them, and buffers of the context's model",
-    "small": "smaller than min_offload_size",
-    "device": "on a device that this tier does not serve",
-    "layout": "without plain storage (sparse and other layouts)",
-    "marked": "marked by never_offload()",
-    "in_backward": "saved while backward ran",
-    "tier_full": "budget_bytes, or host memory or the disk, was used up",
-    "resized": "storage resized before or under its copy (FSDP2, compiled graphs)",
-    "write_failed": "the write to disk_dir failed",
-    "capturing": "a CUDA graph was being captured",
-    "borrowed": "in memory of others (CUDA graphs of torch.compile, DLPack, other processes)",
-    "external_stream": "saved last on an ExternalStream before the program went on elsewhere",
-    "pending": "asked for before the copy was enqueued: backward began right after",
-    "lives_on": "held by the program through backward: moving them frees nothing",
-    "needed_soon": "asked for again before they could be out and back",
-    "tape_end": "the last of the tape: backward begins with them",
-    "small_copy": "too small to be copied at the link's rate",
-    "beyond_fraction": "saved after the fraction of the bytes that offload_modules was to move",
-    "not_an_input": "not the input of a chosen module (only_inputs)",
-}
-
-# What to change when a reason kept everything.
-_ADVICE = {
-    "parameter": "Only parameters and buffers were saved. Enter the context around forward, with gradients enabled.",
-    "small": "Set min_offload_size lower, or use larger batches.",
-    "device": 'The host tier serves CUDA tensors, tier="disk" CPU tensors: move the model, or change tier.',
-    "layout": "Tensors of these layouts have no plain storage to move; there is nothing to change.",
-    "marked": "Take the never_offload() calls on these tensors out.",
-    "in_backward": "Forward ran outside the context: enter it around forward as well.",
-    "tier_full": 'Raise budget_bytes, see host_memory(); or under tier="disk" free space in disk_dir.',
-    "resized": "Something resizes these storages before they can be copied: enter the context inside it.",
-    "write_failed": "See the warning for the reason, and set disk_dir to a directory with free space.",
-    "capturing": "Work that is captured into a CUDA graph is not offloaded; there is nothing to change.",
-    "borrowed": 'Memory of others stays: compile without mode="reduce-overhead", or clone what another library gave.',
-    "external_stream": "Leave the context before its ExternalStream is left, or compute on a stream of PyTorch's.",
-    "pending": "Leave the context before backward, so that the last copies are enqueued.",
-    "lives_on": "Whoever holds these tensors would have to let go of them before backward.",
-    "needed_soon": "Compute is done before the copies would be: larger batches or layers would change that.",
-    "tape_end": "All that was saved fits the reload window: a smaller reload_window_bytes has it moved.",
-    "small_copy": "Larger batches make larger copies; learn=False has them moved all the same.",
-    "beyond_fraction": "Give offload_modules a larger fraction.",
-    "not_an_input": "Choose the modules that are checkpointed, or leave only_inputs out.",
-}
 _NOTHING_SAVED = (
     "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
     "TORCHOFFLOAD_DISABLE not set."
@@ -86,12 +43,12 @@ def _kept_lines(seen: OffloadStats) -> list[str]:
     for reason in by_bytes:
         records, nbytes = seen.records_kept[reason], seen.bytes_kept.get(reason, 0)
         if records:
-            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {_REASONS.get(reason, reason)}")
+            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {REASONS[reason].meaning}")
     return lines
 
 
 def _loss_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
-    """Tell what the latest tape that closed had given up by then: those that are open have given up nothing yet."""
+    """Return the line on the memory that the latest closed tape gave up; an open tape has given up nothing yet."""
     if not tapes:
         return []
     away = next((tape.bytes_away for tape in reversed(tapes) if tape.bytes_away), 0)
@@ -110,7 +67,7 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
         kept_bytes = sum(tape.bytes_kept.values())
         sizes = (tape.bytes_offloaded, tape.bytes_reloaded, tape.bytes_deduplicated, kept_bytes, tape.bytes_away)
         cells = [*(human_bytes(size) for size in sizes), str(tape.window_waits)]
-        is_alive = len(shown) - number < seen.live_tapes  # those that are stand last
+        is_alive = len(shown) - number < seen.live_tapes  # tapes that are alive are the last ones
         lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells) + ("  alive" if is_alive else ""))
     return lines
 
@@ -135,7 +92,7 @@ def _timing_lines(tape_count: int, timing: Timing) -> list[str]:
 
 
 def _device_lines() -> list[str]:
-    """What torch's allocator says of each CUDA device that was used."""
+    """Return one line for each CUDA device that was used, with what torch's allocator says of it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     peaks = [(index, torch.cuda.max_memory_allocated(index)) for index in range(torch.cuda.device_count())]
@@ -149,17 +106,20 @@ def _advice(seen: OffloadStats) -> list[str]:
     if not kept:
         return ["", f"NOTHING MOVED. {idle_advice() or _NOTHING_SAVED}"]
     main = max((reason for reason in kept if reason != "parameter"), key=lambda r: kept[r], default="parameter")
-    advice = _ADVICE.get(main, "")
-    return ["", f"NOTHING MOVED, mostly because of {main!r}: {_REASONS.get(main, main)}. {advice}".rstrip()]
+    return ["", f"NOTHING MOVED, mostly because of {main!r}: {REASONS[main].meaning}. {REASONS[main].advice}"]
 
 
 def _moving_bytes(tape: TapeStats) -> int:
-    """Bytes that could have moved, whether they did or not."""
+    """Return the bytes that could have moved, whether they did or not: all but parameters."""
     return tape.bytes_offloaded + sum(nbytes for reason, nbytes in tape.bytes_kept.items() if reason != "parameter")
 
 
 def _saved_at_once_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
-    """Advise on a model that was compiled as a whole: one operator saves most, and backward asks for it at once."""
+    """Return advice for a model that was compiled as a whole.
+
+    Such a model is one operator, which saves most of the tape at once as its forward ends, and backward asks for it
+    next.
+    """
     closed = [tape for tape in tapes if _moving_bytes(tape)]
     if not closed:
         return []
@@ -177,16 +137,20 @@ def _saved_at_once_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
 
 
 def _holders() -> Counter[str]:
-    """Count the tensors with a history that Python holds, alike ones together: each keeps its whole graph."""
+    """Count the tensors with an autograd history that Python objects hold, by dtype, shape and operator.
+
+    Each of them keeps its whole graph alive.
+    """
     found: Counter[str] = Counter()
     for each in gc.get_objects():
-        if not issubclass(type(each), torch.Tensor):  # not isinstance: that asks the object, and lazy ones wake up
+        # Not isinstance: that reads an attribute of the object, which makes lazily imported objects import themselves.
+        if not issubclass(type(each), torch.Tensor):
             continue
         try:
             origin = each.grad_fn
             if origin is not None:
                 found[f"{_kind(each.dtype, tuple(each.shape))} of {origin.name()}"] += 1
-        except RuntimeError:  # a view that may not be asked any more
+        except RuntimeError:  # autograd refuses to tell the history of some views whose base was changed in place
             continue
     return found
 
@@ -203,7 +167,7 @@ def _holder_lines() -> list[str]:
 
 
 def _live_save_lines() -> list[str]:
-    """Tell the saved tensors that are alive, alike ones together, the kinds with the oldest first."""
+    """Return lines on the saved tensors that are alive, by dtype and shape; the kind with the oldest comes first."""
     ages_s: dict[str, list[float]] = {}
     for dtype, shape, nbytes, age_s in core.live_saves():
         if shape is None:
@@ -223,7 +187,7 @@ def _live_save_lines() -> list[str]:
 
 
 def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
-    """``seen`` as the text that ``report()`` returns, with lines of other sources."""
+    """Format ``seen`` as ``report()`` does, with the lines ``more`` from other sources."""
     lines = [
         "torchoffload, since the last reset_stats():",
         _moved("offloaded", seen.bytes_offloaded, seen.records_offloaded),
@@ -253,22 +217,23 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
 
 
 def report(*, holders: bool = False) -> str:
-    """One screen of text on what moved, what was kept and why, memory, the latest tapes, and what is alive.
+    """Describe as one screen of text what moved, what was kept and why, the memory, and the latest tapes.
 
-    After a ``profile()`` also how long computing stood still for the copies, the rates they reached, and the memory it
-    saw; until the next ``reset_stats()``.
+    After a ``profile()`` the text also has how long the compute stream waited for copies, the rates that the copies
+    reached, and the device memory that the profile saw. ``reset_stats()`` forgets these.
 
     Parameters
     ----------
-    holders : bool
-        For when more is alive than should be. Tell also the saved tensors that are alive, by dtype, shape, bytes and
-        age, and which tensors with a history Python objects hold, by dtype, shape and operator: a graph, with all that
-        it saved, lives as long as any of them. Looks through all objects, and takes a while.
+    holders : bool, default False
+        Use it when more memory is in use than should be. It adds the saved tensors that are alive, by dtype, shape,
+        bytes and age, and the tensors with an autograd history that Python objects hold, by dtype, shape and operator.
+        An autograd graph, with everything that it saved, lives as long as any of the latter. This looks through all
+        Python objects and takes a while.
 
     Returns
     -------
     str
-        Lines without a trailing newline. When nothing moved, the last one says what to change.
+        Lines of text, without a newline at the end. If nothing moved, the last line says what to change.
     """
     more = [*module_lines(), *_device_lines()]
     if latest := latest_timing():

@@ -1,27 +1,26 @@
-"""plot_memory(): device memory over one training step, plain and offloaded, in one picture."""
+"""plot_memory(): a picture of the device memory over one training step, without and with offloading."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchoffload._stats import stats
+from torchoffload._contexts.disabling import disabled
+from torchoffload._observe.stats import stats
 from torchoffload._warnings import warn_user
 
 __all__ = ["plot_memory"]
 
-_DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
 _GIB = 1 << 30
 _PLAIN, _OFFLOADED = "plain", "offloaded"
 _COLORS = {_PLAIN: "tab:gray", _OFFLOADED: "tab:blue"}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes allocated on a CUDA device, or of a CPU the resident bytes of this process."""
+    """Return the bytes that are allocated on a CUDA device, or for the CPU the resident memory of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm", encoding="ascii") as statm:
@@ -30,7 +29,17 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass
 class Course:
-    """Device memory after each operator of a step, in bytes, and which of them was the first of backward."""
+    """The course of device memory over one step.
+
+    Attributes
+    ----------
+    memory_bytes : list of int
+        Device memory in bytes after each operator.
+    backward_begins : int or None
+        The number of operators that ran before the first one of backward; None if there was no backward.
+    is_complete : bool
+        False if the step ran out of memory.
+    """
 
     memory_bytes: list[int] = field(default_factory=list)
     backward_begins: int | None = None
@@ -38,7 +47,7 @@ class Course:
 
 
 class _Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at device memory after each operator, those of backward and of recomputation among them."""
+    """Reads device memory after each operator, including the operators of backward and of recomputation."""
 
     def __init__(self, device: torch.device, course: Course) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +55,8 @@ class _Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # autograd's own, of which there are more under any saved-tensor hooks: both courses count the same operators
+        # Autograd detaches more often while saved-tensor hooks are in force. Leaving detach out makes both courses
+        # count the same operators.
         if func is not torch.ops.aten.detach.default:
             if self._course.backward_begins is None and torch._C._current_graph_task_id() != -1:
                 self._course.backward_begins = len(self._course.memory_bytes)
@@ -55,7 +65,10 @@ class _Sampler(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sample(step: Callable[[], object], device: torch.device, warm_up_steps: int, *, may_run_out: bool) -> Course:
-    """Run ``step``, and look at the last run; at the one that ran out of memory, if one did and may."""
+    """Run ``step`` ``warm_up_steps + 1`` times, and return the course of the last run.
+
+    If a run is out of memory and ``may_run_out`` is set, the course of that run is returned instead.
+    """
     for _ in range(warm_up_steps + 1):
         course = Course()
         try:
@@ -67,19 +80,6 @@ def sample(step: Callable[[], object], device: torch.device, warm_up_steps: int,
             course.is_complete = False
             break
     return course
-
-
-@contextlib.contextmanager
-def switched_off() -> Iterator[None]:
-    before = os.environ.get(_DISABLE_VARIABLE)
-    os.environ[_DISABLE_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DISABLE_VARIABLE]
-        else:
-            os.environ[_DISABLE_VARIABLE] = before
 
 
 def _figure_class() -> Any:
@@ -111,34 +111,38 @@ def plot_memory(
 ) -> None:
     """Draw device memory over one training step, without and with offloading.
 
-    ``step`` runs a few times with every context switched off (``TORCHOFFLOAD_DISABLE``), then as often as it is; of
-    each, memory is looked at after every operator of the last run. The horizontal axis counts operators, which are the
-    same in both, and a dotted line is where backward began. Plain steps that run out of memory are drawn until then.
+    ``step`` first runs several times with all contexts disabled (``TORCHOFFLOAD_DISABLE``), then equally often with
+    offloading. In the last run of each kind, memory is read after every operator. The horizontal axis counts operators,
+    which are the same in both runs, and a dotted line shows where backward began. A step that runs out of memory
+    without offloading is drawn up to that operator.
 
     Parameters
     ----------
     step : callable
-        Runs one whole training step: forward inside ``OffloadActivations``, backward, and what follows it. It is
-        called ``2 * (warm_up_steps + 1)`` times, and trains whatever it trains.
+        Runs one whole training step: forward inside ``OffloadActivations``, backward, and what follows it. It takes no
+        arguments, is called ``2 * (warm_up_steps + 1)`` times, and really trains its model.
     path : str or os.PathLike
-        Where the picture goes; its suffix chooses the format, as ``.png`` or ``.svg``.
+        The file to write. Its suffix chooses the format, such as ``.png`` or ``.svg``.
     device : torch.device or str, optional
-        Whose memory. Default: the current CUDA device, or without one the CPU. Of a CPU it is the resident memory of
-        the process, in which freed memory shows only when the C library gives it back; see docs/profiling.md.
-    warm_up_steps : int
-        Steps of each kind that run before the one that is drawn: optimizers make their state in the first, and the
-        contexts learn.
+        The device whose memory is drawn. Default: the current CUDA device, or the CPU if there is none. For the CPU it
+        is the resident memory of the process, in which freed memory shows only after the C library gave it back to the
+        system; see docs/profiling.md.
+    warm_up_steps : int, default 2
+        The number of steps of each kind that run before the one that is drawn. Optimizers allocate their state in the
+        first step, and the contexts learn.
 
     Raises
     ------
     ImportError
-        matplotlib is not installed; the extra ``torchoffload[plot]`` brings it.
+        matplotlib is not installed; the extra ``torchoffload[plot]`` installs it.
     ValueError
         ``warm_up_steps`` is negative.
+    torch.OutOfMemoryError
+        The device ran out of memory with offloading.
 
     Notes
     -----
-    Regions of ``torch.compile`` run without being compiled while operators are looked at one by one.
+    Regions of ``torch.compile`` run uncompiled meanwhile, since memory is read after each single operator.
 
     Examples
     --------
@@ -154,7 +158,7 @@ def plot_memory(
     if warm_up_steps < 0:
         raise ValueError(f"torchoffload: warm_up_steps must be at least 0, got {warm_up_steps}")
     looked_at = torch.device(device) if device is not None else _default_device()
-    with switched_off():
+    with disabled():
         plain = sample(step, looked_at, warm_up_steps, may_run_out=True)
     moved_before = stats().records_offloaded
     offloaded = sample(step, looked_at, warm_up_steps, may_run_out=False)

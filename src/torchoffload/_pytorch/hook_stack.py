@@ -1,7 +1,9 @@
-"""What torchoffload has pushed on the calling thread's stack of saved-tensor hooks.
+"""A record of what torchoffload pushed on the calling thread's stack of saved-tensor hooks.
 
-PyTorch's stack is per thread and pops blindly: leaving twice, or out of order, would take a stranger's hooks away, or
-leave ours behind. This list is kept beside it, so that both are errors before anything is popped.
+PyTorch keeps one stack of hooks per thread, and popping takes whatever is on top. So a context that is left twice, or
+out of order, would remove the hooks of somebody else or leave its own behind. This module keeps a list of entries
+beside that stack, one list per thread. It checks each exit against the list and raises an error before anything is
+popped.
 """
 
 import enum
@@ -18,7 +20,11 @@ __all__ = ["Role", "drop_ended", "innermost", "innermost_first", "leave", "pop",
 
 
 class Role(enum.Enum):
-    """Who pushed: a context that the user enters and leaves, or the hooks on a module's forward."""
+    """Who made an entry.
+
+    A context is entered and left by the user's code. The entries of a module are made and taken away by the hooks on
+    its forward: those of an output head, or those of ``offload_modules``.
+    """
 
     CONTEXT = enum.auto()
     HEAD = enum.auto()
@@ -27,16 +33,21 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the calling thread.
+    """One entry of the calling thread's list.
 
     Attributes
     ----------
+    owner : object
+        The context or the module that the entry belongs to. Compared by identity.
+    role : Role
+        What kind of owner it is.
     hooks : saved_tensors_hooks or None
-        None where nothing was pushed.
+        The hooks that were pushed on PyTorch's stack; None if the owner pushed none, for example while offloading is
+        disabled.
     frame : FrameType or None
-        Of a module's call: the frame that runs for as long as the call does.
+        For the call of a module, the Python frame that runs as long as the call does. It tells whether the call ended.
     undo : callable or None
-        What is left to do once the hooks are popped.
+        Called with no arguments after the hooks were popped.
     """
 
     owner: object
@@ -61,7 +72,10 @@ def push(
     frame: FrameType | None = None,
     undo: Callable[[], None] | None = None,
 ) -> None:
-    """Push ``hooks`` on this thread's stack, if any, and note whose they are; see ``Entry``."""
+    """Push ``hooks`` on PyTorch's stack, unless they are None, and add an entry for them to this thread's list.
+
+    The parameters are the attributes of ``Entry``.
+    """
     if role is Role.CONTEXT:
         drop_ended()
     if hooks is not None:
@@ -81,16 +95,16 @@ def _take_innermost() -> Entry:
 def _has_ended(frame: FrameType) -> bool:
     try:
         frame.clear()
-    except RuntimeError:  # it is running
+    except RuntimeError:  # Python refuses to clear a frame that is running
         return False
     return True
 
 
 def drop_ended() -> None:
-    """Take away what stands innermost and belongs to calls of modules that never came back.
+    """Remove the innermost entries that belong to calls of modules which ended without their forward hook.
 
-    A module that is left by a BaseException, such as KeyboardInterrupt, runs no forward hook; its entry is found here,
-    at a later call of a module or entry of a context.
+    PyTorch runs no forward hook for a module whose forward is left by a BaseException such as KeyboardInterrupt, so the
+    module's entry stays behind. It is removed here, when the next module is called or the next context is entered.
     """
     stack = _entries.stack
     while stack and (frame := stack[-1].frame) is not None and _has_ended(frame):
@@ -98,7 +112,7 @@ def drop_ended() -> None:
 
 
 def leave(owner: object) -> None:
-    """Take the entry of a module's call away, if this call made one."""
+    """Remove the entry that ``owner``'s present call made; do nothing if the call made none."""
     if (entry := innermost()) is not None and entry.owner is not owner:
         drop_ended()
         entry = innermost()
@@ -107,7 +121,7 @@ def leave(owner: object) -> None:
 
 
 def innermost() -> Entry | None:
-    """Return the entry that was made last on this thread and is still open."""
+    """Return the latest entry of this thread that is still open; None if there is none."""
     return _entries.stack[-1] if _entries.stack else None
 
 
@@ -128,15 +142,21 @@ def _misuse(owner: object, stack: list[Entry]) -> str:
 
 
 def pop(owner: object) -> Entry:
-    """Take the innermost entry of ``owner`` away, and the entries of modules whose forward never came back.
+    """Remove the innermost entry of the context ``owner``, and pop its hooks.
 
-    A module's entry stays behind when its forward is left by a BaseException, for which PyTorch runs no forward hook.
+    Entries of modules that were made later and are still there are removed first: their calls ended without a forward
+    hook, as ``drop_ended`` explains.
+
+    Returns
+    -------
+    Entry
+        The entry of ``owner``.
 
     Raises
     ------
     RuntimeError
-        This thread has not entered ``owner``, or another context was entered after it and is still open. Nothing was
-        popped.
+        This thread has not entered ``owner``, or another context was entered after it and is still open. In both cases
+        nothing was popped.
     """
     stack = _entries.stack
     index = len(stack) - 1
@@ -151,6 +171,6 @@ def pop(owner: object) -> Entry:
 
 
 def top_pack_hook() -> Callable[[torch.Tensor], Any] | None:
-    """Return the pack hook that the next saved tensor of this thread goes to; None without one."""
+    """Return the pack hook that autograd calls for the next saved tensor of this thread; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]

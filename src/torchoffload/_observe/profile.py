@@ -1,4 +1,4 @@
-"""profile(): when the copies of the contexts inside it ran, and how long computing stood still for them."""
+"""profile(): when the copies ran, and how long the compute stream waited for them."""
 
 import enum
 import os
@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any, Self
 
 from torchoffload._core import core
-from torchoffload._stats import OffloadStats, TapeStats, at_reset, stats
-from torchoffload._timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
-from torchoffload._trace import write_trace
+from torchoffload._observe.stats import OffloadStats, TapeStats, at_reset, stats
+from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
+from torchoffload._observe.trace import write_trace
 
 __all__ = ["Profile", "latest_timing", "profile"]
 
@@ -32,7 +32,10 @@ _latest_timing: tuple[int, Timing] | None = None
 
 
 def latest_timing() -> tuple[int, Timing] | None:
-    """Return the number of tapes of the latest profile that has times, and its total; None since ``reset_stats()``."""
+    """Return the number of tapes of the latest profile that has times, and its total.
+
+    None if there was no such profile since ``reset_stats()``.
+    """
     return _latest_timing
 
 
@@ -45,7 +48,7 @@ at_reset(_forget_latest)
 
 
 def _difference(before: OffloadStats, after: OffloadStats) -> TapeStats:
-    """Count what came between; a ``reset_stats()`` meanwhile makes it what came after that."""
+    """Return the counts of ``after`` less those of ``before``, or the counts since a ``reset_stats()`` in between."""
     if after.handles < before.handles:
         return TapeStats(**{field.name: getattr(after, field.name) for field in fields(TapeStats)})
 
@@ -60,17 +63,18 @@ def _difference(before: OffloadStats, after: OffloadStats) -> TapeStats:
 
 
 class Profile:
-    """What ``profile()`` returns: a context, and after it what was seen.
+    """The context that ``profile()`` returns; after its ``with`` block it has what was measured.
 
-    It looks at the whole process: all contexts, devices and threads. On CUDA the times are those of events on the
-    streams themselves, so they are the device's; leaving the profile waits until the device has come to the last one.
+    It measures the whole process: all contexts, devices and threads. On CUDA the times are taken by events on the
+    streams, with the clock of the device. Leaving the context waits until the device has come to the last of these
+    events.
 
     Raises
     ------
     RuntimeError
-        Entering: another profile is open in this process, this one was entered before, or a CUDA graph is being
-        captured. Reading anything before the ``with`` block was left. Reading times where there are none: under
-        ``tier="disk"``, or where nothing was saved; ``has_times`` tells.
+        On entering, if another profile is open in this process, if this one was entered before, or while a CUDA graph
+        is being captured. On reading any attribute before the ``with`` block was left. On reading times if there are
+        none, because ``tier="disk"`` takes no times or nothing was saved; ``has_times`` tells.
     """
 
     def __init__(self) -> None:
@@ -116,51 +120,58 @@ class Profile:
 
     @property
     def counts(self) -> TapeStats:
-        """What moved and what was kept inside the profile, over all tapes; on every tier."""
+        """What moved and what was kept inside the profile, summed over all tapes. Available on every tier."""
         self._check(times=False)
         return self._counts
 
     @property
     def stats(self) -> OffloadStats:
-        """``stats()`` as the profile was left: host memory held and used, the latest tapes; on every tier."""
+        """The result of ``stats()`` at the moment when the profile was left. Available on every tier."""
         self._check(times=False)
         return self._stats
 
     @property
     def has_times(self) -> bool:
-        """Whether a device that tells time saved something inside the profile."""
+        """Whether something was saved inside the profile on a device that takes times."""
         self._check(times=False)
         return self._has_times
 
     @property
     def entries(self) -> tuple[ProfileEntry, ...]:
-        """Everything that happened, device by device, in the order in which the host enqueued it."""
+        """All copies, waits and moments, device by device, in the order in which the host enqueued them."""
         self._check(times=True)
         return self._entries
 
     @property
     def total(self) -> Timing:
-        """Stalls, rates and memory of all tapes together."""
+        """The waits, rates and memory of all tapes together."""
         self._check(times=True)
         return self._total
 
     @property
     def tapes(self) -> tuple[TapeTiming, ...]:
-        """The same of each tape, in the order of opening."""
+        """The waits, rates and memory of each tape, in the order in which the tapes were opened."""
         self._check(times=True)
         return self._tapes
 
     def export_timeline(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
+        """Write a trace that https://ui.perfetto.dev and ``chrome://tracing`` can open.
 
-        Each device has a track for the waits of its compute stream, one for offload copies and one for reload copies,
-        with tape, record and bytes of each; a mark where each tape closed; and counters for the fill of both windows
-        and for device memory.
+        Each device has a track for the waits of its compute stream, one for copies to the tier and one for copies back.
+        Every entry shows its tape, record and bytes. A mark shows where each tape closed, and counters show the bytes
+        in both windows and the device memory.
 
         Parameters
         ----------
         path : str or os.PathLike
-            Where the JSON goes; a file that is there is replaced.
+            The JSON file to write. An existing file is replaced.
+
+        Raises
+        ------
+        RuntimeError
+            The profile has no times, or its ``with`` block was not left yet.
+        OSError
+            The file cannot be written.
         """
         self._check(times=True)
         write_trace(self._entries, path)
@@ -184,15 +195,15 @@ def _entry(device: str, row: tuple[Any, ...]) -> ProfileEntry:
 
 
 def profile() -> Profile:
-    """Look at when copies run and how long computing stands still for them, while the ``with`` block runs.
+    """Measure when copies run, and how long the compute stream waits for them, while a ``with`` block runs.
 
-    One at a time in a process. Each record that moves has up to ten timing events then; outside of a profile nothing is
-    paid. The disk tier tells no time: there it counts, and that is all.
+    Only one profile may be open in a process. Inside it, each record that moves takes up to ten timing events; outside
+    of a profile there is no cost. ``tier="disk"`` takes no times, so there only the counts are available.
 
     Returns
     -------
     Profile
-        The context; after it what was seen.
+        A context manager, which has the results once its ``with`` block was left.
 
     Examples
     --------

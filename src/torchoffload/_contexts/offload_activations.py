@@ -1,101 +1,91 @@
-"""OffloadActivations and its kin: the contexts that a training loop enters."""
+"""The contexts that a training loop enters, and the functions that go with them: never_offload() and trim()."""
 
 import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchoffload import _heads, _hook_stack
+from torchoffload._contexts import heads
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords, OnFull, Tier
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
 from torchoffload._core import core
-from torchoffload._options import OffloadOptions, check_bool, check_module, refuse_renamed
-from torchoffload._tracing import is_not_traced
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
+from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 __all__ = [
     "NoOpManager",
     "OffloadActivations",
     "get_act_offloading_ctx_manager",
-    "is_disabled",
     "never_offload",
-    "plain_tensors",
     "trim",
 ]
 
-_DISABLE_VARIABLE = "TORCHOFFLOAD_DISABLE"
 _TRL_HINT = "TRL's order of arguments is in torchoffload.integrations.trl.get_act_offloading_ctx_manager"
 
 
-def is_disabled() -> bool:
-    """Say whether the environment turns everything off; ValueError where it says neither."""
-    value = os.environ.get(_DISABLE_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{_DISABLE_VARIABLE} must be 1 (every context is a no-op), 0 or unset, got {value!r}")
-    return value == "1"
-
-
-def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """``tensor``, or for a wrapper subclass the tensors that hold its bytes."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-            yield from plain_tensors(inner)
-
-
 class OffloadActivations(saved_tensors_hooks):
-    """Move what autograd saves out of device memory until backward needs it.
+    """Move the tensors that autograd saves out of device memory, until backward needs them.
 
-    Gradients are the same bit for bit. Enter it around forward; backward may run inside or after it. One context may be
-    entered any number of times, nested, and by several threads.
+    Enter it around forward; backward may run inside it or after it. Gradients are equal bit for bit to those without
+    it, for tensors of any shape and dtype. One context may be entered any number of times, nested in itself, and by
+    several threads.
 
     Parameters
     ----------
-    use_pin_memory : bool
-        Rest in pinned host memory. False: plain memory and blocking copies.
-    use_streams : bool
-        Copy on streams of our own, beside the compute stream. False: on the compute stream itself.
+    use_pin_memory : bool, default True
+        Store the tensors in pinned (page-locked) host memory. With False they are stored in pageable memory, and copies
+        block the host.
+    use_streams : bool, default True
+        Copy on streams of torchoffload's own, beside the compute stream. With False copies run on the compute stream.
     max_fwd_stash_size : int, optional
-        The offload window as a count, at least 1, of the tape's largest record. Not together with
-        ``offload_window_bytes``.
+        The size of the offload window, as a multiple of the largest record that was saved; at least 1. It excludes
+        ``offload_window_bytes``, which sets the same window.
     min_offload_size : int, optional
-        Bytes of storage below which a saved tensor is kept. Default: 64 KiB for the host tier, 1 MiB for the disk tier.
+        A saved tensor stays on the device if its storage has fewer bytes than this. Default: 64 KiB with
+        ``tier="host"``, 1 MiB with ``tier="disk"``.
     model : torch.nn.Module, optional
-        Its parameters and buffers are never moved; read at the first entry. Parameters are recognised without it,
-        buffers are not. Held weakly.
-    tier : {"host", "disk"}
-        Where records rest. ``"host"`` serves CUDA tensors, ``"disk"`` CPU tensors.
+        A model whose parameters and buffers are never moved. Parameters are recognised without it, buffers are not. The
+        context reads them when it is first entered, and holds only a weak reference to the model.
+    tier : {"host", "disk"}, default "host"
+        Where the tensors go. ``"host"`` moves CUDA tensors to host memory, ``"disk"`` moves CPU tensors to a file.
     disk_dir : str or os.PathLike, optional
-        The directory of the spill file, for ``tier="disk"`` only. Default: the directory of ``tempfile``.
+        The directory in which that file is made, for ``tier="disk"`` only. Default: ``tempfile.gettempdir()``.
     budget_bytes : int, optional
-        The most bytes that saved tensors of this context may take on the tier: of pinned host memory, or of the spill
-        file. Default: see ``host_memory()``; a spill file has none.
-    on_full : {"keep", "error"}
-        Over budget, or with the tier full: keep the tensor and warn once, or raise RuntimeError.
-    offload_window_bytes, reload_window_bytes : int, optional
-        Bytes in flight each way, with what is kept because of what was learned; 0 means least memory. Default: chosen
-        from what was seen.
-    learn : bool
-        Let one step teach the next: which saved tensors are not worth moving, and how large the windows should be.
+        The most bytes that saved tensors of this context may occupy on the tier. Default: for host memory,
+        ``host_memory().default_budget_bytes``, shared by all contexts; for the file, no limit.
+    on_full : {"keep", "error"}, default "keep"
+        What happens when the budget, host memory or the disk is used up: ``"keep"`` leaves the tensor on the device and
+        warns once, ``"error"`` raises RuntimeError.
+    offload_window_bytes : int, optional
+        The most bytes that may be on their way out while their device memory is still occupied. The compute stream
+        waits when the window is full. 0 uses the least memory. Default: chosen from the sizes and times of earlier
+        steps.
+    reload_window_bytes : int, optional
+        The most bytes that are brought back before backward asks for them. 0 uses the least memory. Default: chosen
+        from the sizes and times of earlier steps.
+    learn : bool, default True
+        Let each step teach the next one which saved tensors are not worth moving, and how large the windows should be.
+        Tensors that stay for this reason count towards both windows while they are alive.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        A wrong option; the text names it, what was given and what is allowed.
+        An option is wrong. The message names the option, what was given, and what is allowed.
 
     Notes
     -----
-    Entering raises RuntimeError without an accelerator under ``tier="host"``, and inside a context of another tier.
-    Copying and pickling give a new context with equal options; a pickle leaves ``model`` out.
-    ``TORCHOFFLOAD_DISABLE=1``, read at each entry, makes every context a no-op.
+    Entering the context raises RuntimeError if ``tier="host"`` and there is no accelerator, or if a context of another
+    tier is open on this thread. Copying or pickling the context gives a new one with equal options; a pickle leaves
+    ``model`` out. ``TORCHOFFLOAD_DISABLE=1`` in the environment, which is read at each entry, makes every context a
+    no-op.
 
     Examples
     --------
@@ -113,10 +103,10 @@ class OffloadActivations(saved_tensors_hooks):
         max_fwd_stash_size: int | None = None,
         min_offload_size: int | None = None,
         model: nn.Module | None = None,
-        tier: str = "host",
+        tier: Tier = "host",
         disk_dir: str | os.PathLike[str] | None = None,
         budget_bytes: int | None = None,
-        on_full: str = "keep",
+        on_full: OnFull = "keep",
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
@@ -150,22 +140,22 @@ class OffloadActivations(saved_tensors_hooks):
 
     def __enter__(self) -> None:
         if is_disabled():
-            _hook_stack.push(self, _hook_stack.Role.CONTEXT, None)
+            hook_stack.push(self, hook_stack.Role.CONTEXT, None)
             return
         self._open()
         try:
-            _hook_stack.push(self, _hook_stack.Role.CONTEXT, self)
+            hook_stack.push(self, hook_stack.Role.CONTEXT, self)
         except BaseException:
             self._context.exit()
             raise
 
     def __exit__(self, *exception: object) -> None:
-        entry = _hook_stack.pop(self)
+        entry = hook_stack.pop(self)
         if entry.hooks is not None:
             self._context.exit()
 
     def _open(self) -> core.Context:
-        """Open a tape at the next saved tensor of this thread, whoever pushes the hooks; ``exit()`` closes it."""
+        """Let the next saved tensor of this thread open a tape, whoever pushes the hooks; ``exit()`` closes it."""
         if not self._model_was_read:
             self._read_model()
         self._context.enter()
@@ -185,17 +175,18 @@ class OffloadActivations(saved_tensors_hooks):
         return None if self._model is None else self._model()
 
     def remove_head_hooks(self) -> int:
-        """Take the hooks away that ``get_act_offloading_ctx_manager`` put on the heads of this context's model.
+        """Remove the hooks that ``get_act_offloading_ctx_manager`` put on the output heads of this context's model.
 
-        Every context made for the model shares them, so all of them lose the exemption.
+        All contexts that were made for the model share these hooks, so the heads are moved under each of them
+        afterwards.
 
         Returns
         -------
         int
-            The number of heads that had hooks; 0 when there is no model, or nothing was left to remove.
+            The number of heads that had hooks; 0 if the context has no model, or the hooks were removed before.
         """
         model = self._live_model()
-        return 0 if model is None else _heads.remove_head_hooks(model)
+        return 0 if model is None else heads.remove_head_hooks(model)
 
     def _again(self, model: nn.Module | None) -> "OffloadActivations":
         return type(self)(model=model, **self.options.as_keywords())
@@ -204,7 +195,8 @@ class OffloadActivations(saved_tensors_hooks):
         return self._again(self._live_model())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadActivations":
-        # Copying the context alone must not copy the model's weights; copied along with its model, it follows it.
+        # A context that is copied alone must not copy the weights of its model. One that is copied together with its
+        # model belongs to the copy of the model.
         model = self._live_model()
         return self._again(memo.get(id(model), model))
 
@@ -222,9 +214,9 @@ def _restore(cls: type[OffloadActivations], keywords: dict[str, Any]) -> Offload
 
 
 class NoOpManager(saved_tensors_hooks):
-    """Keep everything in here where it is, whatever context is open around it.
+    """Keep everything that autograd saves inside it on the device, whatever context is open around it.
 
-    What autograd saves inside stays in device memory, detached, so that nothing leaks.
+    The saved tensors are held detached, so that no reference cycle keeps them alive.
 
     Examples
     --------
@@ -239,10 +231,10 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(core.noop_pack, core.unpack)
 
     def __enter__(self) -> None:
-        _hook_stack.push(self, _hook_stack.Role.CONTEXT, None if is_disabled() else self)
+        hook_stack.push(self, hook_stack.Role.CONTEXT, None if is_disabled() else self)
 
     def __exit__(self, *exception: object) -> None:
-        _hook_stack.pop(self)
+        hook_stack.pop(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NoOpManager":
         return type(self)()
@@ -257,30 +249,37 @@ def get_act_offloading_ctx_manager(
     enable_activation_offloading: bool = True,
     *misplaced: Never,
     warn_if_no_head: bool = True,
-    **options: Any,
+    **options: Unpack[ContextKeywords],
 ) -> OffloadActivations | contextlib.nullcontext[None]:
-    """Make the context to enter around ``model``'s forward, with the model's output head exempt.
+    """Make a context for the forward of ``model`` that leaves the model's output head on the device.
 
-    The head's saved tensors are the last of forward and the first of backward: moving them frees nothing and stalls.
-    Its hooks are installed once per head, whatever the number of calls; ``remove_head_hooks()`` of the context takes
-    them away.
+    What the head saves is saved last in forward and needed first in backward, so moving it frees no memory and makes
+    backward wait. The head gets hooks that exempt it. They are installed once, however often this function is called,
+    and the context's ``remove_head_hooks()`` removes them.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, wrapped or not (PEFT, DDP, FSDP, ``torch.compile``, checkpoint wrappers).
-    enable_activation_offloading : bool
-        False: a ``contextlib.nullcontext``, so that the model runs as without torchoffload and hooks of others apply.
-    warn_if_no_head : bool
-        Warn when no output head is found.
+        The model, or a wrapper around it: PEFT, DDP, FSDP, ``torch.compile`` or a checkpoint wrapper.
+    enable_activation_offloading : bool, default True
+        With False the result is a ``contextlib.nullcontext``: the model runs as if torchoffload were not there.
+    warn_if_no_head : bool, default True
+        Give a UserWarning if no output head is found.
     **options
-        The keyword options of ``OffloadActivations``, but for ``model``.
+        The keyword options of ``OffloadActivations``, except ``model``.
+
+    Returns
+    -------
+    OffloadActivations or contextlib.nullcontext
+        The context to enter around the forward of ``model``.
 
     Raises
     ------
     TypeError
-        A wrong argument, or more positional ones: TRL's function of this name has another order, for which there is
-        ``torchoffload.integrations.trl``.
+        An argument has a wrong type, or there are more than two positional ones. TRL's function of this name has
+        another order of arguments; ``torchoffload.integrations.trl`` has a function with that order.
+    ValueError, FileNotFoundError, NotADirectoryError, PermissionError
+        An option is wrong, as for ``OffloadActivations``.
     """
     if misplaced:
         raise TypeError(
@@ -296,7 +295,7 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(model=model, **options)
-    if _heads.install_head_hooks(model) == 0 and warn_if_no_head:
+    if heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
             f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "
             "moved too, which costs time and frees little: name the head `output`, `lm_head` or `head`, or give the "
@@ -307,12 +306,17 @@ def get_act_offloading_ctx_manager(
 
 @is_not_traced
 def never_offload(tensor: torch.Tensor) -> None:
-    """Mark ``tensor``: no context ever moves what is saved of it.
+    """Mark ``tensor`` so that no context ever moves it, nor anything else on its storage.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        A tensor of any shape and dtype. Of a wrapper subclass, such as DTensor, the tensors inside it are marked.
 
     Raises
     ------
     TypeError
-        ``tensor`` is no tensor.
+        ``tensor`` is not a torch.Tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"never_offload takes a torch.Tensor, got {type(tensor).__name__}")
@@ -322,11 +326,11 @@ def never_offload(tensor: torch.Tensor) -> None:
 
 @is_not_traced
 def trim() -> int:
-    """Give idle pinned memory and idle ranges of spill files back to the system.
+    """Give idle pinned host memory and idle ranges of spill files back to the system.
 
     Returns
     -------
     int
-        The bytes given back.
+        The number of bytes given back.
     """
     return core.trim()

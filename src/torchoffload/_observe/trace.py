@@ -1,6 +1,6 @@
-"""A profile as a trace in the Trace Event Format, which Perfetto and chrome://tracing open.
+"""Writing a profile as a trace in the Trace Event Format, which Perfetto and chrome://tracing can open.
 
-Source: "Trace Event Format", the format's own document, and Perfetto's notes on importing it.
+Source: the document "Trace Event Format" of the Chromium project, and Perfetto's notes on importing that format.
 """
 
 import json
@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchoffload._timing import EntryKind, ProfileEntry
-from torchoffload._units import human_bytes
+from torchoffload._observe.timing import EntryKind, ProfileEntry
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -72,13 +72,25 @@ def _device_events(process: int, entries: Iterable[ProfileEntry]) -> Iterator[di
         if entry.kind is EntryKind.CLOSED:
             name = f"tape {entry.tape} closed"
             yield {"ph": "i", "s": "p", "name": name, "pid": process, "tid": _COMPUTE, "ts": entry.begin_s * _US}
-        # What the host counted as it enqueued is told where the compute stream stood then: copies run later.
+        # The host took these counts while it enqueued the entry. They are shown at the place of the compute stream at
+        # that time, so not at copies, which run later.
         if entry.kind not in (EntryKind.COPY_OUT, EntryKind.COPY_IN):
             yield from _counters(process, entry)
 
 
 def trace_events(entries: Sequence[ProfileEntry]) -> list[dict[str, Any]]:
-    """The events of a trace: each device is a process, each stream a track."""
+    """Return the events of a trace, in which each device is a process and each stream a track.
+
+    Parameters
+    ----------
+    entries : sequence of ProfileEntry
+        Entries of any devices, in the order in which the host enqueued them.
+
+    Returns
+    -------
+    list of dict
+        Events as the format has them, with times in microseconds.
+    """
     events: list[dict[str, Any]] = []
     for process, device in enumerate(dict.fromkeys(entry.device for entry in entries), start=1):
         events += _metadata(process, device)
@@ -87,6 +99,6 @@ def trace_events(entries: Sequence[ProfileEntry]) -> list[dict[str, Any]]:
 
 
 def write_trace(entries: Sequence[ProfileEntry], path: str | os.PathLike[str]) -> None:
-    """Write the trace of ``entries`` as JSON."""
+    """Write the trace of ``entries`` to the file ``path`` as JSON."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": trace_events(entries)}, file)

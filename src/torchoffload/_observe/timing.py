@@ -1,4 +1,4 @@
-"""What a profile's entries add up to: seconds that computing stood still, rates of the copies, device memory."""
+"""The entries of a profile, and their sums: seconds that the compute stream waited, rates of copies, device memory."""
 
 import enum
 from collections import defaultdict
@@ -9,46 +9,48 @@ __all__ = ["EntryKind", "ProfileEntry", "TapeTiming", "Timing", "Transfers", "su
 
 
 class EntryKind(enum.StrEnum):
-    """What a ``ProfileEntry`` tells of; a moment has no duration."""
+    """What a ``ProfileEntry`` describes. Some kinds are moments, whose begin and end are equal."""
 
     READY = "ready"
-    """A moment on the compute stream: the copy of a record may start, or a record that is kept was packed."""
+    """A moment on the compute stream: the copy of a record could start, or a record that stays was saved."""
     NEEDED = "needed"
     """A moment on the compute stream: backward asked for a record for the first time."""
     COPY_OUT = "copy_out"
-    """A record's copy to its tier."""
+    """The copy of a record from the device to its tier."""
     COPY_IN = "copy_in"
-    """A record's copy back."""
+    """The copy of a record back to the device."""
     WINDOW_WAIT = "window_wait"
-    """The compute stream stood still for a full offload window: until the copy of this record, its oldest, was out."""
+    """The compute stream waited, because the offload window was full, for the copy of its oldest record: this one."""
     RELOAD_WAIT = "reload_wait"
-    """The compute stream stood still until this record was back."""
+    """The compute stream waited until this record was back."""
     CLOSED = "closed"
-    """A moment: a tape closed, as its context was left or as its backward began. No record is meant."""
+    """A moment: a tape closed, because its context was left or its backward began. The entry is of no record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileEntry:
-    """What happened once on a device, by the device's own clock.
+    """One copy, one wait or one moment on a device, timed by the clock of the device.
 
     Attributes
     ----------
     device : str
-        Such as ``"cuda:0"``.
+        The device, such as ``"cuda:0"``.
     kind : EntryKind
         What happened.
     begin_s, end_s : float
-        Seconds since the profile began; equal for a moment.
-    tape, record : int
-        Numbers of the tape, in the order of opening, from 1, and of the record in its tape, from 0.
+        Seconds since the profile began. They are equal for a moment.
+    tape : int
+        The number of the tape: tapes are counted from 1 in the order in which they were opened.
+    record : int
+        The number of the record in its tape, from 0.
     nbytes : int
-        Of the record.
+        The size of the record in bytes.
     is_kept : bool
-        The record is not moved.
+        Whether the record stays on the device.
     offload_window_bytes, reload_window_bytes : int
-        Bytes in flight each way when the host enqueued this.
+        Bytes that were in flight in each direction when the host enqueued this.
     device_bytes : int
-        Bytes allocated on the device then.
+        Bytes that were allocated on the device at that time.
     """
 
     device: str
@@ -65,25 +67,25 @@ class ProfileEntry:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from begin to end."""
+        """The seconds from begin to end."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """The copies of one direction.
+    """The copies in one direction, added up.
 
     Attributes
     ----------
     copies : int
-        How many.
+        The number of copies.
     nbytes : int
-        What they moved.
+        The bytes that they moved.
     busy_s : float
-        Seconds in which they ran.
+        The seconds that the copies took, added up.
     span_s : float
-        Seconds from the first one's begin to the last one's end. Of several tapes, the seconds that lie in the span of
-        any; of several devices, the sum.
+        The seconds from the begin of the first copy to the end of the last one. For several tapes on a device these are
+        the seconds that lie in the span of any tape; for several devices, the sum over the devices.
     """
 
     copies: int
@@ -93,17 +95,22 @@ class Transfers:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate while copies ran; 0 where none did."""
+        """The rate in bytes per second while copies ran; 0 if there were none."""
         return self.nbytes / self.busy_s if self.busy_s > 0 else 0.0
 
     def link_use(self, link_bytes_per_s: float | None = None) -> float:
-        """Tell how much of the link was used from the first copy's begin to the last one's end: 1 is all of it.
+        """Return the share of the link's rate that was used from the first copy to the last; 1 is all of it.
 
         Parameters
         ----------
         link_bytes_per_s : float, optional
-            What the link can do, as ``python -m torchoffload.info`` measures it. Default: the rate of these copies, so
-            that only the gaps between them count.
+            The rate of the link in bytes per second; ``python -m torchoffload.info`` measures it. Default: the rate of
+            these copies themselves, so that only the gaps between them count.
+
+        Returns
+        -------
+        float
+            ``nbytes / (link_bytes_per_s * span_s)``; 0 if there were no copies.
         """
         rate = self.bytes_per_s if link_bytes_per_s is None else link_bytes_per_s
         return self.nbytes / (rate * self.span_s) if rate > 0 and self.span_s > 0 else 0.0
@@ -111,18 +118,21 @@ class Transfers:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Times, rates and memory, of one tape or of all.
+    """Times, rates and memory of one tape, or of all tapes together.
 
     Attributes
     ----------
     window_wait_s, reload_wait_s : float
-        Seconds that the compute stream stood still for a full offload window, and for records on their way back.
+        The seconds that the compute stream waited because the offload window was full, and for records on their way
+        back.
     out, back : Transfers
-        Copies to the tier, and back.
+        The copies to the tier, and those back to the device.
     loss_device_bytes : int or None
-        Device memory allocated when the tape closed; of all tapes, the most. None where none closed inside the profile.
+        Bytes that were allocated on the device when the tape closed; for all tapes, the largest of these values. None
+        if no tape closed inside the profile.
     peak_device_bytes : int
-        The most device memory at any entry. What an operator takes and gives back between two entries is not seen.
+        The most bytes that were allocated on the device at any entry. What an operator allocates and frees between two
+        entries is not seen.
     """
 
     window_wait_s: float
@@ -134,20 +144,22 @@ class Timing:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the compute stream stood still for either."""
+        """The seconds that the compute stream waited for either reason."""
         return self.window_wait_s + self.reload_wait_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class TapeTiming(Timing):
-    """The times, rates and memory of one tape: one forward and its backward, as far as they lie inside the profile.
+    """The times, rates and memory of one tape: a forward and its backward, as far as they lie inside the profile.
+
+    It has all attributes of ``Timing``, and those below.
 
     Attributes
     ----------
     device : str
-        Where it ran.
+        The device, such as ``"cuda:0"``.
     tape : int
-        Its number, as in ``ProfileEntry``.
+        The number of the tape, as in ``ProfileEntry``.
     """
 
     device: str
@@ -155,7 +167,7 @@ class TapeTiming(Timing):
 
 
 def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in any of ``spans``."""
+    """Return the seconds that lie in at least one of ``spans``."""
     covered_s, reached_s = 0.0, float("-inf")
     for begin_s, end_s in sorted(spans):
         covered_s += max(0.0, end_s - max(begin_s, reached_s))
@@ -181,7 +193,7 @@ def _transfers(entries: Sequence[ProfileEntry], kind: EntryKind) -> Transfers:
 
 
 def sum_up(entries: Sequence[ProfileEntry]) -> Timing:
-    """Add up entries of any tapes and devices."""
+    """Add up entries, of whatever tapes and devices they are."""
     waits = dict.fromkeys((EntryKind.WINDOW_WAIT, EntryKind.RELOAD_WAIT), 0.0)
     for entry in entries:
         if entry.kind in waits:
@@ -197,7 +209,7 @@ def sum_up(entries: Sequence[ProfileEntry]) -> Timing:
 
 
 def sum_up_tapes(entries: Sequence[ProfileEntry]) -> tuple[TapeTiming, ...]:
-    """Add up the entries of each tape, in the order in which the tapes first came up."""
+    """Add up the entries of each tape. The tapes are in the order in which they first occur in ``entries``."""
     by_tape: dict[tuple[str, int], list[ProfileEntry]] = defaultdict(list)
     for entry in entries:
         by_tape[entry.device, entry.tape].append(entry)

@@ -1,4 +1,4 @@
-"""Host memory, as the budget sees it."""
+"""The host memory of this machine and of the container, from which the default budget is computed."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ __all__ = ["HostMemory", "host_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of host memory.
+    """Host memory in bytes, at the moment when ``host_memory()`` was called.
 
     Attributes
     ----------
     total_bytes, available_bytes : int
-        Of the machine: MemTotal and MemAvailable of ``/proc/meminfo``, or what ``sysinfo(2)`` says.
+        The memory of the machine: MemTotal and MemAvailable of ``/proc/meminfo``, or the values of ``sysinfo(2)``.
     limit_bytes, limit_used_bytes, limit_inactive_file_bytes : int or None
-        Of the control group (v1 or v2) that this process is in: its limit, what it uses, and the part of that which
-        is page cache it can drop. None without a limit.
+        The memory limit of the control group (v1 or v2) of this process, the bytes that the group uses, and the part of
+        these that is page cache which the kernel can drop. None if there is no limit.
     default_budget_bytes : int
-        What ``budget_bytes=None`` means: 0.8 x (min(available, limit - used + inactive file) / the processes of
-        this job on the machine + the pinned memory that torchoffload holds in this process). The launcher's
-        environment tells how many processes there are: ``docs/api.md`` lists the variables.
+        The budget that ``budget_bytes=None`` stands for. It is 0.8 x (min(available, limit - limit used + inactive
+        file) / number of processes of this job on the machine + pinned memory that torchoffload holds in this process).
+        The number of processes comes from the environment that the launcher sets; ``docs/api.md`` lists the variables.
     """
 
     total_bytes: int
@@ -39,12 +39,17 @@ def _known(value: int | None) -> int:
 
 
 def host_memory() -> HostMemory:
-    """Read the memory of this machine, and of the container that this process is in.
+    """Read the host memory of this machine and of the container that this process runs in.
+
+    Returns
+    -------
+    HostMemory
+        Sizes in bytes, read at this call.
 
     Raises
     ------
     RuntimeError
-        Linux does not tell.
+        Neither ``/proc/meminfo`` nor ``sysinfo(2)`` could be read.
     """
     seen = core.host_memory()
     return HostMemory(

@@ -1,6 +1,6 @@
-"""OffloadOptions: what an offloading context was asked to do, checked as a whole before anything is entered.
+"""The options of an offloading context, checked all together when the context is made.
 
-Checking touches no accelerator: a script may build its contexts before it chooses a device.
+Checking touches no accelerator, so a script may make its contexts before it chooses a device.
 """
 
 import os
@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from torchoffload._contexts.keywords import OnFull, Tier
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -24,28 +25,31 @@ __all__ = [
     "default_disk_dir",
     "described",
     "file_system_of",
+    "is_in_ram",
     "refuse_renamed",
     "short",
 ]
 
-_TIERS = ("host", "disk")
-_ON_FULL = ("keep", "error")
+_TIERS: tuple[str, ...] = get_args(Tier)
+_ON_FULL: tuple[str, ...] = get_args(OnFull)
 _DEFAULT_MIN_OFFLOAD_BYTES = {"host": 64 * 1024, "disk": 1024 * 1024}
-_LARGEST_BYTES = 2**63 - 1  # the core counts bytes in 64 bits
+_LARGEST_BYTES = 2**63 - 1  # the core counts bytes in signed 64-bit integers
 _RENAMED = {"host_budget_bytes": "budget_bytes", "on_host_full": "on_full"}
 _FILE_SYSTEMS_IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
-_SHOWN = (bool, int, float, str, bytes, os.PathLike, type(None))  # in errors; of all else, the type alone
+# Values of these types are shown in errors. Of all others only the type is shown: the text of a model, a tensor or a
+# list of them fills screens.
+_SHOWN = (bool, int, float, str, bytes, os.PathLike, type(None))
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 100
 
 
 def short(value: object) -> str:
-    """``repr(value)``, with the middle left out where it is long."""
+    """Return ``repr(value)``, with the middle left out if it is long."""
     return _short.repr(value)
 
 
 def described(value: object) -> str:
-    """Say in a few words what was given: the text of a model, a tensor or a list of them fills screens."""
+    """Describe in a few words, for an error message, the value that was given."""
     kind = type(value).__name__
     if isinstance(value, _SHOWN):
         return f"{short(value)} ({kind})"
@@ -53,20 +57,23 @@ def described(value: object) -> str:
 
 
 def check_bool(name: str, value: object, hint: str = "") -> None:
-    """Refuse what is not True or False; 0 and 1 too, as they are byte counts elsewhere. ``hint`` ends the text."""
+    """Raise TypeError unless ``value`` is True or False; ``hint`` is appended to the message.
+
+    0 and 1 are refused as well, because other options take byte counts, and the two could be confused.
+    """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {described(value)}{hint}")
 
 
 def refuse_renamed(options: Iterable[str]) -> None:
-    """Refuse names that options had once, with those that they have now."""
+    """Raise TypeError for a name that an option had in an earlier version; the message has its present name."""
     for name in options:
         if name in _RENAMED:
-            raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, of the tier that is used")
+            raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, for the tier that is used")
 
 
 def check_module(name: str, value: object) -> None:
-    """Refuse what is no module."""
+    """Raise TypeError unless ``value`` is a torch.nn.Module."""
     if not isinstance(value, torch.nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, got {type(value).__name__}")
 
@@ -80,7 +87,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _check_count(name: str, value: object, *, least: int, unit: str) -> None:
-    """Refuse what is neither a whole number of ``unit`` nor None, which stands for the default."""
+    """Refuse everything but None, which stands for the default, and integers from ``least`` on that count ``unit``."""
     allowed = f"a whole number of {unit} of at least {least}, or None for the default"
     if value is None:
         return
@@ -91,7 +98,7 @@ def _check_count(name: str, value: object, *, least: int, unit: str) -> None:
 
 
 def default_disk_dir() -> str:
-    """Say where spill files go when ``disk_dir`` is not given: the directory of Python's ``tempfile``."""
+    """Return the directory for spill files if ``disk_dir`` is not given: that of Python's ``tempfile``."""
     return tempfile.gettempdir()
 
 
@@ -110,12 +117,26 @@ def _file_system_of_device(device: int) -> str | None:
 
 
 def file_system_of(directory: str) -> str | None:
-    """Name the type of the file system that holds ``directory``, such as ``"ext4"``; None when Linux does not say."""
+    """Return the type of the file system of ``directory``, such as ``"ext4"``; None if Linux does not tell it.
+
+    Raises
+    ------
+    OSError
+        ``directory`` does not exist, or may not be looked up.
+    """
     return _file_system_of_device(os.stat(directory).st_dev)
 
 
+def is_in_ram(directory: str) -> bool:
+    """Return whether the file system of ``directory`` keeps its files in RAM; False if that cannot be told."""
+    try:
+        return file_system_of(directory) in _FILE_SYSTEMS_IN_RAM
+    except OSError:
+        return False
+
+
 def _checked_disk_dir(disk_dir: object) -> str:
-    """Return the absolute path of ``disk_dir``, a directory that a spill file can be made in."""
+    """Return the absolute path of ``disk_dir``, after checking that a spill file can be made in it."""
     if not isinstance(disk_dir, (str, os.PathLike)) or not isinstance(os.fspath(disk_dir), str):
         raise TypeError(f"disk_dir must be a path (str or os.PathLike) or None, got {described(disk_dir)}")
     given = os.fspath(disk_dir)
@@ -129,17 +150,18 @@ def _checked_disk_dir(disk_dir: object) -> str:
     except NotADirectoryError:
         raise NotADirectoryError(f"disk_dir {path!r} leads through a file: name a directory") from None
     except PermissionError:
-        raise PermissionError(f"disk_dir {path!r} cannot be looked up: a directory above it is closed to us") from None
+        raise PermissionError(
+            f"disk_dir {path!r} cannot be looked up: this process may not search a directory above it"
+        ) from None
     except OSError as error:
         raise ValueError(f"disk_dir {path!r} cannot be used: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise NotADirectoryError(f"disk_dir {path!r} is not a directory: name the directory to put spill files in")
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"disk_dir {path!r} is not writable: choose another, or change its permissions")
-    file_system = file_system_of(path)
-    if file_system in _FILE_SYSTEMS_IN_RAM:
+    if is_in_ram(path):
         warn_user(
-            f"torchoffload: disk_dir {path!r} is on {file_system}, which is RAM: "
+            f"torchoffload: disk_dir {path!r} is on {file_system_of(path)}, which is RAM: "
             "what is offloaded there frees no memory. Set disk_dir to a directory on a disk."
         )
     return path
@@ -147,16 +169,17 @@ def _checked_disk_dir(disk_dir: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """The options of one offloading context, checked. See ``OffloadActivations`` for what each means.
+    """The checked options of one offloading context. ``OffloadActivations`` says what each of them means.
 
-    ``disk_dir`` holds an absolute path for ``tier="disk"``, else None; every other field is as given.
+    The fields have the values that were given, except ``disk_dir``: with ``tier="disk"`` it is an absolute path, also
+    if it was not given, and with ``tier="host"`` it is None.
 
     Raises
     ------
     TypeError, ValueError
-        An option of a wrong type or value; the text names it, what was given and what is allowed.
+        An option has a wrong type or value. The message names the option, what was given, and what is allowed.
     FileNotFoundError, NotADirectoryError, PermissionError
-        ``disk_dir`` cannot hold a spill file.
+        A spill file cannot be made in ``disk_dir``.
     """
 
     use_pin_memory: bool = True
@@ -164,10 +187,10 @@ class OffloadOptions:
     learn: bool = True
     max_fwd_stash_size: int | None = None
     min_offload_size: int | None = None
-    tier: str = "host"
+    tier: Tier = "host"
     disk_dir: str | os.PathLike[str] | None = None
     budget_bytes: int | None = None
-    on_full: str = "keep"
+    on_full: OnFull = "keep"
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
 
@@ -197,27 +220,18 @@ class OffloadOptions:
 
     @property
     def min_offload_bytes(self) -> int:
-        """``min_offload_size``, or the tier's default."""
+        """The value of ``min_offload_size`` in bytes, or the default of the tier if it is None."""
         if self.min_offload_size is not None:
             return self.min_offload_size
         return _DEFAULT_MIN_OFFLOAD_BYTES[self.tier]
 
     def as_keywords(self) -> dict[str, Any]:
-        """Keyword arguments that make equal options again."""
+        """Return keyword arguments that make equal options."""
         return asdict(self)
 
     def for_core(self) -> dict[str, Any]:
-        """Keyword arguments of the compiled core's ``Context``, but for ``warn``."""
-        return {
-            "tier": self.tier,
-            "use_pin_memory": self.use_pin_memory,
-            "use_streams": self.use_streams,
-            "learn": self.learn,
-            "min_offload_bytes": self.min_offload_bytes,
-            "offload_window_bytes": self.offload_window_bytes,
-            "offload_window_records": self.max_fwd_stash_size,
-            "reload_window_bytes": self.reload_window_bytes,
-            "disk_dir": self.disk_dir,
-            "budget_bytes": self.budget_bytes,
-            "on_full": self.on_full,
-        }
+        """Return the keyword arguments for ``Context`` of the compiled core, except ``warn``.
+
+        They have the names of the options. The default of ``min_offload_size`` depends on the tier and is filled in.
+        """
+        return vars(self) | {"min_offload_size": self.min_offload_bytes}

@@ -1,4 +1,4 @@
-"""What each module of offload_modules moved and kept: the memory profile of a model, by module."""
+"""What was moved and kept inside each module that offload_modules was given, and the lines about it in report()."""
 
 import re
 import weakref
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchoffload._stats import at_reset
-from torchoffload._units import human_bytes
+from torchoffload._observe.stats import at_reset
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_advice", "module_lines", "note_source"]
 
@@ -24,18 +24,19 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStats:
-    """What was saved inside one module since ``reset_stats()``, over all its calls.
+    """What was saved inside one module since ``reset_stats()``, summed over all its calls.
 
-    A record counts where it was saved first, in the innermost of the chosen modules.
+    A record counts for the module in which it was saved first. Where chosen modules lie inside each other, that is the
+    innermost one.
 
     Attributes
     ----------
     name : str
-        The module's name in the model, without wrappers.
+        The name of the module in the model. Wrappers around modules have no part in it.
     records_offloaded, bytes_offloaded : int
-        Moved out of the device.
+        Records that were moved out of the device, and their bytes.
     records_kept, bytes_kept : dict of str to int
-        Not moved, by the reasons of ``TapeStats``.
+        Records that were not moved, and their bytes, by the reasons that ``TapeStats`` has.
     """
 
     name: str
@@ -46,31 +47,31 @@ class ModuleStats:
 
     @property
     def bytes_saved(self) -> int:
-        """All bytes saved, moved or kept."""
+        """All bytes that were saved, whether they were moved or kept."""
         return self.bytes_offloaded + sum(self.bytes_kept.values())
 
 
 class Source(Protocol):
-    """Whatever counts by module: what one call of offload_modules stands for."""
+    """Something that counts by module: what one call of offload_modules set up."""
 
     model_name: str
     calls: int
 
     def call_counts(self) -> dict[str, int]:
-        """By module, how often its hooks saw a call; empty where there are no hooks any more."""
+        """Return by module how often its hooks saw a call; empty once the hooks were removed."""
 
     def stats(self) -> tuple[ModuleStats, ...]:
-        """One row for each module."""
+        """Return one row for each module."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
 
 
 _sources: "weakref.WeakSet[Source]" = weakref.WeakSet()
 
 
 def note_source(source: Source) -> None:
-    """Have ``report()`` tell of ``source`` for as long as it lives."""
+    """Let ``report()`` include ``source`` for as long as it is alive."""
     _sources.add(source)
 
 
@@ -104,7 +105,7 @@ def _line(kind: str, rows: list[ModuleStats], calls: int) -> str:
 
 
 def _unseen_line(source: Source, counts: dict[str, int]) -> list[str]:
-    """Tell the modules that the model did not call, or that run inside of a compiled region."""
+    """Name the modules that the model did not call, or that ran only inside of a compiled region."""
     unseen = [name for name, count in counts.items() if not count]
     if not unseen:
         return []
@@ -129,13 +130,19 @@ def _source_lines(source: Source) -> list[str]:
 
 
 def module_lines() -> list[str]:
-    """Tell what the modules of each ``offload_modules`` moved and kept, like ones together, the largest first."""
+    """Return the lines of ``report()`` on what the modules of each ``offload_modules`` moved and kept.
+
+    Modules whose names differ only in numbers, such as the layers of a model, share a line. The largest come first.
+    """
     sources = sorted(_sources, key=lambda source: source.model_name)
     return [line for source in sources for line in _source_lines(source)]
 
 
 def idle_advice() -> str:
-    """Say what to do where nothing was saved inside of what ``offload_modules`` is installed on; empty without any."""
+    """Return advice for when nothing was saved inside the modules that ``offload_modules`` was given.
+
+    Empty if ``offload_modules`` is installed nowhere.
+    """
     for source in sorted(_sources, key=lambda source: source.model_name):
         counts = source.call_counts()
         if not counts:

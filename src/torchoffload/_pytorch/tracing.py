@@ -1,4 +1,4 @@
-"""What torch.compile is told when it meets a call of torchoffload inside of what it compiles."""
+"""Telling torch.compile not to trace the functions of torchoffload."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,9 +9,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_not_traced(function: _Function) -> _Function:
-    """Mark ``function``: a graph ends before its call, or under ``fullgraph=True`` the error says what to do instead.
+    """Mark ``function`` as one that torch.compile must not trace, and return it.
 
-    As ``torch.compiler.disable(reason=...)``, which would import all of Dynamo with torchoffload.
+    Dynamo ends the graph before a call of the function. Under ``fullgraph=True`` it raises an error that carries the
+    message set here, which says what to do instead. The effect is that of ``torch.compiler.disable(reason=...)``, but
+    calling that would import all of Dynamo together with torchoffload.
     """
     name = function.__qualname__.removesuffix(".__init__")
     marks: Any = function

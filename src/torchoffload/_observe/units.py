@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formatting numbers for people."""
 
 __all__ = ["human_bytes"]
 
 
 def human_bytes(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves a number of at least 1, such as ``"1.5 GiB"``."""
+    """Format a number of bytes in the largest binary unit in which it is at least 1, such as ``"1.5 GiB"``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -1,8 +1,8 @@
-"""Which modules of a model are meant: by name, glob, type, predicate, or the module itself.
+"""Finding the modules of a model that the user means: by name, glob, type, predicate, or the module itself.
 
-A name is the one that the model's author gave: what wraps a module (``torch.compile``, checkpoint wrappers, FSDP1, and
-DDP and its like around the whole) has no part in it, and a module that is wrapped is chosen with its wrapper, since
-that is what the model calls.
+Names are those that the author of the model gave. Wrappers around modules (``torch.compile``, checkpoint wrappers,
+FSDP1) and around the whole model (DDP and similar) have no part in them. A wrapped module is chosen together with its
+wrapper, since the wrapper is what the model calls.
 """
 
 import re
@@ -12,15 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from torchoffload._options import check_module, described, short
+from torchoffload._contexts.options import check_module, described, short
+from torchoffload._pytorch.module_wrappers import COMPILED, INNER_NAMES, INNER_NAMES_OF_MODELS
 
 __all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
 
 Selector = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 
-# Of torch.compile, checkpoint_wrapper and FSDP1; no author of a model uses them.
-_WRAPPED_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_WRAPPED_ROOT_NAMES = ("module", *_WRAPPED_NAMES)  # DDP, DataParallel, DeepSpeed
 _NAMES_SHOWN = 12
 _ALLOWED = (
     "a name or glob (str), an nn.Module subclass, a module of the model, a predicate taking (name, module), or a list "
@@ -30,14 +28,14 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """A module and its name in the model; the model itself has the name of its type."""
+    """A chosen module and its name in the model. The name of the model itself is the name of its type."""
 
     name: str
     module: nn.Module
 
 
 class _Tree:
-    """The modules of a model under their names, wrappers left out."""
+    """The modules of a model by their names, with wrappers left out of the names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -53,9 +51,9 @@ class _Tree:
         self._outermost.setdefault(id(module), outermost)
         self._names.setdefault(id(module), name)
         self.modules.append((name, full_name, module))
-        wrapped_names: tuple[str, ...] = _WRAPPED_NAMES
+        wrapped_names: tuple[str, ...] = INNER_NAMES
         if name == "" and len(module._modules) == 1 and not any(True for _ in module.parameters(recurse=False)):
-            wrapped_names = _WRAPPED_ROOT_NAMES
+            wrapped_names = INNER_NAMES_OF_MODELS
         for child_name, child in module._modules.items():
             if child is None or id(child) in above:
                 continue
@@ -69,16 +67,16 @@ class _Tree:
             )
 
     def outermost(self, module: nn.Module) -> nn.Module | None:
-        """Return what wraps ``module``, or itself; None where it is no module of the model."""
+        """Return the outermost wrapper around ``module``, or ``module``; None if it is not a module of the model."""
         return self._outermost.get(id(module))
 
     def name(self, module: nn.Module) -> str:
-        """Name ``module``; the model itself has the name of its type."""
+        """Return the name of ``module``; for the model itself, the name of its type."""
         return self._names[id(module)] or type(self.model).__name__
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """Compile a glob of names: ``*`` and ``?`` stay within one level, ``**`` stands for any number of them."""
+    """Compile a glob of names. ``*`` and ``?`` match within one level, ``**`` matches any number of levels."""
     levels = (r"(?:[^.]+\.)*" if level == "**" else _level(level) + r"\." for level in glob.split("."))
     return re.compile("".join(levels))
 
@@ -90,7 +88,7 @@ def _level(glob: str) -> str:
 
 
 def _runnable(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module``, or what it contains, where it is a container that is never called."""
+    """Yield ``module``, or if it is a container that is never called itself, the modules in it."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child in module.children():
             yield from _runnable(child)
@@ -126,7 +124,7 @@ def _nothing_matches(tree: _Tree, selector: Selector) -> ValueError:
             f"{_text(selector)} is no module of this {model}: choose one of model.modules(), after the model was "
             "wrapped or changed"
         )
-    # One of each kind: the names of all layers differ in a number.
+    # Names that differ only in numbers, such as those of the layers, are shown once.
     kinds = {re.sub(r"\d+", "*", name): f"{name} ({type(module).__name__})" for name, _, module in tree.modules if name}
     names = list(kinds.values())
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
@@ -151,16 +149,16 @@ def _checked(modules: Any) -> list[Selector]:
 
 
 def choose(model: nn.Module, modules: Selector | Sequence[Selector]) -> list[Chosen]:
-    """Find the modules that are meant, each once, in the order of ``model.named_modules()``.
+    """Find the modules that ``modules`` means, each once, in the order of ``model.named_modules()``.
 
-    A ``ModuleList`` or ``ModuleDict`` stands for what it contains.
+    A ``ModuleList`` or ``ModuleDict`` stands for the modules in it.
 
     Raises
     ------
     TypeError
-        ``model`` is no module, or a selector is of no kind that is known.
+        ``model`` is not a module, or a selector is of none of the kinds that ``Selector`` allows.
     ValueError
-        A selector matches nothing or is given twice; the text has names that there are.
+        A selector matches nothing, or is given twice. The message has names that would match.
     """
     check_module("model", model)
     tree = _Tree(model)
@@ -175,10 +173,10 @@ def choose(model: nn.Module, modules: Selector | Sequence[Selector]) -> list[Cho
 
 
 def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
-    """Name the modules chosen that a region of ``torch.compile`` calls, or is made of: it traces their hooks away."""
+    """Return the names of the chosen modules that are part of a compiled region, which traces their hooks away."""
     inside: set[int] = set()
     for module in model.modules():
-        if "_orig_mod" in module._modules:
+        if COMPILED in module._modules:
             inside |= {id(each) for each in module.modules() if each is not module}
         elif module._compiled_call_impl is not None:  # by module.compile()
             inside |= {id(each) for each in module.modules()}
@@ -186,12 +184,28 @@ def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
 
 
 def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
-    """Leave out the last ``count`` of the chosen modules that are inside of no other, and what is inside of them.
+    """Leave out the last ``count`` of the chosen modules, and the chosen modules inside these.
+
+    Only modules that lie inside no other chosen module are counted.
+
+    Parameters
+    ----------
+    chosen : list of Chosen
+        Chosen modules; a module comes before the modules inside it.
+    count : int or None
+        How many to leave out; None for 0.
+
+    Returns
+    -------
+    list of Chosen
+        The modules that remain.
 
     Raises
     ------
-    TypeError, ValueError
-        ``count`` is no whole number from 0 to one less than there are.
+    TypeError
+        ``count`` is neither an int nor None.
+    ValueError
+        ``count`` is negative, or no module would be left.
     """
     allowed = "keep_last must be a whole number of modules of at least 0, or None for 0"
     if count is None:

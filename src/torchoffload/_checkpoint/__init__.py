@@ -1,0 +1,1 @@
+"""Offloading of what selective activation checkpoints save. Private."""

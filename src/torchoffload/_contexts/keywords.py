@@ -1,0 +1,45 @@
+"""The keyword options of a context as types, so that editors complete them and type checkers find wrong ones.
+
+``OffloadOptions`` checks the values when the program runs; ``tests/test_option_names.py`` compares the names.
+"""
+
+import os
+from typing import Literal, TypedDict
+
+__all__ = ["ContextKeywords", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
+
+Tier = Literal["host", "disk"]
+OnFull = Literal["keep", "error"]
+
+
+class SharedKeywords(TypedDict, total=False):
+    """The options that torchtune and TRL have under the same names."""
+
+    use_pin_memory: bool
+    use_streams: bool
+    max_fwd_stash_size: int | None
+    min_offload_size: int | None
+
+
+class OwnKeywords(TypedDict, total=False):
+    """The options of a context that torchoffload alone has, except ``model``: functions that take these know it."""
+
+    tier: Tier
+    disk_dir: str | os.PathLike[str] | None
+    budget_bytes: int | None
+    on_full: OnFull
+    offload_window_bytes: int | None
+    reload_window_bytes: int | None
+    learn: bool
+
+
+class ContextKeywords(SharedKeywords, OwnKeywords, total=False):
+    """The options of ``OffloadActivations``, except ``model``."""
+
+
+class ModuleKeywords(ContextKeywords, total=False):
+    """The options of ``offload_modules``, with those of the context that it makes."""
+
+    fraction: float | None
+    keep_last: int | None
+    only_inputs: bool

@@ -1,0 +1,1 @@
+"""Offloading inside chosen modules of a model. Private."""

@@ -1,0 +1,1 @@
+"""What torchoffload asks of PyTorch beyond its public interface, and what it tells it. Private."""

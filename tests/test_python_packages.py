@@ -1,0 +1,57 @@
+"""test_python_packages.py: the Python face by its shape: what is public, and which package may import which."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import torchoffload
+
+PACKAGE = Path(torchoffload.__file__).resolve().parent
+# A file imports from its own line and from those above it. `info` and the integrations use the public names, too.
+LAYERS = (("_core", "_warnings"), ("_pytorch",), ("_contexts",), ("_observe",), ("_modules", "_checkpoint"))
+ON_TOP = ("__init__", "info", "integrations")
+PUBLIC = {"info", "integrations"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def part_of(path: Path) -> str:
+    """The package or module at the top of torchoffload that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The packages and modules of torchoffload that a file imports from; "" is torchoffload itself."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)} imports relatively"
+            names.add(str(node.module))
+    ours = {name.removeprefix("torchoffload").lstrip(".") for name in names if name.split(".")[0] == "torchoffload"}
+    return {name.split(".")[0] for name in ours}
+
+
+def test_every_file_has_its_place():
+    known = {part for layer in LAYERS for part in layer} | set(ON_TOP)
+    assert {part_of(path) for path in FILES} == known
+
+
+def test_nothing_looks_public_that_is_not():
+    assert {part_of(path) for path in FILES if not part_of(path).startswith("_")} == PUBLIC
+    names = {name for name in vars(torchoffload) if not name.startswith("_")} - PUBLIC
+    assert names == set(torchoffload.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) not in ON_TOP], ids=name_of)
+def test_imports_point_one_way(path):
+    layer = next(index for index, parts in enumerate(LAYERS) if part_of(path) in parts)
+    allowed = {part for parts in LAYERS[:layer] for part in parts} | {part_of(path)}
+    compiled_core = {""} if part_of(path) == "_core" else set()  # `from torchoffload import _C`
+    assert imported_parts(path) <= allowed | compiled_core
