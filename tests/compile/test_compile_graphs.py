@@ -81,6 +81,15 @@ def test_reduce_overhead_with_two_forwards_alive(device_under_test: Device, reco
     assert recorded, "nothing was recorded: the test shows nothing"
 
 
+def six_steps(run: Run, block: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Each calls the same graph three times, so that a gradient waits for its summands while the tree goes on."""
+    for scale in range(1, 7):
+        y = [block((x + part).sin() * scale, weight).mul(1e-3).sin().sum() for part in range(3)]
+        (y[0] * 2 + y[1] + y[2]).backward()
+        run.check(x=x.grad, weight=weight.grad)
+        x.grad = weight.grad = None
+
+
 @pytest.mark.parametrize("window", [0, None], ids=["least", "default"])
 def test_reduce_overhead_inside_one_entry(device_under_test: Device, recorded: list, window: int | None):
     """Gradients wait for their summands inside autograd while the tree goes on: it must not record anew there.
@@ -92,11 +101,7 @@ def test_reduce_overhead_inside_one_entry(device_under_test: Device, recorded: l
         x, weight = run.leaf(512, 512), run.parameter(512, 512)
         block = compiled(overwritten, mode="reduce-overhead")
         with run.offload(offload_window_bytes=window):
-            for scale in range(1, 7):
-                y = [block((x + part).sin() * scale, weight).mul(1e-3).sin().sum() for part in range(3)]
-                (y[0] * 2 + y[1] + y[2]).backward()
-                run.check(x=x.grad, weight=weight.grad)
-                x.grad = weight.grad = None
+            six_steps(run, block, x, weight)
         forget_graphs()
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1, kept_reason="borrowed")
@@ -113,11 +118,7 @@ def test_reduce_overhead_on_a_device_that_is_not_the_current_one(device_under_te
         x, weight = (run.tensor(512, 512).to(other).requires_grad_() for _ in range(2))
         block = compiled(overwritten, mode="reduce-overhead")
         with run.offload():
-            for scale in range(1, 7):
-                y = [block((x + part).sin() * scale, weight).mul(1e-3).sin().sum() for part in range(3)]
-                (y[0] * 2 + y[1] + y[2]).backward()
-                run.check(x=x.grad, weight=weight.grad)
-                x.grad = weight.grad = None
+            six_steps(run, block, x, weight)
         forget_graphs()
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1, kept_reason="borrowed")

@@ -12,19 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from head_models import WIDTH, Head, Holder, hook_count, name_of, train
-from torchoffload import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager
+from torchoffload import NoOpManager, OffloadActivations
 from torchoffload._hook_stack import innermost, top_pack_hook
-
-
-@pytest.fixture
-def offload(tmp_path):
-    """Makes the factory's context on the disk tier: it needs no accelerator."""
-
-    def make(model, **options):
-        chosen = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0} | options
-        return get_act_offloading_ctx_manager(model, **chosen)
-
-    return make
 
 
 @pytest.fixture(autouse=True)

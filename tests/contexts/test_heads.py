@@ -12,17 +12,6 @@ from torchoffload._hook_stack import top_pack_hook
 from torchoffload.integrations import trl
 
 
-@pytest.fixture
-def offload(tmp_path):
-    """Makes the factory's context on the disk tier: it needs no accelerator."""
-
-    def make(model, **options):
-        chosen = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0} | options
-        return get_act_offloading_ctx_manager(model, **chosen)
-
-    return make
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_head_is_found(name):
     head = Head()
