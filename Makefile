@@ -90,12 +90,12 @@ fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: r
 PROGRAM_ARGS ?= --device disk simulated --programs 20000 --jobs $(JOBS)
 .PHONY: fuzz-programs
 fuzz-programs: build  ## random autograd programs, stock and offloaded: 20,000 on the disk tier and the simulated device
-	$(PY) tests/fuzz_programs.py $(PROGRAM_ARGS)
+	$(PY) tests/support/fuzz_programs.py $(PROGRAM_ARGS)
 
 SOAK_ARGS ?= --device disk --steps 10000
 .PHONY: soak
 soak: build  ## a small model that varies, for 10,000 steps: nothing may pile up
-	$(PY) tests/soak.py $(SOAK_ARGS)
+	$(PY) tests/support/soak.py $(SOAK_ARGS)
 
 .PHONY: site
 site:  ## the package for the torch of PYTHON into OUT, as PYTHONPATH takes it; installs nothing

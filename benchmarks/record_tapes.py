@@ -1,4 +1,6 @@
-"""Writes what one step of each workload does on this device, without waits of ours: what tests/test_plan.py plans for.
+"""Writes what one step of each workload does on this device, without waits of ours.
+
+What is written is what tests/core/test_plan.py plans for.
 
     PYTHONPATH=build/gpu python3 benchmarks/record_tapes.py --workload A B C D --out tests/data/tapes
 

@@ -35,18 +35,18 @@ part_memcheck() {
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   TORCHOFFLOAD_REQUIRE_CUDA=1 step memcheck "$sanitizer" --tool memcheck --error-exitcode 3 "$PYTHON" \
-    -m pytest -m cuda -q tests/test_gradients_order.py -k "several_steps or two_forwards"
+    -m pytest -m cuda -q tests/gradients/test_gradients_order.py -k "several_steps or two_forwards"
   # Without backtraces: to write one down the tool takes Python's lock inside the driver's, and another thread may have it.
   TORCHOFFLOAD_TESTING=1 step memcheck-programs "$sanitizer" --tool memcheck --error-exitcode 3 --show-backtrace no \
-    --target-processes all "$PYTHON" tests/fuzz_programs.py --device cuda --programs 50 --jobs 1
+    --target-processes all "$PYTHON" tests/support/fuzz_programs.py --device cuda --programs 50 --jobs 1
 }
 
 part_programs() {
-  TORCHOFFLOAD_TESTING=1 TAIL=8 step programs "$PYTHON" tests/fuzz_programs.py --device cuda --programs 3000 \
+  TORCHOFFLOAD_TESTING=1 TAIL=8 step programs "$PYTHON" tests/support/fuzz_programs.py --device cuda --programs 3000 \
     --out "$OUT/programs.json"
 }
 
-part_soak() { TAIL=12 step soak "$PYTHON" tests/soak.py --device cuda --steps 3000; }
+part_soak() { TAIL=12 step soak "$PYTHON" tests/support/soak.py --device cuda --steps 3000; }
 
 part_examples() {
   local example

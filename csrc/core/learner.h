@@ -69,7 +69,7 @@ class Learner {
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
   const Plan* plan_of(uint32_t shape);  // as at its last sighting; null: forgotten
-  void plan_as(const Plan& plan);  // for tests: the shapes of as many records have it, until they are timed
+  void plan_as(const Plan& plan);       // for tests: the shapes of as many records have it, until they are timed
 
  private:
   struct Shape {

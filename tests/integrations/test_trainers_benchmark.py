@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from places import BENCHMARKS
 from trainings import need
 
 need("transformers", "accelerate", "peft", "trl", "datasets", "lightning")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trainers.py"
+SCRIPT = BENCHMARKS / "trainers.py"
 TRAINERS = ["transformers", "peft", "trl", "lightning", "accelerate", "loop"]
 SHAPE = "A:hidden=64,intermediate=256,layers=2,tokens=64,heads=8,kv_heads=4,vocabulary=512"
 TIERS = ["disk", pytest.param("host", marks=pytest.mark.cuda)]

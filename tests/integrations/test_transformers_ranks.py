@@ -1,7 +1,6 @@
 """Two ranks under DDP, of which one alone offloads: the same bits on both, and warnings on rank 0."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from places import environment_with_support
 from trainings import need
 
 need("transformers", "accelerate")
@@ -23,12 +23,12 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_ranks_may_differ(tmp_path: Path):
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PYTHONPATH": paths}
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
+    environment = environment_with_support(here) | job
     ranks = [
         subprocess.Popen(
             [sys.executable, str(here / "ranks_program.py"), str(tmp_path)],
-            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"},
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "parallel_step.py"
+from places import BENCHMARKS
+
+SCRIPT = BENCHMARKS / "parallel_step.py"
 TINY = {
     "hidden": 128, "intermediate": 256, "layers": 2, "heads": 4, "kv-heads": 2, "vocabulary": 256,
     "batch": 2, "tokens": 2048, "micro-batches": 2, "warm-up": 1, "steps": 1,

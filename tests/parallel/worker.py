@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCHOFFLOAD_TESTING", "1")
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "benchmarks")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1] / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,0 +1,134 @@
+"""test_structure.py: what the sources promise by their shape: floors, words, notes, sizes, and documented names."""
+
+import pathlib
+import re
+
+import pytest
+
+from places import ROOT
+
+CSRC = ROOT / "csrc"
+FLOORS = ("core", "storage", "device", "autograd")
+MAX_LINES = 400
+
+CPP_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp"})
+TEST_CPP_FILES = sorted(path for path in (ROOT / "tests").rglob("*") if path.suffix in {".h", ".cpp"})
+PYTHON_FILES = sorted(
+    path
+    for folder in ("src", "tests", "examples", "benchmarks", "tools")
+    for path in (ROOT / folder).rglob("*.py*")
+    if path.suffix in {".py", ".pyi"}
+)
+SOURCES = [*CPP_FILES, *TEST_CPP_FILES, *PYTHON_FILES]
+DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
+
+
+def name_of(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def includes(path: pathlib.Path) -> list[str]:
+    """Names as written, with their quotes or angle brackets."""
+    return re.findall(r'^\s*#\s*include\s+(["<][^">]+[">])', path.read_text(), flags=re.MULTILINE)
+
+
+def of_floors(*floors: str) -> list[pathlib.Path]:
+    return [path for path in CPP_FILES if path.relative_to(CSRC).parts[0] in floors]
+
+
+def one_line(path: pathlib.Path) -> str:
+    """The text without line breaks and comment marks, so that a sentence that wraps is found."""
+    return re.sub(r"\s*\n\s*(?://+|#+|\*)?\s*", " ", path.read_text())
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=name_of)
+def test_includes_point_down(path):
+    own_floor = FLOORS.index(path.relative_to(CSRC).parts[0])
+    for name in includes(path):
+        if name.startswith('"'):
+            floor = name.strip('"').split("/")[0]
+            assert floor in FLOORS, f"{name} is not named from csrc/"
+            assert FLOORS.index(floor) <= own_floor, f"{name} is above {FLOORS[own_floor]}/"
+
+
+@pytest.mark.parametrize("path", of_floors("core", "storage"), ids=name_of)
+def test_core_and_storage_know_no_torch_no_cuda_and_no_python(path):
+    outside = re.compile(r"<(torch|ATen|c10|caffe2|cuda|nv|pybind11|Python|structmember)")
+    assert [name for name in includes(path) if outside.match(name)] == []
+
+
+@pytest.mark.parametrize("path", of_floors("core"), ids=name_of)
+def test_core_knows_no_clock_and_no_thread(path):
+    forbidden = {"<chrono>", "<ctime>", "<time.h>", "<thread>", "<mutex>", "<condition_variable>", "<pthread.h>"}
+    assert forbidden & set(includes(path)) == set()
+
+
+def test_pybind11_stands_in_one_file():
+    uses = re.compile(r"pybind11|torch/extension\.h|\bpy::")
+    code = {path: re.sub(r"//.*", "", path.read_text()) for path in CPP_FILES}
+    assert [name_of(path) for path in CPP_FILES if uses.search(code[path])] == ["csrc/autograd/bindings.cpp"]
+
+
+def test_every_wait_has_a_rule_and_is_made_by_stream_order():
+    """A wait of a Backend that wraps something else passes its own call on; that orders nothing by itself."""
+    waits = []
+    for path in of_floors("device", "autograd"):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if not re.search(r"(->|\.|\))wait\(", line) or name_of(path) == "csrc/autograd/stream_order.cpp":
+                continue
+            within = " ".join(lines[max(0, number - 3) : number + 2])
+            passed_on = re.search(r"\bwait\(StreamId \w+, Point \w+\)", within)
+            if not passed_on and not re.search(r"wait\(\s*(Rule::|rule,)", within):
+                waits.append(f"{name_of(path)}:{number + 1}: {line.strip()}")
+    assert waits == []
+
+
+def test_every_rule_has_a_wait():
+    header = (CSRC / "autograd" / "stream_order.h").read_text()
+    rules = re.findall(r"^  (\w+) = static_cast<uint8_t>\(Mutant::(\w+)\)", header, flags=re.MULTILINE)
+    engine = "".join(path.read_text() for path in (CSRC / "autograd").glob("engine*.cpp"))
+    assert [rule for rule, mutant in rules if rule != mutant] == []
+    assert len(rules) > 10
+    assert [rule for rule, _ in rules if f"Rule::{rule}" not in engine] == []
+
+
+def test_only_the_cuda_files_of_the_device_floor_call_cuda():
+    calls = re.compile(r"\bcuda[A-Z]\w*\(")
+    users = {name_of(path) for path in CPP_FILES if calls.search(re.sub(r"//.*", "", path.read_text()))}
+    assert {name for name in users if not name.startswith("csrc/device/cuda_")} == set()
+
+
+def test_every_note_that_is_referred_to_exists():
+    texts = {name_of(path): one_line(path) for path in [*SOURCES, *DOCUMENTS] if path.name != "test_structure.py"}
+    defined = set()
+    for path in [*SOURCES, *DOCUMENTS]:
+        defined |= set(re.findall(r"^\s*(?://+|#+)\s*Note \[([^\]]+)\]", path.read_text(), flags=re.MULTILINE))
+    missing = {
+        f"{name}: Note [{note}]"
+        for name, text in texts.items()
+        for note in re.findall(r"Note \[([^\]]+)\]", text)
+        if note not in defined
+    }
+    assert missing == set()
+
+
+def test_each_public_name_is_documented():
+    import torchoffload
+
+    documented = set(
+        re.findall(r"`(?:torchoffload\.)?(\w+)(?:\([^`]*\))?[^`]*`", (ROOT / "docs" / "api.md").read_text())
+    )
+    assert set(torchoffload.__all__) - documented == set()
+    assert [name for name in torchoffload.__all__ if not hasattr(torchoffload, name)] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_file_is_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_is_left_to_do(path):
+    marks = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    assert marks.findall(path.read_text()) == []

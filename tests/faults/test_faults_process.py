@@ -1,0 +1,103 @@
+"""Faults that take a process of their own: Ctrl-C for real, forks, limits of the system, and every way to end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from places import SUPPORT
+
+PROGRAMS = SUPPORT / "fault_programs.py"
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TORCHOFFLOAD_TESTING") != "1", reason="faults are injected into the test build alone"
+)
+
+
+def command(name: str, directory: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(PROGRAMS), name, str(directory), *arguments]
+
+
+def ending_of(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # Freed blocks of more than a page or two go back to the system, so that a limit of address space is met.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(
+        command(name, directory, *arguments), capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert not os.listdir(directory), "a file was left behind"
+    return done
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alarms",
+        "fork_trains",
+        "fork_reads_the_parents_graph",
+        "fork_in_backward",
+        "data_loader",
+        "no_address_space",
+    ],
+)
+def test_it_is_right_in_the_end(name: str, tmp_path: Path):
+    done = ending_of(name, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("right\n")
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_random_moments(tmp_path: Path):
+    done = ending_of("interrupted", tmp_path, "150")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("right\n")
+
+
+def test_threads_that_the_system_refuses(tmp_path: Path):
+    if os.geteuid() != 0:
+        pytest.skip("it becomes another user, so that the limit binds it")
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    done = ending_of("no_threads", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("right\n")
+
+
+@pytest.mark.parametrize("how", ["end", "sys.exit", "os._exit", "inside", "backward", "thread", "daemon thread"])
+def test_an_end_with_work_in_flight_is_quiet(tmp_path: Path, how: str):
+    begin = time.monotonic()
+    done = ending_of("ends", tmp_path, how)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert time.monotonic() - begin < 60
+
+
+def test_an_exception_with_work_in_flight_is_the_one_that_is_shown(tmp_path: Path):
+    done = ending_of("ends", tmp_path, "raise")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: planted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_killed_while_writing_it_leaves_no_file(tmp_path: Path, number: signal.Signals):
+    with subprocess.Popen(command("writes", tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        time.sleep(0.5)
+        assert os.listdir(tmp_path) == [], "the spill file has a name"
+        assert any(tmp_path.name in target for target in open_files(process.pid)), "nothing is being written"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+    assert os.listdir(tmp_path) == []
+
+
+def open_files(pid: int) -> list[str]:
+    targets = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            targets.append(os.readlink(descriptor))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return targets
