@@ -170,7 +170,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
 
 }  // namespace torchoffload
 
-// Not free-threaded: ledger and schedule are touched only with the GIL held.
+// Not free-threaded: ledger and windows are touched only with the GIL held.
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";

@@ -90,3 +90,14 @@ def test_what_is_kept_counts_in_the_engine_until_its_last_handle_has_died():
     tape = Tape([[0], [1, 2]], [98, 99, 100], [False, False, True], [0, 0, 0], 199)
     assert reloads_at(engine_events(tape), 1) == []
     assert reloads_at(simulated_events(tape), 1) == [("reload ahead", 0)]
+
+
+def test_what_the_backward_passes_by_is_reloaded_again_by_the_engine_alone():
+    """It asks for records 1 and 0 before 3 and 2, which are ahead by then. The window reaches from 1 to 2, not to 3."""
+    tape = Tape(
+        [[0], [1], [2], [3], [4]], [150, 151, 98, 99, 100], [False] * 5, [0, 0, 0, 0, 100], 197, (4, 1, 0, 3, 2)
+    )
+    assert reloads_at(engine_events(tape), 4) == [("reload ahead", 3), ("reload ahead", 2)]
+    assert reloads_at(engine_events(tape), 3) == [("reload", 3)]
+    assert reloads_at(simulated_events(tape), 4) == [("reload ahead", 3), ("reload ahead", 2)]
+    assert reloads_at(simulated_events(tape), 3) == []

@@ -37,6 +37,7 @@ class Tape:
     kept: list[bool]
     offload_windows: list[int]  # from each record to the next
     reload_window: int
+    asked: tuple[int, ...] = ()  # the saves as the backward asks for them; empty: from the last one to the first
 
     @property
     def saves(self) -> list[int]:
@@ -62,13 +63,13 @@ class Tape:
         return [record > 0 and made_by[record] == made_by[record - 1] for record in self.records]
 
     def asks(self) -> Iterator[tuple[int, bool]]:
-        """The record of each ask of the backward, from the last save to the first, and whether an operator ends."""
-        for saved in reversed(self.operators):
-            for place, record in enumerate(reversed(saved)):
-                yield record, place == len(saved) - 1
+        """The save of each ask of the backward, and whether an operator's backward runs then."""
+        ends = {0} | {sum(map(len, self.operators[:number])) for number in range(len(self.operators))}
+        for save in self.asked or range(len(self.saves) - 1, -1, -1):
+            yield save, save in ends
 
     def first_asks(self) -> list[int]:
-        return list(dict.fromkeys(record for record, _ in self.asks()))
+        return list(dict.fromkeys(self.saves[save] for save, _ in self.asks()))
 
 
 @st.composite
@@ -168,13 +169,13 @@ def _backward(tape: Tape, handles: list[Any], unpack: Callable[[Any], Any], asks
     """Handles of one operator go together, after all of its saves were asked for."""
 
     def work() -> None:
-        asked = []
-        for record, ends in tape.asks():
-            asks(record)
-            asked.append(handles.pop())
-            unpack(asked[-1])
-            if ends:
-                asked.clear()
+        asked: list[int] = []
+        for save, ends in tape.asks():
+            asks(tape.saves[save])
+            asked.append(save)
+            unpack(handles[save])
+            while ends and asked:
+                handles[asked.pop()] = None
 
     x = torch.zeros((), requires_grad=True)
     _Asks.apply(x, work).backward()
@@ -257,7 +258,9 @@ class Driver(enum.Enum):
 
 
 class Model:
-    """A tape gone through by the rules of the windows, without the class that the core has for them."""
+    """A tape gone through by the rules of the windows, without the class that the core has for them. It knows backwards
+    that ask from the last save to the first.
+    """
 
     def __init__(self, tape: Tape, driver: Driver) -> None:
         self.tape, self.driver = tape, driver
@@ -293,7 +296,8 @@ class Model:
         asked: list[int] = []
         used: set[int] = set()  # since an operator ended
         saves_left = {record: self.tape.saves.count(record) for record in self.tape.records}
-        for record, ends in self.tape.asks():
+        for save, ends in self.tape.asks():
+            record = self.tape.saves[save]
             is_first = record not in asked
             if is_first and not self.driver.releases_with_the_last_handle:
                 self.kept -= set(asked)
