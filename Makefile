@@ -4,56 +4,93 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+UNITY ?= ON
 TORCH ?= 2.9.0
 OUT ?= build/site-for
 PYTEST_ARGS ?=
+DEMO_ARGS ?= --steps 6
 BENCH_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PY := $(BIN)/python
 READY := $(VENV)/.ready
+BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
 TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/storage/*.cpp)
 TEST_TIMEOUT_S := 300
 
-# $(call compile,PYTHON,BUILD_DIR,OPTIONS): configure and compile; a few seconds when nothing changed.
-# Two makes at once in one checkout take turns.
+# $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
+# Two makes at once in one checkout take turns. Sources that include torch are compiled a few at a time together, since
+# most of their time goes into torch's headers; UNITY=OFF compiles each by itself, for who edits one again and again.
 define compile
 mkdir -p $(2) && exec 9> $(2)/.lock && { flock 9 2> /dev/null || true; }; \
-cmake -S . -B $(2) -G Ninja -DPython_EXECUTABLE="$(1)" -DTORCHOFFLOAD_TESTING=ON $(3) > $(2)/configure.log 2>&1 \
+cmake -S . -B $(2) -G Ninja -DPython_EXECUTABLE="$(1)" -DTORCHOFFLOAD_TESTING=ON -DCMAKE_UNITY_BUILD=$(UNITY) \
+	$(3) > $(2)/configure.log 2>&1 \
 	|| { cat $(2)/configure.log; exit 1; }; \
-cmake --build $(2) --parallel $(JOBS)
+cmake --build $(2) --parallel $(JOBS) --target $(or $(4),all)
 endef
 
 .PHONY: help
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): requirements-dev.txt
+# What building and the demo take, and then, for all else, the rest of what is pinned.
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --progress-bar on --requirement
+$(BUILD_READY): requirements-build.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --quiet --requirement requirements-dev.txt
+	$(PIP_INSTALL) $<
 	echo "$(CURDIR)/src" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchoffload-dev.pth"
+	touch $@
+
+$(READY): requirements-dev.txt $(BUILD_READY)
+	$(PIP_INSTALL) $<
 	touch $@
 
 .PHONY: venv
 venv: $(READY)  ## the pinned development environment in .venv
 
 # cmake and ninja are those of .venv, except where another interpreter is built for and there may be no .venv.
-build: export PATH := $(BIN):$(PATH)
+build core editor: export PATH := $(BIN):$(PATH)
 site: export PATH := $(PATH):$(BIN)
 
+IN_PLACE = -DTORCHOFFLOAD_OUTPUT_DIR="$(CURDIR)/src/torchoffload"
 .PHONY: build
 build: $(READY)  ## compile the core and its test build into src/torchoffload
-	@$(call compile,$(PY),build/dev,-DTORCHOFFLOAD_OUTPUT_DIR="$(CURDIR)/src/torchoffload")
+	@$(call compile,$(PY),build/dev,$(IN_PLACE))
+
+.PHONY: core
+core: $(BUILD_READY)  ## compile the core alone, without its test build
+	@$(call compile,$(PY),build/dev,$(IN_PLACE),_C)
+
+.PHONY: editor
+editor: $(BUILD_READY)  ## write the compile commands that an editor's clangd asks for (.clangd says where they are)
+	@cmake -S . -B build/editor -G Ninja -DPython_EXECUTABLE="$(PY)" -DTORCHOFFLOAD_TESTING=ON
 
 .PHONY: demo
-demo: build  ## train a small GPT with and without offloading, and compare
-	$(PY) examples/train_gpt.py
+demo: core  ## train a small GPT with and without offloading, and compare
+	$(PY) examples/train_gpt.py $(DEMO_ARGS)
 
+# One process a core. What is given in PYTEST_ARGS comes last and so counts.
+WORKERS ?= $(JOBS)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --timeout=$(TEST_TIMEOUT_S)
 .PHONY: test
-test: build  ## the test suite on the disk tier and the simulated device
-	$(PY) -m pytest tests --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
+test: build  ## the test suite on the disk tier and the simulated device, but for what is slow
+	$(PYTEST) tests -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: build  ## the slow tests alone
+	$(PYTEST) tests -m slow $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: build  ## every test of the suite, the slow ones last
+	$(PYTEST) tests -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) tests -m slow $(PYTEST_ARGS)
+
+FLOOR ?= core
+.PHONY: quick
+quick: build  ## the quick tests of one folder of tests/, in seconds: make quick FLOOR=core
+	$(PYTEST) --numprocesses=0 tests/$(FLOOR) -m "not slow" -q $(PYTEST_ARGS)
 
 INTEGRATIONS_PY := $(CURDIR)/.venv-integrations/bin/python
 INTEGRATIONS_READY := .venv-integrations/.ready
@@ -71,7 +108,7 @@ test-integrations: build $(INTEGRATIONS_READY)  ## trainers' libraries, the real
 
 .PHONY: mutants
 mutants: build  ## leave out each wait and check in turn: its scenario has to notice
-	$(PY) -m pytest tests/mutants --timeout=$(TEST_TIMEOUT_S) $(PYTEST_ARGS)
+	$(PYTEST) tests/mutants $(PYTEST_ARGS)
 
 # What runs under which sanitizers, FUZZ_SECONDS each and two at a time.
 FUZZ_SECONDS ?= 60

@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "two_gpus: needs two of them; left out, and not skipped, with one")
     config.addinivalue_line("markers", "devices(*names): run on these devices only")
-    config.addinivalue_line("markers", "slow: takes more than about two seconds")
+    config.addinivalue_line("markers", "slow: takes more than about two seconds; left to `make test-slow`")
+    config.addinivalue_line("markers", "xdist_group(name): with others of this name in one worker (pytest-xdist's)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

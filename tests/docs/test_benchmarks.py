@@ -313,6 +313,7 @@ def test_the_links_rates_become_tables(module):
     assert "| registered | 150 | touch 50, register 100 |" in tables["pinning"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_chart_is_the_same_each_time(tmp_path: Path):
     drawn = []
@@ -339,6 +340,7 @@ def package(directory: Path, name: str, module_path: str, source: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["unpacked", "wheel"])
 def test_torchtunes_module_is_found_without_its_package(tmp_path: Path, packed: str):
     source = "import psutil, torchao\nfrom torchao.dtypes.nf4tensor import NF4Tensor\n"

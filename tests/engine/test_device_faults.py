@@ -149,6 +149,7 @@ def test_a_call_that_fails_once_leaves_nothing_behind(name: str, mode: str) -> N
         check_every_call(STEPS[name], mode, times=1)
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_for_good_hands_no_memory_on_too_early() -> None:
     """From some call on each one fails. What a copy that was enqueued before still touches is then leaked.
 

@@ -116,6 +116,7 @@ def test_no_window_reloads_nothing_ahead(device_under_test):
     assert found == [[0, 0, 0]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.devices("disk", "simulated-late", "simulated-seeded", "cuda")
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(orders=st.lists(st.permutations(["F0", "F1", "F2", "F3", "B0", "B1", "B2", "B3"]), min_size=2, max_size=4))

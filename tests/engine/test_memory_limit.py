@@ -75,6 +75,7 @@ def _result(child):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_where_the_plain_run_dies_of_memory_the_offloaded_run_finishes_with_the_same_result(tmp_path):
     plain = _result(_run("plain", tmp_path))
     offloaded = _result(_run("offloaded", tmp_path))

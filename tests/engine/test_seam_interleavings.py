@@ -173,6 +173,7 @@ def left_behind() -> dict[str, int]:
     return {name: getattr(stats, name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_another_thread_comes_between(deed: str, options: str) -> None:

@@ -89,6 +89,7 @@ def test_one_token_that_goes_elsewhere_in_the_last_layer_is_expected_anew_from_t
     assert changed.bytes_offloaded > known.bytes_offloaded
 
 
+@pytest.mark.slow
 @UNTIMED
 def test_loads_that_change_at_each_step_are_forgotten_in_time(device_under_test: Device):
     def program(run: Run):

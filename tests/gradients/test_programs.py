@@ -158,6 +158,7 @@ LEAVING: dict[str, tuple[type[Device], Callable[[], Program]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind", "left_by_any_hooks"),
     [("any hooks", Kind.SAME, True), ("any hooks, and we", Kind.LEAKS, False), ("we", Kind.LEAKS, False)],

@@ -1,10 +1,18 @@
 """conftest.py of the parallel tests: two processes for each file, by gloo on CPUs or by NCCL on two GPUs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from processes import Processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, one of them runs all tests of a file: each would start processes of its own."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=[pytest.mark.cuda, pytest.mark.two_gpus])])
