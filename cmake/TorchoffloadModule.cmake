@@ -1,21 +1,19 @@
 # torchoffload_add_module(NAME [TESTING]): the extension module NAME from csrc/.
-# core/ and storage/ are compiled without torch's headers in reach, so an include that does not belong there fails.
-# TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus the simulated device, the log of seam calls, and tests/csrc.
+# core/, system/ and storage/ are compiled without torch's headers in reach, so an include that does not belong there fails.
+# TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus csrc/testing (the simulated device, the log of seam calls) and tests/csrc.
 
 function(torchoffload_add_module name)
   cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
   set(csrc "${PROJECT_SOURCE_DIR}/csrc")
-  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/storage/*.cpp")
+  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/system/*.cpp" "${csrc}/storage/*.cpp")
   file(GLOB torch_sources CONFIGURE_DEPENDS "${csrc}/device/*.cpp" "${csrc}/autograd/*.cpp")
-  file(GLOB test_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
+  file(GLOB test_sources CONFIGURE_DEPENDS "${csrc}/testing/*.cpp" "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
 
   if(NOT TORCH_CUDA_VERSION)
     list(FILTER torch_sources EXCLUDE REGEX "/cuda_[^/]*$")
   endif()
   if(ARG_TESTING)
     list(APPEND torch_sources ${test_sources})
-  else()
-    list(FILTER torch_sources EXCLUDE REGEX "/(sim|logging)_[^/]*$")
   endif()
 
   add_library(${name}_base OBJECT ${base_sources})

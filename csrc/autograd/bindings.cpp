@@ -12,8 +12,8 @@
 #include "autograd/saved_tensor.h"
 #include "autograd/statistics.h"
 #include "autograd/user_code.h"
-#include "storage/host_memory.h"
-#include "storage/local_world.h"
+#include "system/host_memory.h"
+#include "system/local_world.h"
 
 namespace py = pybind11;
 

@@ -37,8 +37,8 @@
 #include "core/tape_order.h"
 #include "core/windows.h"
 #include "device/backend.h"
-#include "storage/process.h"
 #include "storage/slot_store.h"
+#include "system/process.h"
 
 namespace torchoffload {
 

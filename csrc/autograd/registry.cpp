@@ -12,13 +12,13 @@
 #include "autograd/operation.h"
 #include "device/disk_backend.h"
 #include "storage/pinned_arena.h"
-#include "storage/process.h"
+#include "system/process.h"
 #ifdef TORCHOFFLOAD_WITH_CUDA
 #include "device/cuda_backend.h"
 #endif
 #ifdef TORCHOFFLOAD_TESTING
-#include "device/logging_backend.h"
-#include "device/sim_backend.h"
+#include "testing/logging_backend.h"
+#include "testing/sim_backend.h"
 #endif
 
 namespace torchoffload {

@@ -6,8 +6,8 @@
 
 #include "autograd/operation.h"
 #include "core/mutant.h"
-#include "storage/host_memory.h"
-#include "storage/local_world.h"
+#include "system/host_memory.h"
+#include "system/local_world.h"
 
 namespace torchoffload {
 

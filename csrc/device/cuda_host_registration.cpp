@@ -9,7 +9,7 @@
 #include <string>
 
 #include "device/cuda_backend.h"
-#include "storage/numa.h"
+#include "system/numa.h"
 
 namespace torchoffload {
 

@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "storage/process.h"
 #include "storage/slot_store.h"
+#include "system/process.h"
 
 namespace torchoffload {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/mutant.h"
-#include "storage/host_memory.h"
+#include "system/host_memory.h"
 
 namespace torchoffload {
 namespace {

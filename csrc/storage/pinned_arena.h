@@ -26,8 +26,8 @@
 #include "storage/chunk.h"
 #include "storage/growth_plan.h"
 #include "storage/pinned_chunk.h"
-#include "storage/process.h"
 #include "storage/slot_store.h"
+#include "system/process.h"
 
 namespace torchoffload {
 

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "storage/numa.h"
-#include "storage/process.h"
+#include "system/numa.h"
+#include "system/process.h"
 
 namespace torchoffload {
 namespace {

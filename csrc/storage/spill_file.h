@@ -27,9 +27,9 @@
 
 #include "core/range_allocator.h"
 #include "storage/chunk.h"
-#include "storage/file_io.h"
-#include "storage/process.h"
 #include "storage/slot_store.h"
+#include "system/file_io.h"
+#include "system/process.h"
 
 namespace torchoffload {
 

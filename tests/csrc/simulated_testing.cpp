@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "core/mutant.h"
-#include "device/logging_backend.h"
-#include "device/sim_backend.h"
+#include "testing/logging_backend.h"
+#include "testing/sim_backend.h"
 
 namespace py = pybind11;
 

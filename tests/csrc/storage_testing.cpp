@@ -18,12 +18,12 @@
 #include "core/range_allocator.h"
 #include "counting_driver.h"
 #include "device/disk_backend.h"
-#include "storage/file_io.h"
-#include "storage/host_memory.h"
-#include "storage/local_world.h"
-#include "storage/numa.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
+#include "system/file_io.h"
+#include "system/host_memory.h"
+#include "system/local_world.h"
+#include "system/numa.h"
 #ifdef TORCHOFFLOAD_WITH_CUDA
 #include "device/cuda_backend.h"
 #endif

@@ -8,7 +8,7 @@ import pytest
 from places import ROOT
 
 CSRC = ROOT / "csrc"
-FLOORS = ("core", "storage", "device", "autograd")
+FLOORS = ("core", "system", "storage", "device", "testing", "autograd")
 MAX_LINES = 400
 
 CPP_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp"})
@@ -51,8 +51,8 @@ def test_includes_point_down(path):
             assert FLOORS.index(floor) <= own_floor, f"{name} is above {FLOORS[own_floor]}/"
 
 
-@pytest.mark.parametrize("path", of_floors("core", "storage"), ids=name_of)
-def test_core_and_storage_know_no_torch_no_cuda_and_no_python(path):
+@pytest.mark.parametrize("path", of_floors("core", "system", "storage"), ids=name_of)
+def test_core_system_and_storage_know_no_torch_no_cuda_and_no_python(path):
     outside = re.compile(r"<(torch|ATen|c10|caffe2|cuda|nv|pybind11|Python|structmember)")
     assert [name for name in includes(path) if outside.match(name)] == []
 
@@ -72,7 +72,7 @@ def test_pybind11_stands_in_one_file():
 def test_every_wait_has_a_rule_and_is_made_by_stream_order():
     """A wait of a Backend that wraps something else passes its own call on; that orders nothing by itself."""
     waits = []
-    for path in of_floors("device", "autograd"):
+    for path in of_floors("device", "testing", "autograd"):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
             if not re.search(r"(->|\.|\))wait\(", line) or name_of(path) == "csrc/autograd/stream_order.cpp":

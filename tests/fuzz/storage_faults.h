@@ -12,7 +12,7 @@
 #include <string_view>
 
 #include "driver.h"
-#include "storage/file_io.h"
+#include "system/file_io.h"
 
 namespace torchoffload::fuzz {
 

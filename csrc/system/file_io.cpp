@@ -1,4 +1,4 @@
-#include "storage/file_io.h"
+#include "system/file_io.h"
 
 #include <fcntl.h>
 #include <stdlib.h>

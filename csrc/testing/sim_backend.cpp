@@ -1,4 +1,4 @@
-#include "device/sim_backend.h"
+#include "testing/sim_backend.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/CPUAllocator.h>
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include "device/logging_backend.h"
+#include "testing/logging_backend.h"
 
 namespace torchoffload {
 

@@ -1,9 +1,9 @@
-#include "storage/local_world.h"
+#include "system/local_world.h"
 
 #include <algorithm>
 #include <cstdlib>
 
-#include "storage/parse.h"
+#include "system/parse.h"
 
 namespace torchoffload {
 namespace {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/sim_clock.h"
+#include "testing/sim_clock.h"
 
 namespace torchoffload {
 

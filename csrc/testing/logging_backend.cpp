@@ -1,4 +1,4 @@
-#include "device/logging_backend.h"
+#include "testing/logging_backend.h"
 
 #ifdef TORCHOFFLOAD_TESTING
 

@@ -1,10 +1,10 @@
-#include "storage/host_memory.h"
+#include "system/host_memory.h"
 
 #include <sys/sysinfo.h>
 
 #include <algorithm>
 
-#include "storage/parse.h"
+#include "system/parse.h"
 
 namespace torchoffload {
 namespace {

@@ -1,4 +1,4 @@
-#include "device/sim_memory.h"
+#include "testing/sim_memory.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "device/backend.h"
-#include "device/sim_world.h"
+#include "testing/sim_world.h"
 
 namespace torchoffload {
 

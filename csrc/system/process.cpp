@@ -1,4 +1,4 @@
-#include "storage/process.h"
+#include "system/process.h"
 
 #include <pthread.h>
 

@@ -24,8 +24,8 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/sim_clock.h"
-#include "device/sim_memory.h"
+#include "testing/sim_clock.h"
+#include "testing/sim_memory.h"
 
 namespace torchoffload {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "device/sim_world.h"
+#include "testing/sim_world.h"
 
 namespace torchoffload {
 

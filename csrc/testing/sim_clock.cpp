@@ -1,4 +1,4 @@
-#include "device/sim_clock.h"
+#include "testing/sim_clock.h"
 
 #include <algorithm>
 

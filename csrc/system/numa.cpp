@@ -1,4 +1,4 @@
-#include "storage/numa.h"
+#include "system/numa.h"
 
 #include <linux/mempolicy.h>
 #include <sys/syscall.h>
@@ -10,7 +10,7 @@
 #include <climits>
 #include <vector>
 
-#include "storage/parse.h"
+#include "system/parse.h"
 
 namespace torchoffload {
 namespace {

@@ -1,4 +1,4 @@
-#include "device/sim_world.h"
+#include "testing/sim_world.h"
 
 #include <algorithm>
 #include <cstring>
