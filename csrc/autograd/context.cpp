@@ -8,6 +8,7 @@
 
 #include "autograd/operation.h"
 #include "autograd/registry.h"
+#include "autograd/thread_state.h"
 #include "autograd/user_code.h"
 #include "core/mutant.h"
 
@@ -24,12 +25,6 @@ StorageSet& parameter_storages() {
 StorageSet& marked_storages() {
   static auto* const leaked = new StorageSet;
   return *leaked;
-}
-
-// The contexts entered on this thread, innermost last.
-std::vector<std::shared_ptr<ContextState>>& entered() {
-  thread_local std::vector<std::shared_ptr<ContextState>> stack;
-  return stack;
 }
 
 const char* to_string(Tier tier) { return tier == Tier::Host ? "host" : "disk"; }
@@ -110,23 +105,24 @@ void Context::enter() {
   TORCH_CHECK(tier == Tier::Disk || accelerator_available(),
               "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (no CUDA device). "
               "Give the context tier=\"disk\" to move CPU tensors to disk.");
-  TORCH_CHECK(entered().empty() || entered().back()->options.tier == tier, "torchoffload: a context with tier=\"",
+  std::vector<std::shared_ptr<ContextState>>& entered = ThreadState::current().entered;
+  TORCH_CHECK(entered.empty() || entered.back()->options.tier == tier, "torchoffload: a context with tier=\"",
               to_string(tier), "\" was entered inside one with tier=\"",
-              entered().empty() ? "" : to_string(entered().back()->options.tier),
-              "\". Nested contexts must share a tier.");
+              entered.empty() ? "" : to_string(entered.back()->options.tier), "\". Nested contexts must share a tier.");
   note_entry(tier);
   const Operation operation;
   Engine::flush_pending();
   OnThread& entry = on_this_thread();
   ++entry.depth;
-  entered().push_back(state_);
+  entered.push_back(state_);
 }
 
 void Context::exit() {
   OnThread& entry = on_this_thread();
   TORCH_CHECK(entry.depth > 0, "torchoffload: a context was left more often than it was entered on this thread.");
-  const auto innermost = std::find(entered().rbegin(), entered().rend(), state_);
-  entered().erase(std::next(innermost).base());
+  std::vector<std::shared_ptr<ContextState>>& entered = ThreadState::current().entered;
+  const auto innermost = std::find(entered.rbegin(), entered.rend(), state_);
+  entered.erase(std::next(innermost).base());
   --entry.depth;
   if (entry.depth == 0) keep_candidates(entry);
   const Operation operation;

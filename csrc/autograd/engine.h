@@ -27,6 +27,7 @@
 #include "autograd/slot_budget.h"
 #include "autograd/statistics.h"
 #include "autograd/stream_order.h"
+#include "autograd/thread_state.h"
 #include "autograd/timeline.h"
 #include "autograd/wrapper_versions.h"
 #include "core/chunked_vector.h"
@@ -109,7 +110,6 @@ class Engine {
   void append_live_rows(std::vector<TapeRow>& rows) const;
 
  private:
-  static constexpr int kNoGraphTask = -1;
   struct Holdings {
     DeviceBytes bytes;  // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> identity;  // while the tape is open
@@ -159,20 +159,11 @@ class Engine {
     uint64_t first_entry = 0;
     uint64_t end_entry = 0;
   };
-  // The tape that a backward of this thread asked for last.
-  struct Reloading {
-    Engine* engine = nullptr;
-    TapeId tape;
-    int graph_task = kNoGraphTask;
-  };
-  static Reloading& reloading();
   // A graph task that asked this engine for something. What `ended` refers to dies with it, however it ends.
   struct AskingTask {
     int id = kNoGraphTask;
     std::weak_ptr<const void> ended;
   };
-  struct PendingCopy;
-  static std::deque<PendingCopy>& pending_copies();
 
   // In engine_copies.cpp.
   struct OffloadCopy;

@@ -7,7 +7,7 @@
 
 #include "autograd/engine.h"
 #include "autograd/operation.h"
-#include "autograd/pending.h"
+#include "autograd/thread_state.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
@@ -15,7 +15,7 @@ namespace torchoffload {
 // ---- pending copies ----
 
 void Engine::flush_pending(const ContextState* leaving) {
-  std::deque<PendingCopy>& pending = pending_copies();
+  std::deque<PendingCopy>& pending = ThreadState::current().pending;
   // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
   // has its own autograd functions, and contexts.
   const bool is_inside_operator = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradFunctionality);

@@ -19,7 +19,6 @@
 
 #include "autograd/engine.h"
 #include "autograd/operation.h"
-#include "autograd/pending.h"
 #include "autograd/profiler_range.h"
 #include "core/mutant.h"
 

@@ -9,16 +9,11 @@
 
 #include "autograd/engine.h"
 #include "autograd/operation.h"
-#include "autograd/pending.h"
+#include "autograd/thread_state.h"
 #include "core/mutant.h"
 #include "core/tape_records.h"
 
 namespace torchoffload {
-
-std::deque<Engine::PendingCopy>& Engine::pending_copies() {
-  thread_local std::deque<PendingCopy> pending;
-  return pending;
-}
 
 // ---- tapes ----
 
@@ -183,7 +178,7 @@ void Engine::fill_record(RecordId id, const at::Tensor& tensor, StreamId allocat
   }
   const uint64_t sequence_number = at::sequence_number::peek();
   backend_.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
-  pending_copies().push_back({this, id, sequence_number, &context});
+  ThreadState::current().pending.push_back({this, id, sequence_number, &context});
 }
 
 // See Note [Versions of inner tensors]. Where a wrapper alone says that the bytes are the same, the tensor that the
@@ -280,14 +275,9 @@ void Engine::leave_windows(RecordId id) {
   if (record.prefetched) leave_reload_window(id);
 }
 
-Engine::Reloading& Engine::reloading() {
-  thread_local Reloading latest;
-  return latest;
-}
-
 // The window may have room by now: what was kept has died, or was asked for.
 void Engine::go_on_reloading() {
-  const auto [engine, tape, graph_task] = reloading();
+  const auto [engine, tape, graph_task] = ThreadState::current().asked;
   if (engine == nullptr || graph_task != torch::autograd::get_current_graph_task_id()) return;
   if (engine->is_inherited() || !engine->ledger_.has_tape(tape)) return;
   engine->reap();

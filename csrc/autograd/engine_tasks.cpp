@@ -18,6 +18,7 @@
 
 #include "autograd/engine.h"
 #include "autograd/operation.h"
+#include "autograd/thread_state.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
@@ -41,7 +42,7 @@ class WithGil {
 // Once per unpack in backward.
 void Engine::note_asking(TapeId tape) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
-  reloading() = {this, tape, graph_task};
+  ThreadState::current().asked = {this, tape, graph_task};
   if (tapes_[tape.index].asked_by == graph_task) return;
   tapes_[tape.index].asked_by = graph_task;  // before the next line: what was reloaded for this tape is wanted now
   give_back_of_ended();

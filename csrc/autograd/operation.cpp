@@ -5,51 +5,41 @@
 
 #include <utility>
 
+#include "autograd/thread_state.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
 
 namespace {
 
-// Of one thread, since what an operation drops may run Python, and let another thread in. Leaked on purpose: handles
-// may die while static destructors run.
-struct State {
-  int depth = 0;
-  std::vector<c10::Storage> dropped;
-  std::vector<std::function<void()>> releases;
-};
-
-State& state() {
-  thread_local State* const leaked = new State;
-  return *leaked;
-}
-
 bool shut_down_flag = false;
 
 }  // namespace
 
-Operation::Operation() { ++state().depth; }
+Operation::Operation() { ++ThreadState::current().operation_depth; }
 
 Operation::~Operation() {
-  if (state().depth == 1) finish_outermost();
-  --state().depth;
+  if (ThreadState::current().operation_depth == 1) finish_outermost();
+  --ThreadState::current().operation_depth;
 }
 
 void Operation::drop_later(c10::Storage storage) {
-  if (storage) state().dropped.push_back(std::move(storage));
+  if (storage) ThreadState::current().dropped.push_back(std::move(storage));
 }
 
 void Operation::drop_now() {
-  if (state().depth == 1) finish_outermost();
+  if (ThreadState::current().operation_depth == 1) finish_outermost();
 }
 
-bool Operation::must_queue() { return state().depth > 0 && !mutated(Mutant::DeallocQueuedInsideOperation); }
+bool Operation::must_queue() {
+  return ThreadState::current().operation_depth > 0 && !mutated(Mutant::DeallocQueuedInsideOperation);
+}
 
-void Operation::queue(std::function<void()> release) { state().releases.push_back(std::move(release)); }
+void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
 
 // Dropping may run Python and let further handles die, so it goes on until nothing is left.
 void Operation::finish_outermost() {
-  State& now = state();
+  ThreadState& now = ThreadState::current();
   while (!now.dropped.empty() || !now.releases.empty()) {
     auto dropped = std::exchange(now.dropped, {});
     const auto releases = std::exchange(now.releases, {});
@@ -66,7 +56,7 @@ void Operation::shut_down() { shut_down_flag = true; }
 
 BlockingSection::BlockingSection() {
   Operation::drop_now();
-  depth_ = std::exchange(state().depth, 0);
+  depth_ = std::exchange(ThreadState::current().operation_depth, 0);
   thread_state_ = PyEval_SaveThread();
 }
 
@@ -76,7 +66,7 @@ BlockingSection::~BlockingSection() {
   } catch (...) {  // see Note [Threads at exit]
     while (true) pause();
   }
-  state().depth = depth_;
+  ThreadState::current().operation_depth = depth_;
 }
 
 }  // namespace torchoffload

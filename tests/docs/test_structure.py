@@ -93,6 +93,11 @@ def test_every_rule_has_a_wait():
     assert [rule for rule, _ in rules if f"Rule::{rule}" not in engine] == []
 
 
+def test_what_the_engine_and_the_hooks_remember_of_a_thread_is_in_one_place():
+    users = [name_of(path) for path in of_floors("autograd") if "thread_local" in path.read_text()]
+    assert users == ["csrc/autograd/thread_state.cpp"]
+
+
 def test_only_the_cuda_files_of_the_device_floor_call_cuda():
     calls = re.compile(r"\bcuda[A-Z]\w*\(")
     users = {name_of(path) for path in CPP_FILES if calls.search(re.sub(r"//.*", "", path.read_text()))}
