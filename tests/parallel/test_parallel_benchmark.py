@@ -26,6 +26,7 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_steps_of_each_kind_are_bit_equal(tmp_path: Path):
     result = tmp_path / "result.json"
