@@ -1,7 +1,8 @@
 // Operation: one hook call, or the death of one handle, from its first look at the ledger to its last transition.
-// Ownership:     holds what the operation gave up; it is dropped when the outermost operation ends, after its
-// transitions. Thread safety: needs the GIL. Operations of several threads never overlap, but for one that is in a
-// BlockingSection. Shutdown:      nothing is dropped once the interpreter goes down; see Note [No CUDA after main].
+// Ownership:     what the operation gave up is held in ThreadState. It is dropped when the outermost operation ends,
+//                after its transitions.
+// Thread safety: needs the GIL. Operations of several threads never overlap, but for one that is in a BlockingSection.
+// Shutdown:      nothing is dropped once the interpreter goes down; see Note [No CUDA after main].
 //
 // Note [Dealloc inside an operation]
 // The collector can run at any Python allocation, also inside pack, and the tensors that an operation drops may own

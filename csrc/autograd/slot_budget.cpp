@@ -15,8 +15,8 @@ namespace {
 
 uint64_t host_charged_bytes = 0;  // of the default budget
 
-// What this many steps in a row had in slots at once is what the next will. Less than that would fit the store anew
-// with each thing that is learned.
+// After so many steps in a row with the same bytes in slots at once, the next step is expected to have as many. With
+// fewer steps the store would be fitted anew each time that something is learned.
 constexpr uint32_t kStepsUntilKnown = 3;
 
 }  // namespace

@@ -46,8 +46,8 @@ class SlotBudget {
 
   // ---- the store's size ----
 
-  // Between steps, while no slot is in use: what this many steps in a row had in slots is what the next one will have,
-  // and the store is brought to that. May block.
+  // Between steps, while no tape is alive. Once several steps in a row have had the same number of bytes in slots, the
+  // next one is expected to have as many, and the store is brought to that size. May block.
   void fit_to_steps(ContextState& context);
 
   // What the step needs is not known any more: the store grows ahead of it.
