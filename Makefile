@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
-TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp)
+TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
@@ -172,9 +172,9 @@ lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it 
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
-	@echo "clang-tidy on core/, system/ and storage/"
+	@echo "clang-tidy on core/, system/, storage/ and engine/"
 	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
-		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc 2>&1) || { echo "$$out"; exit 1; }' tidy
+		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')" 2>&1) || { echo "$$out"; exit 1; }' tidy
 
 .PHONY: format
 format: $(READY)  ## rewrite the sources as lint wants them

@@ -1,11 +1,13 @@
 # torchoffload_add_module(NAME [TESTING]): the extension module NAME from csrc/.
-# core/, system/ and storage/ are compiled without torch's headers in reach, so an include that does not belong there fails.
+# core/, system/, storage/ and engine/ are compiled without torch's headers in reach, so an include that does not belong
+# there fails.
 # TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus csrc/testing (the simulated device, the log of seam calls) and tests/csrc.
 
 function(torchoffload_add_module name)
   cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
   set(csrc "${PROJECT_SOURCE_DIR}/csrc")
-  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/system/*.cpp" "${csrc}/storage/*.cpp")
+  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/system/*.cpp" "${csrc}/storage/*.cpp"
+       "${csrc}/engine/*.cpp")
   file(GLOB torch_sources CONFIGURE_DEPENDS "${csrc}/device/*.cpp" "${csrc}/autograd/*.cpp")
   file(GLOB test_sources CONFIGURE_DEPENDS "${csrc}/testing/*.cpp" "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
 
@@ -17,7 +19,7 @@ function(torchoffload_add_module name)
   endif()
 
   add_library(${name}_base OBJECT ${base_sources})
-  target_include_directories(${name}_base PRIVATE "${csrc}")
+  target_include_directories(${name}_base PRIVATE "${csrc}" ${Python_INCLUDE_DIRS})
   target_compile_definitions(${name}_base PRIVATE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
   # A unity build serves where torch's headers take most of the time. These sources take a second or two each.
   set_target_properties(${name}_base PROPERTIES UNITY_BUILD OFF)

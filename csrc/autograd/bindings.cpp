@@ -7,11 +7,11 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/operation.h"
 #include "autograd/registry.h"
 #include "autograd/saved_tensor.h"
-#include "autograd/statistics.h"
 #include "autograd/user_code.h"
+#include "engine/operation.h"
+#include "engine/statistics.h"
 #include "system/host_memory.h"
 #include "system/local_world.h"
 
@@ -25,9 +25,9 @@ void bind_testing(py::module_& module);
 
 namespace {
 
-Tier parse_tier(const std::string& name) {
-  if (name == "host") return Tier::Host;
-  if (name == "disk") return Tier::Disk;
+Placement parse_tier(const std::string& name) {
+  if (name == "host") return Placement::Host;
+  if (name == "disk") return Placement::Disk;
   throw py::value_error("torchoffload: tier must be \"host\" or \"disk\", not \"" + name + "\"");
 }
 
@@ -41,9 +41,9 @@ template <typename Row>
 py::dict common_to_dict(const Row& row) {
   py::dict kept_records;
   py::dict kept_bytes;
-  for (size_t reason = 1; reason < kKeptReasonCount; ++reason) {
+  for (size_t reason = 1; reason < kReasonCount; ++reason) {
     if (row.records_kept[reason] == 0) continue;
-    const char* const name = to_string(static_cast<KeptReason>(reason));
+    const char* const name = to_string(static_cast<Reason>(reason));
     kept_records[name] = row.records_kept[reason];
     kept_bytes[name] = row.bytes_kept[reason];
   }

@@ -6,28 +6,27 @@
 
 #include <algorithm>
 
-#include "autograd/operation.h"
 #include "autograd/registry.h"
-#include "autograd/thread_state.h"
 #include "autograd/user_code.h"
 #include "core/mutant.h"
+#include "device/torch_memory.h"
+#include "engine/operation.h"
+#include "engine/thread_state.h"
 
 namespace torchoffload {
 
 namespace {
 
 // Storages of every Parameter seen: aliases in custom Functions and compiled graphs are found by storage alone.
-StorageSet& parameter_storages() {
-  static auto* const leaked = new StorageSet;
+MemorySet& parameter_storages() {
+  static auto* const leaked = new MemorySet;
   return *leaked;
 }
 
-StorageSet& marked_storages() {
-  static auto* const leaked = new StorageSet;
+MemorySet& marked_storages() {
+  static auto* const leaked = new MemorySet;
   return *leaked;
 }
-
-const char* to_string(Tier tier) { return tier == Tier::Host ? "host" : "disk"; }
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
@@ -41,8 +40,8 @@ bool is_traced() {
   return TorchDispatchModeTLS::any_modes_set() && TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::PROXY);
 }
 
-void mark(StorageSet& set, const at::Tensor& tensor) {
-  if (storage_of(tensor) != nullptr) set.insert(tensor.storage());
+void mark(MemorySet& set, const at::Tensor& tensor) {
+  if (storage_of(tensor) != nullptr) set.insert(memory_of(tensor.storage()));
 }
 
 uint64_t bytes_of(const at::Tensor& tensor) {
@@ -53,7 +52,8 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 // whatever streams still do with it.
 bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
   const c10::DataPtr& data = storage_of(tensor)->data_ptr();
-  return data.get_context() == nullptr || !backend.owns(data) || backend.is_graph_memory(data.get());
+  return data.get_context() == nullptr || !backend.owns(memory_of(tensor.storage())) ||
+         backend.is_graph_memory(data.get());
 }
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
@@ -63,6 +63,20 @@ Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrap
   const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
   const bool moves_alone = moved.nbytes() < storage_bytes && wrapper == nullptr && !saves_for_user_code();
   return moves_alone ? Extent::Span : Extent::Storage;
+}
+
+SavedBytes saved_bytes(const at::Tensor& tensor, const TensorLayout& layout, Extent extent,
+                       const c10::VariableVersion* wrapper) {
+  SavedBytes saved;
+  saved.memory = memory_of(tensor.storage());
+  saved.span = layout.span();
+  saved.extent = extent;
+  saved.itemsize = layout.itemsize();
+  saved.dtype = static_cast<uint8_t>(layout.dtype());
+  saved.dim = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), UINT8_MAX));
+  saved.version = VersionRef(&tensor.unsafeGetTensorImpl()->version_counter());
+  saved.wrapper = VersionRef(wrapper);
+  return saved;
 }
 
 }  // namespace
@@ -101,8 +115,8 @@ Context::OnThread& Context::on_this_thread() {
 }
 
 void Context::enter() {
-  const Tier tier = state_->options.tier;
-  TORCH_CHECK(tier == Tier::Disk || accelerator_available(),
+  const Placement tier = state_->options.tier;
+  TORCH_CHECK(tier == Placement::Disk || accelerator_available(),
               "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (no CUDA device). "
               "Give the context tier=\"disk\" to move CPU tensors to disk.");
   std::vector<std::shared_ptr<ContextState>>& entered = ThreadState::current().entered;
@@ -171,27 +185,27 @@ TapeId Context::open_tape(Engine& engine) {
 
 // ---- saves ----
 
-KeptReason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const {
+Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const {
   if (kind == TypeKind::Parameter || is_view_of_parameter) {
     mark(parameter_storages(), tensor);
-    return KeptReason::Parameter;
+    return Reason::Parameter;
   }
-  if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor) || is_traced()) return KeptReason::Layout;
-  if (tensor.storage().nbytes() < state_->options.min_offload_size || tensor.numel() == 0) return KeptReason::Small;
+  if (kind == TypeKind::Subclass || !TensorLayout::is_plain(tensor) || is_traced()) return Reason::Layout;
+  if (tensor.storage().nbytes() < state_->options.min_offload_size || tensor.numel() == 0) return Reason::Small;
   const c10::StorageImpl* const storage = storage_of(tensor);
   const bool is_known_parameter = parameter_storages().contains(storage) && !mutated(Mutant::ParameterStaysByStorage);
-  if (is_known_parameter || state_->exempt.contains(storage)) return KeptReason::Parameter;
-  if (marked_storages().contains(storage)) return KeptReason::Marked;
+  if (is_known_parameter || state_->exempt.contains(storage)) return Reason::Parameter;
+  if (marked_storages().contains(storage)) return Reason::Marked;
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (in_backward && !mutated(Mutant::PackedInGraphTaskStays)) return KeptReason::InBackward;
-  return KeptReason::None;
+  if (in_backward && !mutated(Mutant::PackedInGraphTaskStays)) return Reason::InBackward;
+  return Reason::None;
 }
 
 std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent extent,
-                                                const c10::VariableVersion* wrapper, uint32_t module, KeptReason& why) {
+                                                const c10::VariableVersion* wrapper, uint32_t module, Reason& why) {
   Engine* const engine = find_engine(tensor, state_->options);
   if (engine == nullptr) {
-    why = KeptReason::Device;
+    why = Reason::Device;
     if (!tensor.is_meta())
       state_->warn_once(Warning::NoEngine, "torchoffload: saved tensors on " + tensor.device().str() +
                                                " stay where they are: tier=\"" + to_string(state_->options.tier) +
@@ -200,22 +214,22 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
   }
   if (engine->backend().is_capturing()) {
     // The graph would write to this slot at each replay, long after the slot was another's.
-    why = KeptReason::Capturing;
+    why = Reason::Capturing;
     engine->hold_growth();
     return std::nullopt;
   }
   if (is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
-    why = KeptReason::Borrowed;
+    why = Reason::Borrowed;
     return std::nullopt;
   }
   engine->settle();
   const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  const auto handle = engine->pack(tensor, layout.span(), extent, tape, wrapper);
+  const auto handle = engine->pack(saved_bytes(tensor, layout, extent, wrapper), tape);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
   if (handle) return Moved{engine, layout, *handle};
-  why = KeptReason::Small;
+  why = Reason::Small;
   return std::nullopt;
 }
 
@@ -224,9 +238,9 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
   Engine::flush_pending();
   ++Statistics::global().handles;
   const uint32_t module = on_this_thread().module;
-  KeptReason reason = never_moved(tensor, kind, is_view_of_parameter);
-  const Extent extent = reason == KeptReason::None ? extent_to_move(tensor, wrapper) : Extent::Storage;
-  if (reason == KeptReason::None && state_->options.only_inputs &&
+  Reason reason = never_moved(tensor, kind, is_view_of_parameter);
+  const Extent extent = reason == Reason::None ? extent_to_move(tensor, wrapper) : Extent::Storage;
+  if (reason == Reason::None && state_->options.only_inputs &&
       !on_this_thread().admitted.contains(storage_of(tensor))) {
     auto saved = std::make_unique<SavedTensor>(tensor);
     std::optional<c10::VariableVersion> version;
@@ -238,7 +252,7 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     return saved;
   }
   auto saved = std::make_unique<SavedTensor>(tensor, SavedTensor::Undecided::Yet);
-  if (reason == KeptReason::None) {
+  if (reason == Reason::None) {
     if (const auto moved = try_move(tensor, extent, wrapper, module, reason)) {
       saved->move_to(*moved->engine, moved->layout, moved->handle);
       return saved;
@@ -249,7 +263,7 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
   return saved;
 }
 
-void Context::count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module) {
+void Context::count_kept_here(Reason reason, uint64_t nbytes, uint32_t module) {
   const std::vector<std::pair<Engine*, TapeId>>& tapes = on_this_thread().tapes;
   const bool has_tape = !tapes.empty() && tapes.front().first->is_open(tapes.front().second);
   TapeRow& row = has_tape ? tapes.front().first->row(tapes.front().second) : kept_row_;
@@ -273,7 +287,7 @@ void Context::admit(const at::Tensor& tensor) {
   if (storage == nullptr) return;
   const Operation operation;
   OnThread& entry = on_this_thread();
-  entry.admitted.insert(tensor.storage());
+  entry.admitted.insert(memory_of(tensor.storage()));
   const auto waiting = entry.candidates.extract(storage);
   if (waiting.empty()) return;
   const uint32_t module = entry.module;
@@ -283,10 +297,10 @@ void Context::admit(const at::Tensor& tensor) {
     // R2: its copy would wait for the stream that is current now, which may not wait for the one that fills it yet.
     Engine* const engine = find_engine(kept, state_->options);
     if (engine != nullptr && engine->backend().current_stream() != candidate.stream) {
-      count_kept_here(KeptReason::NotAnInput, candidate.nbytes, candidate.module);
+      count_kept_here(Reason::NotAnInput, candidate.nbytes, candidate.module);
       continue;
     }
-    KeptReason why = KeptReason::None;
+    Reason why = Reason::None;
     const c10::VariableVersion* const wrapper = candidate.wrapper ? &*candidate.wrapper : nullptr;
     const auto moved = try_move(kept, candidate.extent, wrapper, module, why);
     if (!moved) {
@@ -302,7 +316,7 @@ void Context::admit(const at::Tensor& tensor) {
 void Context::keep_candidates(OnThread& entry) {
   for (const auto& [storage, candidates] : entry.candidates) {
     for (const Candidate& candidate : candidates)
-      count_kept_here(KeptReason::NotAnInput, candidate.nbytes, candidate.module);
+      count_kept_here(Reason::NotAnInput, candidate.nbytes, candidate.module);
   }
   entry.candidates.clear();
   entry.admitted = {};

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/context_state.h"
-#include "autograd/engine.h"
 #include "autograd/saved_tensor.h"
+#include "engine/context_state.h"
+#include "engine/engine.h"
 
 namespace torchoffload {
 
@@ -28,8 +28,8 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Throw std::runtime_error: no accelerator for Tier::Host; inside a context of another tier; left more often than
-  // entered on this thread. exit() enqueues what is pending and may block.
+  // Throw std::runtime_error: no accelerator for Placement::Host; inside a context of another tier; left more often
+  // than entered on this thread. exit() enqueues what is pending and may block.
   void enter();
   void exit();
 
@@ -74,7 +74,7 @@ class Context {
     int depth = 0;
     std::vector<std::pair<Engine*, TapeId>> tapes;  // one for each engine that a save met
     uint32_t module = 0;
-    StorageSet admitted;
+    MemorySet admitted;
     std::unordered_map<const c10::StorageImpl*, std::vector<Candidate>> candidates;
   };
   struct Moved {
@@ -87,10 +87,10 @@ class Context {
   void close_tapes(OnThread& entry);
   std::vector<std::pair<Engine*, TapeId>> leave_thread();
   std::optional<Moved> try_move(const at::Tensor& tensor, Extent extent, const c10::VariableVersion* wrapper,
-                                uint32_t module, KeptReason& why);
+                                uint32_t module, Reason& why);
   void keep_candidates(OnThread& entry);
-  void count_kept_here(KeptReason reason, uint64_t nbytes, uint32_t module);
-  KeptReason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
+  void count_kept_here(Reason reason, uint64_t nbytes, uint32_t module);
+  Reason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;
   std::list<OnThread> threads_;  // a reference stays valid while other threads come and go

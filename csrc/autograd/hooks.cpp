@@ -12,9 +12,9 @@
 
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
-#include "autograd/operation.h"
-#include "autograd/profiler_range.h"
 #include "autograd/saved_wrapper.h"
+#include "engine/operation.h"
+#include "engine/profiler_range.h"
 
 namespace torchoffload {
 

@@ -9,8 +9,8 @@
 #include <map>
 #include <string>
 
-#include "autograd/operation.h"
 #include "device/disk_backend.h"
+#include "engine/operation.h"
 #include "storage/pinned_arena.h"
 #include "system/process.h"
 #ifdef TORCHOFFLOAD_WITH_CUDA
@@ -151,10 +151,10 @@ Engine* simulated_engine(const void* data) {
 
 Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
   const c10::Device device = tensor.device();
-  TORCH_CHECK(!(device.is_cuda() && options.tier == Tier::Disk),
+  TORCH_CHECK(!(device.is_cuda() && options.tier == Placement::Disk),
               "torchoffload: tier=\"disk\" offloads CPU tensors, and this one is on ", device,
               ". Use tier=\"host\" for CUDA tensors.");
-  if (options.tier == Tier::Disk) return device.is_cpu() ? disk_engine(options.disk_dir) : nullptr;
+  if (options.tier == Placement::Disk) return device.is_cpu() ? disk_engine(options.disk_dir) : nullptr;
 #ifdef TORCHOFFLOAD_TESTING
   if (device.is_cpu()) return simulated_engine(tensor.storage().data());
 #endif
@@ -180,16 +180,16 @@ std::vector<EngineProfile> stop_profile() {
   std::vector<EngineProfile> profiles;
   for (Engine* const engine : all_engines()) {
     if (engine->is_inherited() || !engine->timeline().is_profiled()) continue;
-    profiles.push_back({engine->backend().device().str(), engine->timeline().stop_profile()});
+    profiles.push_back({engine->backend().device(), engine->timeline().stop_profile()});
   }
   return profiles;
 }
 
 std::vector<Engine*> all_engines() { return engines(); }
 
-void note_entry([[maybe_unused]] Tier tier) {
+void note_entry([[maybe_unused]] Placement tier) {
 #ifdef TORCHOFFLOAD_WITH_CUDA
-  if (tier == Tier::Host) note_entry_on_cuda();
+  if (tier == Placement::Host) note_entry_on_cuda();
 #endif
 }
 

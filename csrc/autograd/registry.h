@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "autograd/context_state.h"
-#include "autograd/engine.h"
+#include "engine/context_state.h"
+#include "engine/engine.h"
 
 namespace torchoffload {
 
 // The engine that moves `tensor` under these options, or null where no engine serves its device. May block under
-// Tier::Disk: where another directory than the last is used, those that are idle give up their files and threads.
-// Throws std::runtime_error for a CUDA tensor under Tier::Disk, and where no spill file can be made.
+// Placement::Disk: where another directory than the last is used, those that are idle give up their files and threads.
+// Throws std::runtime_error for a CUDA tensor under Placement::Disk, and where no spill file can be made.
 Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options);
 
 // profile() on or off, for the engines there are and those that come.
@@ -34,9 +34,9 @@ std::vector<EngineProfile> stop_profile();
 std::vector<Engine*> all_engines();
 
 // A context of this tier is entered on some thread.
-void note_entry(Tier tier);
+void note_entry(Placement tier);
 
-// Is there a device with an engine for Tier::Host?
+// Is there a device with an engine for Placement::Host?
 bool accelerator_available();
 
 // Bytes of pinned memory held, and of those that slots use.

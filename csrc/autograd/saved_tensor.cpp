@@ -15,8 +15,9 @@
 #include <utility>
 
 #include "autograd/held_tensor.h"
-#include "autograd/operation.h"
 #include "core/mutant.h"
+#include "device/torch_memory.h"
+#include "engine/operation.h"
 
 namespace torchoffload {
 
@@ -224,9 +225,9 @@ const std::shared_ptr<SavedTensor*>& SavedTensor::self() {
 at::Tensor SavedTensor::unpack(Versions versions) {
   if (versions == Versions::Check && !mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
-      return engine_ == nullptr
-                 ? kept_.detach()
-                 : layout_.build(c10::Storage::create_legacy(engine_->backend().device()), 0, version_check_.version());
+      return engine_ == nullptr ? kept_.detach()
+                                : layout_.build(c10::Storage::create_legacy(c10::Device(engine_->backend().device())),
+                                                0, version_check_.version());
     });
   }
   drop_unheld();
@@ -245,7 +246,7 @@ at::Tensor SavedTensor::unpacked() {
   }
   if (in_backward) engine_->close_tape_of(handle_.record);
   DeviceBytes bytes = engine_->unpack(handle_, in_backward);
-  return layout_.build(std::move(bytes.storage), bytes.base_bytes, version_check_.version());
+  return layout_.build(storage_from(std::move(bytes.memory)), bytes.base_bytes, version_check_.version());
 }
 
 }  // namespace torchoffload

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/context_state.h"
-#include "autograd/engine.h"
 #include "autograd/tensor_layout.h"
+#include "engine/context_state.h"
+#include "engine/engine.h"
 
 namespace torchoffload {
 

@@ -58,19 +58,19 @@ uint32_t Learner::all_like(const Trace& trace) const {
   return like;
 }
 
-KeptReason Learner::next(Trace& trace, uint64_t nbytes, RecordKind kind) {
-  if (trace.is_long) return KeptReason::None;
+Reason Learner::next(Trace& trace, uint64_t nbytes, RecordKind kind) {
+  if (trace.is_long) return Reason::None;
   const size_t position = trace.nbytes.size();
   if (position == kRecordLimit) {
     const WindowOptions options = trace.options;
     trace = {};
     trace.options = options;
     trace.is_long = true;
-    return KeptReason::None;
+    return Reason::None;
   }
   trace.nbytes.push_back(nbytes);
   trace.kinds.push_back(kind);
-  KeptReason reason = KeptReason::None;
+  Reason reason = Reason::None;
   if (Shape* const shape = follow_shape(trace)) {
     reason = plan(*shape, trace.keeps_end.value_or(shape->keeps_end)).kept[position];
     if (position == 0) trace.is_timed = are_times_wanted(shape->sightings);
@@ -101,17 +101,17 @@ Learner::Shape* Learner::follow_shape(Trace& trace) {
 }
 
 // No known shape goes as the tape does. Does a structure?
-KeptReason Learner::follow_structure(Trace& trace) {
+Reason Learner::follow_structure(Trace& trace) {
   const size_t position = trace.nbytes.size() - 1;
   const bool may_expect_anew = trace.expected_count < kExpectedLimit;
   if (trace.scaled && trace.scaled->fits(position, trace.nbytes.back(), trace.kinds.back(), may_expect_anew))
     return trace.scaled->plan().kept[position];
   trace.scaled.reset();
-  if (!may_expect_anew) return KeptReason::None;
+  if (!may_expect_anew) return Reason::None;
   Structure* const structure = latest_structure(trace);
   if (structure == nullptr) {
     trace.expected_count = kExpectedLimit;  // what differs now differs for good
-    return KeptReason::None;
+    return Reason::None;
   }
   ++trace.expected_count;
   if (position == 0) trace.is_timed = are_times_wanted(structure->sightings);

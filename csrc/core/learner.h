@@ -50,7 +50,7 @@ class Learner {
   Trace begin(const WindowOptions& options, std::optional<bool> keeps_end = std::nullopt) const;
 
   // The next record of the tape; why it is to be kept, or None.
-  KeptReason next(Trace& trace, uint64_t nbytes, RecordKind kind = {});
+  Reason next(Trace& trace, uint64_t nbytes, RecordKind kind = {});
 
   // The windows from the latest record on, of the shape or structure that the tape goes as; nullopt: it goes as none.
   std::optional<WindowBytes> windows(const Trace& trace) const;
@@ -89,7 +89,7 @@ class Learner {
   Structure* latest_structure(const Trace& trace);
   uint32_t all_like(const Trace& trace) const;
   Shape* follow_shape(Trace& trace);
-  KeptReason follow_structure(Trace& trace);
+  Reason follow_structure(Trace& trace);
   uint32_t learn_structure(const Trace& trace, const std::vector<uint64_t>& last_save);
   const Plan& plan(Shape& shape, bool keeps_end);
 

@@ -35,11 +35,6 @@ const char* to_string(RecordState state) {
   return "?";
 }
 
-const char* to_string(KeptReason reason) {
-  const auto index = static_cast<size_t>(reason);
-  return index < kKeptReasonCount ? kKeptReasonNames[index] : "?";
-}
-
 void Ledger::record_is_gone() { broken("a record was used after its release"); }
 void Ledger::tape_is_gone() { broken("a tape was used after it was gone"); }
 
@@ -126,13 +121,13 @@ Ledger::OfStorage Ledger::of_storage(TapeId tape_id, const void* storage) const 
   for (uint32_t index = head->second; index != kNone; index = records_[index].next_same_storage) {
     const Record& record = records_[index];
     ++found.records;
-    found.is_kept = found.is_kept || record.kept != KeptReason::None;
+    found.is_kept = found.is_kept || record.is_kept();
     found.has_whole = found.has_whole || record.nbytes() == record.identity.nbytes;
   }
   return found;
 }
 
-RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span) {
+RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span, Decision decision) {
   Tape& tape = this->tape(tape_id);
   if (!tape.open) broken("a record was added to a closed tape");
   // What may find no memory comes first, so that a record is made wholly or not at all.
@@ -152,6 +147,7 @@ RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span
   record.tape = tape_id;
   record.identity = identity;
   record.span = span;
+  record.decision = decision;
   if (!is_first) record.next_same_storage = std::exchange(head->second, index);
   tape.total_bytes += span.nbytes();
   ++tape.live_records;
@@ -229,19 +225,19 @@ Record& Ledger::expect(RecordId id, RecordState from, const char* what) {
   return found;
 }
 
-void Ledger::keep(RecordId id, KeptReason reason) {
+void Ledger::keep(RecordId id, Reason why) {
   Record& kept = record(id);
   if (kept.state == RecordState::Offloading)
     kept.has_slot = false;
   else if (kept.state != RecordState::Resident)
     broken("only a record whose source is here can be kept");
   kept.state = RecordState::Resident;
-  kept.kept = reason;
+  kept.decision = Decision::keep(why);
 }
 
 void Ledger::begin_offload(RecordId id) {
   Record& moved = expect(id, RecordState::Resident, "begin_offload");
-  if (moved.kept != KeptReason::None) broken("a kept record was offloaded");
+  if (moved.is_kept()) broken("a kept record was offloaded");
   moved.state = RecordState::Offloading;
   moved.has_slot = true;
 }
@@ -310,7 +306,7 @@ void Ledger::check_invariants() const {
     if (record.live_handles == 0 && record.holds == 0) broken("a record that nobody uses was not released");
     if (record.unseen > record.live_handles) broken("more handles unseen than alive");
     if (record.prefetched && record.state != RecordState::Reloading) broken("prefetched outside Reloading");
-    if (record.kept != KeptReason::None && record.has_slot) broken("a kept record has a slot");
+    if (record.is_kept() && record.has_slot) broken("a kept record has a slot");
     const bool needs_slot = record.state == RecordState::Offloading || record.state == RecordState::Offloaded ||
                             record.state == RecordState::Reloading;
     if (needs_slot && !record.has_slot) broken(std::string(to_string(record.state)) + " without a slot");

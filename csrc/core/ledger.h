@@ -15,7 +15,6 @@
 // A reference to a record or a tape stays valid while others are added.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -23,26 +22,13 @@
 #include <vector>
 
 #include "core/chunked_vector.h"
+#include "core/decision.h"
 #include "core/types.h"
 
 namespace torchoffload {
 
 enum class RecordState : uint8_t { Resident, Offloading, Offloaded, Reloading, Reloaded, Released };
 const char* to_string(RecordState state);
-
-// Why a saved tensor was not moved; kept_reasons.def says which reasons there are.
-enum class KeptReason : uint8_t {
-  None,
-#define TORCHOFFLOAD_KEPT_REASON(enumerator, name) enumerator,
-#include "core/kept_reasons.def"
-};
-inline constexpr std::array kKeptReasonNames{
-    "none",
-#define TORCHOFFLOAD_KEPT_REASON(enumerator, name) name,
-#include "core/kept_reasons.def"
-};
-inline constexpr size_t kKeptReasonCount = kKeptReasonNames.size();  // None among them
-const char* to_string(KeptReason reason);
 
 // What makes two saves the same bytes. The pointers are compared, never followed; the engine holds both objects for as
 // long as the record can be joined, so that their addresses cannot name something else.
@@ -60,7 +46,7 @@ struct Identity {
 
 struct Record {
   RecordState state = RecordState::Released;
-  KeptReason kept = KeptReason::None;
+  Decision decision;  // where it is to be; a record that is kept after all says so here
   bool has_slot = false;
   bool was_saved = false;    // had a handle
   bool prefetched = false;   // reloaded ahead, not yet asked for
@@ -76,6 +62,7 @@ struct Record {
   Span span;  // the bytes of the storage that the record stands for
 
   uint64_t nbytes() const { return span.nbytes(); }
+  bool is_kept() const { return decision.keeps(); }
 };
 
 // One save, in the order of the saves: backward asks for them from the last to the first. A record saved by several
@@ -132,7 +119,7 @@ class Ledger {
     bool has_whole = false;  // one of them stands for all of it, if not as it is now
   };
   OfStorage of_storage(TapeId tape, const void* storage) const;
-  RecordId add_record(TapeId tape, const Identity& identity, const Span& span);
+  RecordId add_record(TapeId tape, const Identity& identity, const Span& span, Decision decision);
   // The index of the next record is below this.
   size_t next_index_limit() const { return records_.size() + 1; }
   bool is_live(RecordId id) const {
@@ -164,7 +151,7 @@ class Ledger {
   bool is_last_hold(RecordId id) { return record(id).live_handles == 0 && record(id).holds == 1; }
 
   // Transitions. Each checks its from-state and throws std::logic_error when it is another.
-  void keep(RecordId id, KeptReason reason);  // Resident or Offloading -> Resident, for good
+  void keep(RecordId id, Reason why);  // Resident or Offloading -> Resident, for good
   void begin_offload(RecordId id);
   void finish_offload(RecordId id);
   void use_source(RecordId id);  // the source is the reloaded copy; every handle may have it once

@@ -8,7 +8,7 @@
 namespace torchoffload {
 
 enum class Mutant : uint8_t {
-  // Waits (autograd/stream_order.h).
+  // Waits (engine/stream_order.h).
   OffloadWaitsForCompute,        // R2
   OffloadWaitsForAllocation,     // R2, the stream that the source's memory is from
   ComputeWaitsForOffload,        // R3, window full

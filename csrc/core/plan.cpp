@@ -116,11 +116,11 @@ Bound bound_of(const StepShape& shape, const StepTimes& times, const WindowOptio
 }
 
 // By how much what is kept exceeds the bound in forward.
-uint64_t excess_bytes(const StepShape& shape, const std::vector<KeptReason>& kept, const Bound& bound) {
+uint64_t excess_bytes(const StepShape& shape, const std::vector<Reason>& kept, const Bound& bound) {
   uint64_t kept_bytes = 0;
   uint64_t excess_bytes = 0;
   for (size_t record = 0; record < kept.size(); ++record) {
-    if (kept[record] != KeptReason::None) kept_bytes += shape.nbytes[record];
+    if (kept[record] != Reason::None) kept_bytes += shape.nbytes[record];
     excess_bytes = std::max(excess_bytes, kept_bytes - std::min(kept_bytes, bound.after_bytes[record]));
   }
   return excess_bytes;
@@ -128,8 +128,8 @@ uint64_t excess_bytes(const StepShape& shape, const std::vector<KeptReason>& kep
 
 // L2: a record that is asked for again before it could be out and back saves nothing while it is away. Those at the
 // tape's end are asked for first: they come first where the bound does not admit all.
-std::vector<KeptReason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times, const Bound& bound) {
-  std::vector<KeptReason> kept(shape.count(), KeptReason::None);
+std::vector<Reason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times, const Bound& bound) {
+  std::vector<Reason> kept(shape.count(), Reason::None);
   if (times == nullptr) return kept;
   uint64_t room_bytes = UINT64_MAX;
   for (size_t record = kept.size(); record-- > 0;) {
@@ -141,35 +141,35 @@ std::vector<KeptReason> keep_what_returns_soon(const StepShape& shape, const Ste
     const bool is_soon = needed_s >= 0 && needed_s - ready_s < round_trip_s;
     if (!is_soon || shape.nbytes[record] > room_bytes) continue;
     room_bytes -= shape.nbytes[record];
-    kept[record] = KeptReason::NeededSoon;
+    kept[record] = Reason::NeededSoon;
   }
   return kept;
 }
 
-uint64_t kept_bytes(const StepShape& shape, const std::vector<KeptReason>& kept) {
+uint64_t kept_bytes(const StepShape& shape, const std::vector<Reason>& kept) {
   uint64_t sum = 0;
   for (size_t record = 0; record < kept.size(); ++record) {
-    if (kept[record] != KeptReason::None) sum += shape.nbytes[record];
+    if (kept[record] != Reason::None) sum += shape.nbytes[record];
   }
   return sum;
 }
 
 // L3: `room_bytes` of the tape stay. What is too small for the link's rate goes first, then the tape's end, which would
 // be brought back as backward starts. `is_exact`: the gap that the end leaves is filled as far as any choice can.
-void keep_within(std::vector<KeptReason>& kept, const StepShape& shape, uint64_t room_bytes, bool is_exact) {
+void keep_within(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_bytes, bool is_exact) {
   uint64_t small_bytes = room_bytes / kShareForSmall;
   for (size_t record = kept.size(); record-- > 0;) {
     const uint64_t nbytes = shape.nbytes[record];
-    if (kept[record] != KeptReason::None || nbytes >= kSmallCopyBytes || nbytes > small_bytes) continue;
+    if (kept[record] != Reason::None || nbytes >= kSmallCopyBytes || nbytes > small_bytes) continue;
     small_bytes -= nbytes;
     room_bytes -= nbytes;
-    kept[record] = KeptReason::SmallCopy;
+    kept[record] = Reason::SmallCopy;
   }
   std::vector<size_t> from_end;
   std::vector<uint64_t> sizes;
   uint64_t seen_bytes = 0;
   for (size_t record = kept.size(); record-- > 0 && (is_exact || seen_bytes <= room_bytes);) {
-    if (kept[record] != KeptReason::None) continue;
+    if (kept[record] != Reason::None) continue;
     from_end.push_back(record);
     sizes.push_back(shape.nbytes[record]);
     seen_bytes += shape.nbytes[record];
@@ -178,16 +178,16 @@ void keep_within(std::vector<KeptReason>& kept, const StepShape& shape, uint64_t
   const std::vector<bool> taken =
       is_exact ? largest_sum_within(sizes, room_bytes) : std::vector<bool>(from_end.size(), true);
   for (size_t place = 0; place < from_end.size(); ++place) {
-    if (taken[place]) kept[from_end[place]] = KeptReason::TapeEnd;
+    if (taken[place]) kept[from_end[place]] = Reason::TapeEnd;
   }
 }
 
 // As much of `room_bytes` as the bound admits.
-void keep_end(std::vector<KeptReason>& kept, const StepShape& shape, uint64_t room_bytes, const Bound& bound,
+void keep_end(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_bytes, const Bound& bound,
               bool is_exact) {
   const uint64_t soon_bytes = kept_bytes(shape, kept);
   for (int tries = 0; tries < kMostTries && room_bytes > 0; ++tries) {
-    std::vector<KeptReason> with_end = kept;
+    std::vector<Reason> with_end = kept;
     keep_within(with_end, shape, room_bytes, is_exact);
     const uint64_t excess = excess_bytes(shape, with_end, bound);
     if (excess == 0) {
@@ -205,7 +205,7 @@ struct Planning {
   const StepTimes& times;
   const WindowOptions& options;
   const Bound& bound;
-  const std::vector<KeptReason>& returns_soon;
+  const std::vector<Reason>& returns_soon;
 };
 
 // A plan with windows of `window_bytes` where the user set none, beside what returns soon.
@@ -234,8 +234,7 @@ bool is_within(const HeldBytes& held, const WindowOptions& options, const Bound&
 uint64_t choose_window(const Planning& step, bool keeps_end) {
   uint64_t largest_bytes = 0;
   for (size_t record = 0; record < step.shape.count(); ++record) {
-    if (step.returns_soon[record] == KeptReason::None)
-      largest_bytes = std::max(largest_bytes, step.shape.nbytes[record]);
+    if (step.returns_soon[record] == Reason::None) largest_bytes = std::max(largest_bytes, step.shape.nbytes[record]);
   }
   const uint64_t most_bytes = std::max(kMostWindowRecords * largest_bytes, kMostWindowBytes);
   struct Tried {

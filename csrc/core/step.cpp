@@ -39,7 +39,7 @@ OperatorSaves operator_saves(const StepShape& shape) {
 
 Plan first_plan(const StepShape& shape, const WindowOptions& options) {
   Plan plan;
-  plan.kept.assign(shape.count(), KeptReason::None);
+  plan.kept.assign(shape.count(), Reason::None);
   uint64_t largest_bytes = 0;
   for (const uint64_t nbytes : shape.nbytes) {
     largest_bytes = std::max(largest_bytes, nbytes);
@@ -143,7 +143,7 @@ class Walk {
   void make(size_t record) {
     const uint64_t nbytes = shape_.nbytes[record];
     advance(times_.records[record].ready_s);
-    if (plan_.kept[record] != KeptReason::None) {
+    if (plan_.kept[record] != Reason::None) {
       windows_.kept(kTape, nbytes);
       step_.kept_bytes += nbytes;
       return;

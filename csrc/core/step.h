@@ -76,7 +76,7 @@ struct StepShape {
 };
 
 struct Plan {
-  std::vector<KeptReason> kept;         // None: it moves
+  std::vector<Reason> kept;             // None: it moves
   std::vector<uint64_t> offload_bytes;  // the offload window from each record to the next
   uint64_t reload_bytes = 0;
   uint64_t window_bytes = 0;  // what the windows have beside what returns soon

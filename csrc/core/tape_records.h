@@ -35,7 +35,7 @@ class TapeRecords {
   static Rests rests(const Record& record) {
     if (record.state == RecordState::Offloaded) return Rests::InSlot;
     const bool is_source_here = record.state == RecordState::Resident || record.state == RecordState::Offloading;
-    return is_source_here && record.kept == KeptReason::None ? Rests::AtSource : Rests::Neither;
+    return is_source_here && !record.is_kept() ? Rests::AtSource : Rests::Neither;
   }
 
   Ledger& ledger_;

@@ -4,7 +4,7 @@
 // Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
 // Failures:      a call that throws has enqueued nothing.
 // Stream order:  a backend does what it is told: it orders nothing on its own. Every cross-stream wait is made by
-//                autograd/stream_order.cpp.
+//                engine/stream_order.cpp.
 // Shutdown:      backends live for the process; see Note [No CUDA after main].
 //
 // Streams of the device (where operators run) are named by current_stream(). Each device has two more, ours:
@@ -12,19 +12,13 @@
 // wait there blocks the calling thread.
 #pragma once
 
-#include <c10/core/Allocator.h>
-#include <c10/core/Device.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 
 #include "core/types.h"
+#include "device/memory.h"
 #include "storage/slot_store.h"
-
-namespace c10 {
-class StorageImpl;
-}
 
 namespace torchoffload {
 
@@ -46,7 +40,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual c10::Device device() const = 0;
+  // As PyTorch writes it: "cuda:0".
+  virtual std::string device() const = 0;
   virtual StreamId current_stream() = 0;
   virtual StreamId offload_stream() = 0;
   virtual StreamId reload_stream() = 0;
@@ -59,7 +54,7 @@ class Backend {
 
   // Device memory whose address is `address_modulo` modulo kAlignmentBytes, allocated on current_stream() and
   // freed as that stream's allocations are. Throws c10::OutOfMemoryError (or std::bad_alloc's kin) when there is none.
-  virtual c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) = 0;
+  virtual Memory allocate(uint64_t nbytes, uint64_t address_modulo) = 0;
 
   // Enqueues a copy of `nbytes` on `stream`. source/target are device addresses.
   virtual void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) = 0;
@@ -67,15 +62,15 @@ class Backend {
 
   // Is this memory of the device's own allocator? Any other has an owner that is called at once when it is dropped, and
   // knows nothing of streams.
-  virtual bool owns(const c10::DataPtr& /*data*/) const { return true; }
+  virtual bool owns(MemoryRef /*memory*/) const { return true; }
 
-  // Tells the allocator that `stream` used this storage: its memory, once freed, waits for what is enqueued there.
+  // Tells the allocator that `stream` used this memory, which, once freed, waits for what is enqueued there.
   // Free when `stream` is the one it was allocated on. Does nothing for memory that owns() denies.
-  virtual void note_use(c10::StorageImpl& storage, StreamId stream) = 0;
+  virtual void note_use(MemoryRef memory, StreamId stream) = 0;
 
   // Two answers with another allocation mean that the storage was given other memory in between, wherever it stands.
   // See docs/design.md, R2 and R10, for what each backend knows.
-  virtual MemoryOrigin origin_of(c10::StorageImpl&) { return {}; }
+  virtual MemoryOrigin origin_of(MemoryRef) { return {}; }
 
   // Before the first record is made: must settle() be called, which waits for all that the device was given so far?
   // Without that origin_of() says nothing of older memory. settle() blocks: call it without the GIL.

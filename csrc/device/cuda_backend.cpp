@@ -20,6 +20,7 @@
 #include "device/cuda_graph_pools.h"
 #include "device/cuda_memory.h"
 #include "device/marked_memory.h"
+#include "device/torch_memory.h"
 
 namespace torchoffload {
 
@@ -200,8 +201,9 @@ class TimedEvents {
 // An allocation whose address was moved to another place modulo kAlignmentBytes; owns the one it lies in.
 void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
 
-// The allocation that `data` lies in.
-const c10::DataPtr& allocation_of(const c10::DataPtr& data) {
+// The allocation that the memory lies in.
+const c10::DataPtr& allocation_of(MemoryRef memory) {
+  const c10::DataPtr& data = storage_impl(memory).data_ptr();
   const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
   return shifted != nullptr ? *shifted : data;
 }
@@ -214,7 +216,7 @@ class CudaBackend final : public Backend {
         offload_(StreamTable::instance().make_own(device)),
         reload_(StreamTable::instance().make_own(device)) {}
 
-  c10::Device device() const override { return c10::Device(c10::kCUDA, device_); }
+  std::string device() const override { return c10::Device(c10::kCUDA, device_).str(); }
   StreamId offload_stream() override { return offload_; }
   StreamId reload_stream() override { return reload_; }
 
@@ -234,12 +236,13 @@ class CudaBackend final : public Backend {
     C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
   }
 
-  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override {
+  Memory allocate(uint64_t nbytes, uint64_t address_modulo) override {
     const c10::cuda::CUDAGuard guard(device_);
     c10::DataPtr base = c10::cuda::CUDACachingAllocator::get()->allocate(nbytes + address_modulo);
-    if (address_modulo == 0) return base;
+    if (address_modulo == 0) return make_memory(std::move(base), nbytes);
     auto* const first = static_cast<std::byte*>(base.get()) + address_modulo;
-    return {first, new c10::DataPtr(std::move(base)), &delete_shifted, device()};
+    const c10::Device device = base.device();
+    return make_memory({first, new c10::DataPtr(std::move(base)), &delete_shifted, device}, nbytes);
   }
 
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override {
@@ -256,26 +259,26 @@ class CudaBackend final : public Backend {
 
   // By the deleter, as the native allocator itself knows its memory: tensors that came through DLPack, the CUDA array
   // interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
-  bool owns(const c10::DataPtr& data) const override {
-    const c10::DeleterFnPtr deleter = allocation_of(data).get_deleter();
+  bool owns(MemoryRef memory) const override {
+    const c10::DeleterFnPtr deleter = allocation_of(memory).get_deleter();
     return deleter == c10::cuda::CUDACachingAllocator::get()->raw_deleter() || is_marked(deleter);
   }
 
-  void note_use(c10::StorageImpl& storage, StreamId stream) override {
+  void note_use(MemoryRef memory, StreamId stream) override {
     const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
     // cudaMallocAsync's allocator takes no other's memory, and says so with an error.
-    if (!torch_stream || !owns(storage.data_ptr())) return;
-    c10::cuda::CUDACachingAllocator::get()->recordStream(allocation_of(storage.data_ptr()), *torch_stream);
+    if (!torch_stream || !owns(memory)) return;
+    c10::cuda::CUDACachingAllocator::get()->recordStream(allocation_of(memory), *torch_stream);
   }
 
   // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its
   // owner may have destroyed it since.
-  MemoryOrigin origin_of(c10::StorageImpl& storage) override {
+  MemoryOrigin origin_of(MemoryRef memory) override {
     if (!listen_to_cuda_allocator()) {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
-      return {mark_memory(storage, allocator->raw_deleter()), kNoStream};
+      return {mark_memory(storage_impl(memory), allocator->raw_deleter()), kNoStream};
     }
-    const auto found = find_cuda_allocation(device_, allocation_of(storage.data_ptr()).get());
+    const auto found = find_cuda_allocation(device_, allocation_of(memory).get());
     if (!found) return {};
     const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
     if (found->raw_stream == current.stream()) return {found->number, current_stream()};

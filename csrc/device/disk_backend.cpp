@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "device/marked_memory.h"
+#include "device/torch_memory.h"
 
 namespace torchoffload {
 
@@ -47,14 +48,16 @@ void DiskBackend::wait(StreamId waiter, Point point) {
   }
 }
 
-c10::DataPtr DiskBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
-  if (nbytes == 0) return {nullptr, device()};
+Memory DiskBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+  const c10::Device device(c10::kCPU);
+  if (nbytes == 0) return make_memory({nullptr, device}, 0);
   c10::DataPtr base = c10::GetCPUAllocator()->allocate(nbytes + kAlignmentBytes);
   const auto begin = reinterpret_cast<uintptr_t>(base.get());
   const uintptr_t shift = (address_modulo - begin) % kAlignmentBytes;
   auto* address = static_cast<std::byte*>(base.get()) + shift;
   const c10::DeleterFnPtr deleter = base.get_deleter();
-  return {address, base.release_context(), deleter, device()};  // the deleter frees the base
+  void* const context = base.release_context();  // the deleter frees it
+  return make_memory({address, context, deleter, device}, nbytes);
 }
 
 void DiskBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
@@ -66,8 +69,8 @@ void DiskBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Strea
   copy({IoDirection::In, slot, static_cast<std::byte*>(target), nbytes}, stream);
 }
 
-MemoryOrigin DiskBackend::origin_of(c10::StorageImpl& storage) {
-  return {mark_memory(storage, c10::GetCPUAllocator()->raw_deleter()), kNoStream};
+MemoryOrigin DiskBackend::origin_of(MemoryRef memory) {
+  return {mark_memory(storage_impl(memory), c10::GetCPUAllocator()->raw_deleter()), kNoStream};
 }
 
 void DiskBackend::synchronize(Point point) {

@@ -43,21 +43,21 @@ class DiskBackend final : public Backend {
   // the bytes of disk given back. May block: called without the GIL, by any thread, also while others copy.
   uint64_t trim();
 
-  c10::Device device() const override { return c10::Device(c10::DeviceType::CPU); }
+  std::string device() const override { return "cpu"; }
   StreamId current_stream() override { return host_; }
   StreamId offload_stream() override { return offload_; }
   StreamId reload_stream() override { return reload_; }
 
   Point record(StreamId stream) override;
   void wait(StreamId waiter, Point point) override;
-  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+  Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
 
   // On the host's stream they are done on return, in which time they block.
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
 
-  void note_use(c10::StorageImpl&, StreamId) override {}
-  MemoryOrigin origin_of(c10::StorageImpl& storage) override;
+  void note_use(MemoryRef, StreamId) override {}
+  MemoryOrigin origin_of(MemoryRef memory) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   std::string failure(Point point) override;

@@ -132,7 +132,7 @@ void LoggingBackend::wait(StreamId waiter, Point point) {
   inner_.wait(waiter, point);
 }
 
-c10::DataPtr LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+Memory LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
   call_hook("allocate");
   if (seam_log().is_on()) write("allocate", inner_.current_stream(), nbytes);
   return inner_.allocate(nbytes, address_modulo);
@@ -150,10 +150,10 @@ void LoggingBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, St
   inner_.copy_in(target, slot, nbytes, stream);
 }
 
-void LoggingBackend::note_use(c10::StorageImpl& storage, StreamId stream) {
+void LoggingBackend::note_use(MemoryRef memory, StreamId stream) {
   call_hook("note_use");
   if (seam_log().is_on()) seam_log().write("note_use " + name(stream));
-  inner_.note_use(storage, stream);
+  inner_.note_use(memory, stream);
 }
 
 void LoggingBackend::synchronize(Point point) {

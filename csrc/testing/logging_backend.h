@@ -63,18 +63,18 @@ class LoggingBackend final : public Backend {
  public:
   LoggingBackend(Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
 
-  c10::Device device() const override { return inner_.device(); }
+  std::string device() const override { return inner_.device(); }
   StreamId current_stream() override;
   StreamId offload_stream() override;
   StreamId reload_stream() override;
   Point record(StreamId stream) override;
   void wait(StreamId waiter, Point point) override;
-  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+  Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
-  bool owns(const c10::DataPtr& data) const override { return inner_.owns(data); }
-  void note_use(c10::StorageImpl& storage, StreamId stream) override;
-  MemoryOrigin origin_of(c10::StorageImpl& storage) override { return inner_.origin_of(storage); }
+  bool owns(MemoryRef memory) const override { return inner_.owns(memory); }
+  void note_use(MemoryRef memory, StreamId stream) override;
+  MemoryOrigin origin_of(MemoryRef memory) override { return inner_.origin_of(memory); }
   bool must_settle() override { return inner_.must_settle(); }
   void settle() override { inner_.settle(); }
   bool is_capturing_on(StreamId stream) override { return inner_.is_capturing_on(stream); }

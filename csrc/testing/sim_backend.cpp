@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "device/torch_memory.h"
 #include "testing/logging_backend.h"
 
 namespace torchoffload {
@@ -106,10 +107,11 @@ PointStatus SimBackend::status(Point) {
 
 void set_allocation_hook(std::function<void()> hook) { allocation_hook() = std::move(hook); }
 
-c10::DataPtr SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
+Memory SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
   if (const auto hook = allocation_hook()) hook();
   void* const block = world().allocate(nbytes + address_modulo, device_index_, MemoryOwner::Buffer);
-  return {static_cast<std::byte*>(block) + address_modulo, block, &free_simulated, device()};
+  std::byte* const first = static_cast<std::byte*>(block) + address_modulo;
+  return make_memory({first, block, &free_simulated, c10::Device(c10::kCPU)}, nbytes);
 }
 
 void SimBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
@@ -122,14 +124,16 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
-bool SimBackend::owns(const c10::DataPtr& data) const { return data.get_deleter() == &free_simulated; }
-
-void SimBackend::note_use(c10::StorageImpl& storage, StreamId stream) {
-  if (owns(storage.data_ptr())) world().note_use(storage.data(), stream);
+bool SimBackend::owns(MemoryRef memory) const {
+  return storage_impl(memory).data_ptr().get_deleter() == &free_simulated;
 }
 
-MemoryOrigin SimBackend::origin_of(c10::StorageImpl& storage) {
-  const auto [allocation, stream] = world().origin_of(storage.data());
+void SimBackend::note_use(MemoryRef memory, StreamId stream) {
+  if (owns(memory)) world().note_use(memory.data(), stream);
+}
+
+MemoryOrigin SimBackend::origin_of(MemoryRef memory) {
+  const auto [allocation, stream] = world().origin_of(memory.data());
   return {allocation, stream};
 }
 

@@ -27,18 +27,18 @@ class SimBackend final : public Backend {
  public:
   explicit SimBackend(int device_index) : device_index_(device_index) {}
 
-  c10::Device device() const override { return c10::Device(c10::kCPU); }
+  std::string device() const override { return "cpu"; }
   StreamId current_stream() override;
   StreamId offload_stream() override;
   StreamId reload_stream() override;
   Point record(StreamId stream) override;
   void wait(StreamId waiter, Point point) override;
-  c10::DataPtr allocate(uint64_t nbytes, uint64_t address_modulo) override;
+  Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
-  bool owns(const c10::DataPtr& data) const override;
-  void note_use(c10::StorageImpl& storage, StreamId stream) override;
-  MemoryOrigin origin_of(c10::StorageImpl& storage) override;
+  bool owns(MemoryRef memory) const override;
+  void note_use(MemoryRef memory, StreamId stream) override;
+  MemoryOrigin origin_of(MemoryRef memory) override;
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
   bool tells_time() const override;

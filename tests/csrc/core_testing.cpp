@@ -30,9 +30,9 @@ Identity identity(uint64_t storage, uint64_t version_counter, uint32_t version, 
           reinterpret_cast<const void*>(storage), nbytes};
 }
 
-KeptReason reason_named(const std::string& name) {
-  for (size_t reason = 0; reason < kKeptReasonCount; ++reason) {
-    if (name == to_string(static_cast<KeptReason>(reason))) return static_cast<KeptReason>(reason);
+Reason reason_named(const std::string& name) {
+  for (size_t reason = 0; reason < kReasonCount; ++reason) {
+    if (name == to_string(static_cast<Reason>(reason))) return static_cast<Reason>(reason);
   }
   throw py::value_error("no such reason: " + name);
 }
@@ -57,8 +57,8 @@ void bind_core_testing(py::module_& module) {
       .def("add_record",
            [](TestedLedger& self, Key tape, uint64_t storage, uint64_t counter, uint32_t version,
               uint64_t storage_bytes, uint64_t begin, uint64_t end) {
-             return key(
-                 self.add_record(tape_id(tape), identity(storage, counter, version, storage_bytes), {begin, end}));
+             return key(self.add_record(tape_id(tape), identity(storage, counter, version, storage_bytes), {begin, end},
+                                        Decision::move_to(Placement::Host)));
            })
       .def("find",
            [](TestedLedger& self, Key tape, uint64_t storage, uint64_t counter, uint32_t version,

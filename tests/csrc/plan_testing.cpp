@@ -44,7 +44,7 @@ StepShape step_shape(const Sizes& nbytes, const Sizes& last_save, const std::vec
 // What is kept counts towards the windows, and no other limit keeps an engine from keeping it.
 Plan plan_of(const std::vector<bool>& kept, const Sizes& offload_windows, uint64_t reload_window_bytes) {
   Plan plan;
-  for (const bool is_kept : kept) plan.kept.push_back(is_kept ? KeptReason::NeededSoon : KeptReason::None);
+  for (const bool is_kept : kept) plan.kept.push_back(is_kept ? Reason::NeededSoon : Reason::None);
   plan.offload_bytes = offload_windows;
   plan.reload_bytes = reload_window_bytes;
   return plan;
@@ -66,7 +66,7 @@ const char* name_of(StepEvent::What what) {
 
 py::dict to_dict(const Plan& plan) {
   py::list kept;
-  for (const KeptReason reason : plan.kept) kept.append(to_string(reason));
+  for (const Reason reason : plan.kept) kept.append(to_string(reason));
   py::dict dict;
   dict["kept"] = kept;
   dict["offload_window_bytes"] = plan.offload_bytes.empty() ? 0 : *std::ranges::max_element(plan.offload_bytes);
@@ -147,7 +147,7 @@ void bind_plan_testing(py::module_& module) {
   module.def("plan_engines_as",
              [](const std::vector<bool>& kept, const Sizes& offload_windows, uint64_t reload_window_bytes) {
                for (Engine* const engine : all_engines())
-                 engine->plan_as(plan_of(kept, offload_windows, reload_window_bytes));
+                 engine->lessons().plan_as(plan_of(kept, offload_windows, reload_window_bytes));
              });
 
   py::class_<Learner::Trace>(module, "Trace")
@@ -199,13 +199,13 @@ void bind_plan_testing(py::module_& module) {
   });
   module.def("structures_learned", [] {
     size_t count = 0;
-    for (const Engine* const engine : all_engines()) count += engine->learner().structure_count();
+    for (Engine* const engine : all_engines()) count += engine->lessons().learner().structure_count();
     return count;
   });
   module.def("tapes_left_behind", [] { return Statistics::global().tapes_left_behind; });
   module.def("shapes_learned", [] {
     size_t count = 0;
-    for (const Engine* const engine : all_engines()) count += engine->learner().shape_count();
+    for (Engine* const engine : all_engines()) count += engine->lessons().learner().shape_count();
     return count;
   });
 }

@@ -1,6 +1,5 @@
 // The simulated device, the log of seam calls and the mutants, as Python tests control them.
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "core/mutant.h"
+#include "device/torch_memory.h"
 #include "testing/logging_backend.h"
 #include "testing/sim_backend.h"
 
@@ -145,12 +145,11 @@ void set_current_stream(StreamId stream) {
 
 // Memory with one holder, as a storage has it.
 struct Block {
-  c10::Storage storage;
+  Memory memory;
 
-  explicit Block(c10::DataPtr data, size_t nbytes)
-      : storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), nullptr, false) {}
-  uint64_t address() const { return reinterpret_cast<uint64_t>(storage.data()); }
-  void free() { storage = c10::Storage(); }
+  explicit Block(Memory taken) : memory(std::move(taken)) {}
+  uint64_t address() const { return memory ? reinterpret_cast<uint64_t>(memory.data()) : 0; }
+  void free() { memory = Memory(); }
 };
 
 // The seam, called as the engine would call it; a slot is the address of host memory.
@@ -165,7 +164,7 @@ Point point_of(const PointTuple& point) { return {point.first, point.second}; }
 
 void bind_seam(py::module_& m) {
   py::class_<Block>(m, "Block").def_property_readonly("address", &Block::address).def("free", &Block::free);
-  m.def("allocate", [](size_t nbytes) { return Block(c10::GetCPUAllocator()->allocate(nbytes), nbytes); });
+  m.def("allocate", [](size_t nbytes) { return Block(make_memory(c10::GetCPUAllocator()->allocate(nbytes), nbytes)); });
 
   py::class_<Seam>(m, "Seam")
       .def(py::init([](int device) { return Seam{simulated_backend(device)}; }), py::arg("device") = 0)
@@ -178,10 +177,8 @@ void bind_seam(py::module_& m) {
              return PointTuple(point.stream, point.serial);
            })
       .def("wait", [](Seam& seam, StreamId waiter, PointTuple point) { seam.backend->wait(waiter, point_of(point)); })
-      .def("allocate",
-           [](Seam& seam, uint64_t nbytes, uint64_t address_modulo) {
-             return Block(seam.backend->allocate(nbytes, address_modulo), nbytes);
-           })
+      .def("allocate", [](Seam& seam, uint64_t nbytes,
+                          uint64_t address_modulo) { return Block(seam.backend->allocate(nbytes, address_modulo)); })
       .def("copy_out",
            [](Seam& seam, uint64_t slot, uint64_t source, uint64_t nbytes, StreamId stream) {
              seam.backend->copy_out(seam.slot(slot, nbytes), reinterpret_cast<const void*>(source), nbytes, stream);
@@ -190,8 +187,8 @@ void bind_seam(py::module_& m) {
            [](Seam& seam, uint64_t target, uint64_t slot, uint64_t nbytes, StreamId stream) {
              seam.backend->copy_in(reinterpret_cast<void*>(target), seam.slot(slot, nbytes), nbytes, stream);
            })
-      .def("note_use", [](Seam& seam, Block& block,
-                          StreamId stream) { seam.backend->note_use(*block.storage.unsafeGetStorageImpl(), stream); })
+      .def("note_use",
+           [](Seam& seam, Block& block, StreamId stream) { seam.backend->note_use(block.memory.ref(), stream); })
       .def("synchronize", [](Seam& seam, PointTuple point) { seam.backend->synchronize(point_of(point)); })
       .def("status", [](Seam& seam, PointTuple point) { seam.backend->status(point_of(point)); })
       .def("saw_pack",

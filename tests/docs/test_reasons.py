@@ -9,7 +9,7 @@ from places import ROOT
 from torchoffload._observe.reasons import REASONS
 
 LISTED = re.findall(
-    r'^TORCHOFFLOAD_KEPT_REASON\(\w+, "(\w+)"\)', (ROOT / "csrc/core/kept_reasons.def").read_text(), flags=re.MULTILINE
+    r'^TORCHOFFLOAD_REASON\(\w+, "(\w+)"\)', (ROOT / "csrc/core/reasons.def").read_text(), flags=re.MULTILINE
 )
 
 

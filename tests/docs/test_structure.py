@@ -8,7 +8,7 @@ import pytest
 from places import ROOT
 
 CSRC = ROOT / "csrc"
-FLOORS = ("core", "system", "storage", "device", "testing", "autograd")
+FLOORS = ("core", "system", "storage", "device", "engine", "testing", "autograd")
 MAX_LINES = 400
 
 CPP_FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp"})
@@ -57,6 +57,13 @@ def test_core_system_and_storage_know_no_torch_no_cuda_and_no_python(path):
     assert [name for name in includes(path) if outside.match(name)] == []
 
 
+@pytest.mark.parametrize("path", of_floors("engine"), ids=name_of)
+def test_the_engine_knows_no_torch_and_no_cuda(path):
+    """It is compiled without their headers in reach. Of Python it knows the GIL."""
+    assert [name for name in includes(path) if re.match(r"<(torch|ATen|c10|caffe2|cuda|nv|pybind11)", name)] == []
+    assert "#ifdef" not in path.read_text()
+
+
 @pytest.mark.parametrize("path", of_floors("core"), ids=name_of)
 def test_core_knows_no_clock_and_no_thread(path):
     forbidden = {"<chrono>", "<ctime>", "<time.h>", "<thread>", "<mutex>", "<condition_variable>", "<pthread.h>"}
@@ -72,10 +79,10 @@ def test_pybind11_stands_in_one_file():
 def test_every_wait_has_a_rule_and_is_made_by_stream_order():
     """A wait of a Backend that wraps something else passes its own call on; that orders nothing by itself."""
     waits = []
-    for path in of_floors("device", "testing", "autograd"):
+    for path in of_floors("device", "engine", "testing", "autograd"):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
-            if not re.search(r"(->|\.|\))wait\(", line) or name_of(path) == "csrc/autograd/stream_order.cpp":
+            if not re.search(r"(->|\.|\))wait\(", line) or name_of(path) == "csrc/engine/stream_order.cpp":
                 continue
             within = " ".join(lines[max(0, number - 3) : number + 2])
             passed_on = re.search(r"\bwait\(StreamId \w+, Point \w+\)", within)
@@ -85,17 +92,17 @@ def test_every_wait_has_a_rule_and_is_made_by_stream_order():
 
 
 def test_every_rule_has_a_wait():
-    header = (CSRC / "autograd" / "stream_order.h").read_text()
+    header = (CSRC / "engine" / "stream_order.h").read_text()
     rules = re.findall(r"^  (\w+) = static_cast<uint8_t>\(Mutant::(\w+)\)", header, flags=re.MULTILINE)
-    engine = "".join(path.read_text() for path in (CSRC / "autograd").glob("engine*.cpp"))
+    engine = "".join(path.read_text() for path in (CSRC / "engine").glob("*.cpp"))
     assert [rule for rule, mutant in rules if rule != mutant] == []
     assert len(rules) > 10
     assert [rule for rule, _ in rules if f"Rule::{rule}" not in engine] == []
 
 
 def test_what_the_engine_and_the_hooks_remember_of_a_thread_is_in_one_place():
-    users = [name_of(path) for path in of_floors("autograd") if "thread_local" in path.read_text()]
-    assert users == ["csrc/autograd/thread_state.cpp"]
+    users = [name_of(path) for path in of_floors("engine", "autograd") if "thread_local" in path.read_text()]
+    assert users == ["csrc/engine/thread_state.cpp"]
 
 
 def test_only_the_cuda_files_of_the_device_floor_call_cuda():

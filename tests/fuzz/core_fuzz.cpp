@@ -139,7 +139,7 @@ class World {
     if (is_new) {
       const Span moved = span_to_move(span, identity.nbytes);
       expect(moved.contains(span) && moved.end <= identity.nbytes, "what moves is less than what was saved, or more");
-      id = ledger_.add_record(tape, identity, moved);
+      id = ledger_.add_record(tape, identity, moved, Decision::move_to(Placement::Host));
       largest_record_bytes_ = std::max(largest_record_bytes_, moved.nbytes());
       model_.add_record(*id, tape, identity, moved);
     } else if (!model_.holding(*id).has_source()) {
@@ -253,7 +253,7 @@ class World {
   void keep(RecordId id) {
     Holding& holding = model_.holding(id);
     if (!attempt("keep", id, holding.has_source(), RecordState::Resident,
-                 [&] { ledger_.keep(id, KeptReason::TierFull); }))
+                 [&] { ledger_.keep(id, Reason::TierFull); }))
       return;
     holding.is_kept = true;
     give_slot_back(holding);

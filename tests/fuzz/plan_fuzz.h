@@ -168,9 +168,9 @@ class PlanFuzz {
 
   void walk(Learner::Trace& trace, const std::vector<uint64_t>& nbytes) {
     for (const uint64_t size : nbytes) {
-      const KeptReason reason = learner_.next(trace, size, kind_of(trace.nbytes.size(), nbytes.size()));
+      const Reason reason = learner_.next(trace, size, kind_of(trace.nbytes.size(), nbytes.size()));
       const auto windows = learner_.windows(trace);
-      expect(windows || reason == KeptReason::None || trace.is_known(), "a tape of no shape keeps something");
+      expect(windows || reason == Reason::None || trace.is_known(), "a tape of no shape keeps something");
     }
   }
 
@@ -201,8 +201,8 @@ class PlanFuzz {
     uint64_t kept_bytes = 0;
     uint64_t soon_bytes = 0;
     for (size_t record = 0; record < shape.nbytes.size(); ++record) {
-      if (plan.kept[record] == KeptReason::NeededSoon) soon_bytes += shape.nbytes[record];
-      if (plan.kept[record] != KeptReason::None) kept_bytes += shape.nbytes[record];
+      if (plan.kept[record] == Reason::NeededSoon) soon_bytes += shape.nbytes[record];
+      if (plan.kept[record] != Reason::None) kept_bytes += shape.nbytes[record];
     }
     const bool is_within = !options.reload_window_bytes || kept_bytes <= std::max(plan.reload_bytes, soon_bytes);
     expect(is_within, "more is kept than the window that was set");

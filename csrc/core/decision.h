@@ -1,0 +1,46 @@
+// Decision: where the bytes of a saved tensor are to be until backward asks for them, and why there.
+// Ownership:     values only.
+// Thread safety: immutable values.
+//
+// A new place is a new enumerator of Placement; a new reason is a line in reasons.def.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace torchoffload {
+
+enum class Placement : uint8_t {
+  Keep,  // where it is
+  Host,  // host memory, pinned or not
+  Disk,  // a spill file
+};
+const char* to_string(Placement where);
+
+// Why a saved tensor stays where it is; None where it moves. reasons.def says which reasons there are.
+enum class Reason : uint8_t {
+  None,
+#define TORCHOFFLOAD_REASON(enumerator, name) enumerator,
+#include "core/reasons.def"
+};
+inline constexpr std::array kReasonNames{
+    "none",
+#define TORCHOFFLOAD_REASON(enumerator, name) name,
+#include "core/reasons.def"
+};
+inline constexpr size_t kReasonCount = kReasonNames.size();  // None among them
+const char* to_string(Reason why);
+
+struct Decision {
+  Placement where = Placement::Keep;
+  Reason why = Reason::None;
+
+  static Decision move_to(Placement where) { return {where, Reason::None}; }
+  static Decision keep(Reason why) { return {Placement::Keep, why}; }
+
+  bool keeps() const { return where == Placement::Keep; }
+  friend bool operator==(const Decision&, const Decision&) = default;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,106 @@
+// Memory: a share in memory that belongs to a storage of PyTorch's, for floors that are compiled without its headers.
+// Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
+//                may go, but the address of the storage is given to no other one meanwhile.
+// Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL.
+// Not handled:   a storage may be resized by the program at any time: data() and nbytes() say what is so now.
+//
+// What is declared here is defined in torch_memory.cpp, where each class is seen to be a c10::StorageImpl*.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace torchoffload {
+
+class MemoryRef {
+ public:
+  MemoryRef() = default;
+  explicit MemoryRef(void* storage) : storage_(storage) {}
+
+  explicit operator bool() const { return storage_ != nullptr; }
+  const std::byte* data() const;
+  uint64_t nbytes() const;
+  // The storage that the memory belongs to; it names the memory for as long as somebody holds a Memory or WeakMemory.
+  void* storage() const { return storage_; }
+
+  friend bool operator==(const MemoryRef&, const MemoryRef&) = default;
+
+ private:
+  void* storage_ = nullptr;
+};
+
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(MemoryRef memory) : memory_(memory) { share(); }  // takes a share of its own
+  Memory(const Memory& other) : Memory(other.memory_) {}
+  Memory(Memory&& other) noexcept : memory_(std::exchange(other.memory_, {})) {}
+  Memory& operator=(Memory other) noexcept {
+    std::swap(memory_, other.memory_);
+    return *this;
+  }
+  ~Memory() { give_up(); }
+
+  // The share that who calls has in `storage` becomes this one's.
+  static Memory of_share(void* storage) {
+    Memory memory;
+    memory.memory_ = MemoryRef(storage);
+    return memory;
+  }
+  // The share becomes that of who calls: nobody gives it up unless they do.
+  void* release() { return std::exchange(memory_, {}).storage(); }
+
+  explicit operator bool() const { return static_cast<bool>(memory_); }
+  MemoryRef ref() const { return memory_; }
+  const std::byte* data() const { return memory_.data(); }
+  std::byte* mutable_data() const { return const_cast<std::byte*>(memory_.data()); }
+  uint64_t nbytes() const { return memory_.nbytes(); }
+
+ private:
+  void share();
+  void give_up();
+
+  MemoryRef memory_;
+};
+
+class WeakMemory {
+ public:
+  WeakMemory() = default;
+  explicit WeakMemory(MemoryRef memory);
+  WeakMemory(const WeakMemory& other);
+  WeakMemory(WeakMemory&& other) noexcept : storage_(std::exchange(other.storage_, nullptr)) {}
+  WeakMemory& operator=(WeakMemory other) noexcept {
+    std::swap(storage_, other.storage_);
+    return *this;
+  }
+  ~WeakMemory();
+
+  explicit operator bool() const { return storage_ != nullptr; }
+  const void* storage() const { return storage_; }
+  size_t share_count() const;  // 0: the memory is gone
+  Memory lock() const;         // empty where it is gone
+
+ private:
+  void* storage_ = nullptr;
+};
+
+// Memory that was marked once and is recognised again, for as long as its storage lives. Holds it weakly.
+class MemorySet {
+ public:
+  MemorySet();
+  MemorySet(MemorySet&& other) noexcept;
+  MemorySet& operator=(MemorySet&& other) noexcept;
+  ~MemorySet();
+
+  void insert(MemoryRef memory) { insert(WeakMemory(memory)); }
+  void insert(WeakMemory memory);
+  bool contains(const void* storage) const;
+
+ private:
+  struct Entries;
+  std::unique_ptr<Entries> entries_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,25 @@
+// From PyTorch's storages to Memory, and back.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+
+#include "device/memory.h"
+
+namespace torchoffload {
+
+inline c10::StorageImpl& storage_impl(MemoryRef memory) { return *static_cast<c10::StorageImpl*>(memory.storage()); }
+
+inline MemoryRef memory_of(const c10::Storage& storage) { return MemoryRef(storage.unsafeGetStorageImpl()); }
+
+// The one share becomes the other.
+inline Memory memory_from(c10::Storage storage) { return Memory::of_share(storage.unsafeReleaseStorageImpl()); }
+inline c10::Storage storage_from(Memory memory) {
+  return c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(memory.release())));
+}
+
+// A resizable storage of `nbytes` at `data`, whose memory came from the allocator of its device.
+Memory make_memory(c10::DataPtr data, uint64_t nbytes);
+
+}  // namespace torchoffload

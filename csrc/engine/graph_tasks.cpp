@@ -1,0 +1,117 @@
+// R14: what a backward reloaded and did not use goes back to its slots when that backward ends.
+//
+// Note [Ends of graph tasks]
+// A graph task is one call of autograd's engine. It may ask for a part of a tape only: autograd.grad with inputs, one
+// of several branches, an exception. What it reloaded ahead would then fill the reload window for as long as the graph
+// lives, and what other handles of a record wait for would stay on the device, counted in no window.
+// Autograd calls back at the end of a graph task that succeeds. One that fails calls nobody, but drops its callbacks: a
+// token that only such a callback holds tells that it is over, and the next tape or graph task looks.
+// A graph task that freed its graph may have left another one of the same tape, such as the next micro-batch's, to
+// which the next graph task comes: what was reloaded ahead stays for that one, in the window, until another tape opens
+// or is asked. A tape belongs to the graph task that asked it last. What was reloaded for a tape whose backward is yet
+// to come has none, and stays, too.
+#include <Python.h>
+
+#include <algorithm>
+
+#include "engine/engine.h"
+
+namespace torchoffload {
+
+namespace {
+
+// Holds the GIL, on whichever thread.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+}  // namespace
+
+// Once per unpack in backward.
+void Engine::note_asking(TapeId tape) {
+  const int graph_task = program::graph_task();
+  ThreadState::current().asked = {this, tape, graph_task};
+  if (tapes_[tape.index].asked_by == graph_task) return;
+  tapes_[tape.index].asked_by = graph_task;  // before the next line: what was reloaded for this tape is wanted now
+  give_back_of_ended();
+  await_end_of(graph_task);
+}
+
+void Engine::await_end_of(int graph_task) {
+  for (const AskingTask& known : asking_tasks_) {
+    if (known.id == graph_task) return;
+  }
+  const auto token = std::make_shared<const int>(graph_task);
+  asking_tasks_.push_back({graph_task, token});
+  const Ahead ahead = program::keeps_graph() ? Ahead::GoesBack : Ahead::Stays;
+  program::at_end_of_graph_task([this, token, ahead] {
+    if (Operation::is_shut_down() || is_inherited()) return;
+    const WithGil with_gil;
+    const Operation operation;
+    (void)give_back(*token, ahead);
+  });
+}
+
+// Of graph tasks that failed, and what was not given back at the end of others. May block, as all below.
+void Engine::give_back_of_ended() {
+  if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
+  std::vector<int> ended;
+  for (const AskingTask& task : asking_tasks_) {
+    if (task.ended.expired()) ended.push_back(task.id);
+  }
+  for (const int id : ended) {
+    if (give_back(id, Ahead::GoesBack))
+      std::erase_if(asking_tasks_, [&](const AskingTask& task) { return task.id == id; });
+  }
+}
+
+// Returns whether all of it was given back.
+bool Engine::give_back(int graph_task, Ahead ahead) {
+  std::vector<TapeId> asked;
+  for (const TapeInfo& tape : tapes_) {
+    if (tape.context && tape.asked_by == graph_task) asked.push_back(tape.id);
+  }
+  bool is_all = true;
+  for (const TapeId tape : asked) {
+    if (ledger_.has_tape(tape) && !give_back(tape, graph_task, ahead)) is_all = false;
+  }
+  return is_all;
+}
+
+// A slot that I/O still writes to is waited for by nobody here: until it is complete the bytes stay.
+bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
+  std::vector<RecordId> reloaded;
+  for (const Save& save : ledger_.tape(tape).saves) {
+    if (ledger_.is_live(save.record) && ledger_.record(save.record).state == RecordState::Reloaded)
+      reloaded.push_back(save.record);
+  }
+  bool is_all = ahead == Ahead::GoesBack;
+  if (ahead == Ahead::GoesBack) {
+    windows_.consumer_ended(tape);
+    for (const RecordId id : std::vector(windows_.ahead())) {
+      const bool is_of_tape = ledger_.is_live(id) && ledger_.record(id).tape == tape;
+      if (is_of_tape && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
+    }
+  }
+  const auto is_reloaded = [&](RecordId id) {
+    return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Reloaded;
+  };
+  for (const RecordId id : reloaded) {
+    if (!is_reloaded(id) || mutated(Mutant::EndedTaskGivesUp)) continue;
+    give_up(id);
+    if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
+  }
+  // Another graph task may have come to the tape meanwhile.
+  if (is_all && ledger_.has_tape(tape) && tapes_[tape.index].asked_by == graph_task)
+    tapes_[tape.index].asked_by = kNoGraphTask;
+  return is_all;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,55 @@
+#include "engine/held_record.h"
+
+#include <utility>
+
+#include "core/mutant.h"
+
+namespace torchoffload {
+
+bool HeldRecord::was_resized(const Record& record, Backend& backend) const {
+  const Memory& source = bytes.memory;
+  const Identity& identity = record.identity;
+  if (source.data() != identity.data || source.nbytes() != identity.nbytes) return true;
+  if (mutated(Mutant::ResizeSeesAllocation)) return false;
+  return backend.origin_of(source.ref()).allocation != identity.allocation;
+}
+
+// Where a wrapper alone says that the bytes are the same, the tensor that the record was made of must be unchanged,
+// too.
+bool HeldRecord::was_written_through_a_wrapper(const Record& record) const {
+  // A record whose copy was not enqueued yet stands for whatever the storage holds.
+  if (record.state == RecordState::Resident || mutated(Mutant::IdentityChecksWrapper)) return false;
+  return wrappers.changed() || (!wrappers.empty() && version.current() != record.identity.version);
+}
+
+bool HeldRecord::slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams) {
+  if (!record.has_slot) return false;
+  const bool serves_source = bytes.memory && !bytes.is_buffer;
+  if (serves_source && was_resized(record, backend)) return false;  // perhaps under its copy (R10)
+  if (!streams.is_polled() || is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
+  is_confirmed = backend.status(offload_end) == PointStatus::Reached && backend.failure(offload_end).empty();
+  return is_confirmed;
+}
+
+DeviceBytes HeldRecord::give_up() {
+  DeviceBytes held = std::exchange(bytes, {});
+  given_up = WeakMemory(held.memory.ref());
+  given_up_bytes = {{}, held.base_bytes, held.stream, held.busy_until, held.is_buffer};
+  return held;
+}
+
+std::optional<DeviceBytes> HeldRecord::lock_given_up(const Record& record) {
+  if (!given_up || mutated(Mutant::GivenUpIsFoundAgain)) return std::nullopt;
+  Memory alive = given_up.lock();
+  if (!alive) {
+    given_up = {};
+    return std::nullopt;
+  }
+  // A source that the program emptied since is read from the slot, which was complete by then.
+  if (!given_up_bytes.is_buffer && alive.nbytes() < record.span.end) return std::nullopt;
+  DeviceBytes found = given_up_bytes;
+  found.memory = std::move(alive);
+  return found;
+}
+
+}  // namespace torchoffload

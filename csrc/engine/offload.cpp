@@ -1,0 +1,299 @@
+// Copies out: when one is enqueued, what is done before and after it, and how its source is given up.
+//
+// Note [Copies that others come between]
+// A stream takes about a thousand commands. The call that adds one more blocks the host until the device has come to
+// some of them. With the GIL held that would stop every Python thread, and for good where the device waits for what one
+// of them is to launch. So a copy is enqueued in three parts: what it takes is read, its calls are made without the
+// GIL, and what came of them is entered with the GIL held again. Meanwhile the record is held, so that it, its slot and
+// its memory are there. All else may have happened to it, and the third part looks anew:
+// - The source of a copy out may have been used by a backward, or be kept. Then the copy came to nothing: its slot goes
+//   back guarded by the copy's end, and the source is busy until then.
+// - Another thread may have reloaded the record too. Then the second buffer came to nothing: it is dropped after its
+//   copy, whose end guards the slot beside the first one's.
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "engine/copy_time.h"
+#include "engine/engine.h"
+#include "engine/profiler_range.h"
+
+namespace torchoffload {
+
+namespace {
+
+// A slot that goes back to its store, unless a record takes it.
+class SlotLoan {
+ public:
+  SlotLoan(SlotBudget& slots, Slot slot, std::vector<Point>& guards) : slots_(slots), slot_(slot), guards_(guards) {}
+  ~SlotLoan() {
+    if (is_ours_) slots_.release(slot_, guards_);
+  }
+  SlotLoan(const SlotLoan&) = delete;
+  SlotLoan& operator=(const SlotLoan&) = delete;
+
+  void keep_for_ever() { is_ours_ = false; }
+  Slot take() {
+    is_ours_ = false;
+    return slot_;
+  }
+
+ private:
+  SlotBudget& slots_;
+  const Slot slot_;
+  const std::vector<Point>& guards_;
+  bool is_ours_ = true;
+};
+
+}  // namespace
+
+struct Engine::OffloadCopy {
+  Slot slot;
+  DeviceBytes source;
+  const std::byte* first = nullptr;  // of the source, as it was checked: the program may resize it meanwhile (R10)
+  uint64_t nbytes = 0;
+  StreamId stream = kNoStream;
+  std::span<const Point> guards;
+  bool waits_for_operators = false;
+  StreamId also_filled_on = kNoStream;
+  bool is_enqueued = false;
+  Point end;
+  TimedPoint ready;
+  CopyTime time;
+};
+
+// ---- pending copies ----
+
+void Engine::flush_pending(const ContextState* leaving) {
+  std::deque<PendingCopy>& pending = ThreadState::current().pending;
+  // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
+  // has its own autograd functions, and contexts.
+  if (program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator)) return;
+  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
+  const uint64_t now = program::sequence_number();
+  StreamId ordered_after = kNoStream;
+  Engine* ordered_engine = nullptr;
+  for (size_t next = 0; next < pending.size();) {
+    const PendingCopy copy = pending[next];
+    // R1: the operator that saved this may not have filled it yet.
+    const bool has_ended = copy.sequence_number != now || copy.context == leaving;
+    const bool is_possible = has_ended && !copy.engine->backend_.is_capturing();
+    if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
+      ++next;
+      continue;
+    }
+    pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
+    if (std::exchange(ordered_engine, copy.engine) != copy.engine) ordered_after = kNoStream;
+    copy.engine->enqueue_offload(copy, ordered_after);
+  }
+}
+
+bool Engine::is_pending(RecordId id) {
+  if (!ledger_.is_live(id)) return false;
+  const Record& record = ledger_.record(id);
+  return record.state == RecordState::Resident && !record.is_kept() && record.live_handles > 0;
+}
+
+// `ordered_after`: the stream that offload_stream was ordered after in this flush already; its operators are the
+// same ones, so one point serves all copies of a flush.
+void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after) {
+  const RecordId id = pending.record;
+  if (is_inherited() || !ledger_.is_live(id)) return;
+  const Hold hold(*this, id);
+  if (held(id).learned_bytes > 0) {
+    if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
+    return drain_window_of(id);
+  }
+  reap();
+  if (!is_pending(id)) return;
+  std::vector<Point> guards;
+  const std::optional<Slot> slot = acquire_slot(id, guards);
+  if (!slot) return;
+  SlotLoan loan(slots_, *slot, guards);
+  const StreamId stream = context(id).options.use_streams ? backend_.offload_stream() : held(id).bytes.stream;
+  const std::span<const Point> waited_for = guards_to_wait_for(stream, guards);
+  timeline_.set_origin();
+  if (!is_pending(id)) return;
+  if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
+  if (!streams_.can_be_used(held(id).bytes.stream)) return keep(id, Reason::ExternalStream);
+  OffloadCopy copy = plan_offload(id, stream, ordered_after);
+  copy.slot = *slot;
+  copy.guards = waited_for;
+  StreamOrder::Batch waits = streams_.batch();
+  try {
+    streams_.without_gil(stream, [&] { enqueue(copy, waits); });
+  } catch (const std::exception&) {
+    if (copy.is_enqueued && copy.end.is_beginning()) {  // it will end, but nobody will know when
+      loan.keep_for_ever();
+      (void)copy.source.memory.release();
+    }
+    if (copy.end.is_beginning()) throw;
+  }
+  if (stream != copy.source.stream) ordered_after = copy.source.stream;
+  streams_.remember(waits);
+  if (!is_pending(id)) {  // see Note [Copies that others come between]
+    guards.clear();
+    if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
+    if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.end;
+    backend_.forget(copy.end);
+    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.give_back(point);
+    return;
+  }
+  (void)loan.take();
+  offload_is_enqueued(id, copy);
+}
+
+Engine::OffloadCopy Engine::plan_offload(RecordId id, StreamId stream, StreamId ordered_after) {
+  const HeldRecord& held = this->held(id);
+  OffloadCopy copy;
+  copy.source = held.bytes;
+  copy.first = copy.source.memory.data() + ledger_.record(id).span.begin;
+  copy.nbytes = ledger_.record(id).nbytes();
+  copy.stream = stream;
+  // A copy on that stream itself waits for nothing, and orders offload_stream after nothing.
+  const bool is_elsewhere = stream != copy.source.stream;
+  copy.waits_for_operators = is_elsewhere && ordered_after != copy.source.stream;
+  const StreamId allocated_on = held.allocated_on;
+  const bool is_filled_here = allocated_on == copy.source.stream || allocated_on == stream;
+  if (allocated_on != kNoStream && !is_filled_here && !backend_.is_capturing_on(allocated_on))
+    copy.also_filled_on = allocated_on;
+  copy.time.is_wanted = timeline_.is_on();
+  return copy;
+}
+
+void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
+  for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
+  if (copy.waits_for_operators)
+    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.record(copy.source.stream));
+  if (copy.also_filled_on != kNoStream)
+    waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.record(copy.also_filled_on));
+  copy.ready = time_if(copy.time.is_wanted, backend_, copy.source.stream);
+  const ProfilerRange range("torchoffload::offload", copy.nbytes);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
+  backend_.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
+  copy.is_enqueued = true;
+  copy.end = end_of_copy(backend_, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
+}
+
+void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
+  HeldRecord& held = this->held(id);
+  const uint64_t nbytes = copy.nbytes;
+  held.slot = copy.slot;
+  Statistics::global().slot_acquired(copy.slot.nbytes());
+  held.offload_end = held.bytes.busy_until = copy.end;
+  if (copy.time.is_wanted) {
+    Timeline::Entry ready = entry(EntryKind::Ready, id);
+    ready.begin = copy.ready;
+    timeline_.add(ready);
+    copy.time.enter(timeline_, entry(EntryKind::CopyOut, id));
+  }
+  ledger_.begin_offload(id);
+  windows_.offload_began(id, nbytes, [this](RecordId known) { return is_offloading(known); });
+  TapeRow& row = this->row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_offloaded, 1);
+  count(row, &TapeRow::bytes_offloaded, nbytes);
+  if (ModuleRow* const module = context(id).row_of(held.module); module != nullptr) {
+    ++module->records_offloaded;
+    module->bytes_offloaded += nbytes;
+  }
+  drain_window_of(id);
+  uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
+  peak_bytes = std::max(peak_bytes, windows_.offload_bytes());
+}
+
+// ---- slots ----
+
+std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
+  while (!slot) {
+    try {
+      slots_.grow(nbytes);
+    } catch (const StoreFull& full) {
+      if (!is_pending(id)) return std::nullopt;
+      const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
+      keep(id, Reason::TierFull);
+      const bool is_disk = context->options.tier == Placement::Disk;
+      SlotBudget::refuse(*context, full.what(),
+                         is_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
+      return std::nullopt;
+    }
+    backend_.saw_growth();
+    if (!is_pending(id)) return std::nullopt;
+    slot = slots_.try_acquire(nbytes, guards);
+  }
+  return slot;
+}
+
+// Those of the slot's guards that the copy's stream has to wait for come first, and are returned. Where the host waits,
+// which may take long, it does so here.
+std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
+  if (streams_.is_polled()) {
+    for (const Point& guard : guards) streams_.wait(Rule::OffloadWaitsForGuards, stream, guard);
+    return {};
+  }
+  const auto end = std::partition(guards.begin(), guards.end(), [&](const Point& guard) {
+    return streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard);
+  });
+  return {guards.begin(), end};
+}
+
+// ---- the window ----
+
+void Engine::drain_window_of(RecordId id) {
+  const TapeId tape = ledger_.record(id).tape;
+  drain_window(windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape));
+}
+
+// R4: the compute stream is told to wait only when the window is full, oldest copy first.
+void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
+  const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };
+  while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
+    const RecordId oldest = *next;
+    count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
+    const DeviceBytes& source = held(oldest).bytes;
+    const Memory held_meanwhile = source.memory;
+    const Point offload_end = source.busy_until;
+    if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
+      streams_.synchronize(offload_end);
+    } else {  // the time that a stream of operators stands still is ours
+      const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
+      streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
+    }
+    if (is_offloading(oldest)) finish_offload(oldest);
+  }
+}
+
+// The copy out has ended, in the order of the source's stream: the source is given up.
+void Engine::finish_offload(RecordId id) {
+  HeldRecord& held = this->held(id);
+  leave_offload_window(id);
+  if (was_resized(id) && !mutated(Mutant::ResizeCheckedInFlight)) {  // R10
+    keep(id, Reason::Resized);
+    return;
+  }
+  const std::string failure = backend_.failure(held.offload_end);
+  if (!failure.empty() && !mutated(Mutant::FailedWriteKeepsRecord)) {
+    context(id).warn_once(Warning::WriteFailed,
+                          "torchoffload: a saved tensor stays in memory because writing it failed: " + failure);
+    keep(id, Reason::WriteFailed);
+    return;
+  }
+  held.is_confirmed = true;
+  ledger_.finish_offload(id);
+  Operation::drop_later(std::move(held.bytes.memory));
+  held.bytes = {};
+}
+
+void Engine::keep(RecordId id, Reason why) {
+  HeldRecord& held = this->held(id);
+  const Record& record = ledger_.record(id);
+  if (record.has_slot) release_slot(held);
+  slots_.uncharge(context(id), std::exchange(held.charged_bytes, 0));
+  note_kept(id, why, record.nbytes());
+  ledger_.keep(id, why);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,72 @@
+#include "engine/operation.h"
+
+#include <Python.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "core/mutant.h"
+#include "engine/thread_state.h"
+
+namespace torchoffload {
+
+namespace {
+
+bool shut_down_flag = false;
+
+}  // namespace
+
+Operation::Operation() { ++ThreadState::current().operation_depth; }
+
+Operation::~Operation() {
+  if (ThreadState::current().operation_depth == 1) finish_outermost();
+  --ThreadState::current().operation_depth;
+}
+
+void Operation::drop_later(Memory memory) {
+  if (memory) ThreadState::current().dropped.push_back(std::move(memory));
+}
+
+void Operation::drop_now() {
+  if (ThreadState::current().operation_depth == 1) finish_outermost();
+}
+
+bool Operation::must_queue() {
+  return ThreadState::current().operation_depth > 0 && !mutated(Mutant::DeallocQueuedInsideOperation);
+}
+
+void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
+
+// Dropping may run Python and let further handles die, so it goes on until nothing is left.
+void Operation::finish_outermost() {
+  ThreadState& now = ThreadState::current();
+  while (!now.dropped.empty() || !now.releases.empty()) {
+    auto dropped = std::exchange(now.dropped, {});
+    const auto releases = std::exchange(now.releases, {});
+    if (is_shut_down()) {
+      for (Memory& memory : dropped) (void)memory.release();
+    }
+    dropped.clear();
+    for (const auto& release : releases) run(release);
+  }
+}
+
+bool Operation::is_shut_down() { return shut_down_flag; }
+void Operation::shut_down() { shut_down_flag = true; }
+
+BlockingSection::BlockingSection() {
+  Operation::drop_now();
+  depth_ = std::exchange(ThreadState::current().operation_depth, 0);
+  thread_state_ = PyEval_SaveThread();
+}
+
+BlockingSection::~BlockingSection() {
+  try {
+    PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state_));
+  } catch (...) {  // see Note [Threads at exit]
+    while (true) pause();
+  }
+  ThreadState::current().operation_depth = depth_;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,150 @@
+// A save: which record it joins, or what the record is that it makes.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "engine/engine.h"
+
+namespace torchoffload {
+
+std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
+  const MemoryOrigin origin = backend_.origin_of(saved.memory);
+  Identity identity{saved.memory.storage(), saved.version.address(), saved.version.current(),
+                    saved.memory.data(),    saved.memory.nbytes(),   origin.allocation};
+  if (saved.wrapper) {
+    identity.wrapper_counter = saved.wrapper.address();
+    identity.wrapper_version = saved.wrapper.current();
+  }
+  Span moved = saved.extent == Extent::Storage ? Span{0, identity.nbytes} : saved.span;
+  const std::optional<RecordId> id = ledger_.find(tape, identity, moved, saved.itemsize);
+  const StreamId stream = backend_.current_stream();
+  if (id && !held(*id).was_written_through_a_wrapper(ledger_.record(*id))) {
+    // What an external stream does with the storage is waited for through a record of its own.
+    if (stream == held(*id).packed_on || streams_.is_lasting(stream)) return join(*id, saved, stream);
+  }
+  if (moved.nbytes() < tapes_[tape.index].context->options.min_offload_size) {
+    const auto small = extent_of_small_view(ledger_.of_storage(tape, identity.storage));
+    if (!small) return std::nullopt;
+    if (*small == Extent::Storage) moved = {0, identity.nbytes};
+  }
+  return add_record(saved, identity, moved, origin.stream, tape);
+}
+
+RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream) {
+  const Record& record = ledger_.record(id);
+  if (record.is_kept()) {
+    note_kept(id, record.decision.why, saved.span.nbytes());
+  } else {
+    count(row(record.tape), &TapeRow::records_deduplicated, 1);
+    count(row(record.tape), &TapeRow::bytes_deduplicated, saved.span.nbytes());
+  }
+  // Another stream uses the storage now; its memory waits for that one too, whoever drops it last: without us the
+  // graph would hold it (R3).
+  if (stream != held(id).packed_on && !mutated(Mutant::NoteUseAtJoin)) backend_.note_use(saved.memory, stream);
+  const std::byte* const first = saved.memory.data() + saved.span.begin;
+  backend_.saw_pack(first, saved.span.nbytes(), stream, program::sequence_number());
+  if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
+  return RecordHandle{id, ledger_.add_handle(id)};
+}
+
+// The record has its handle before anything else, so that whatever throws, both are undone in the one way that there
+// is.
+RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
+                                StreamId allocated_on, TapeId tape) {
+  const Decision decision = decide(tape, saved, moved.nbytes());
+  held_.grow_to(ledger_.next_index_limit());
+  const RecordId id = ledger_.add_record(tape, identity, moved, decision);
+  const Hold hold(*this, id);
+  const RecordHandle handle{id, ledger_.add_handle(id)};
+  try {
+    fill_record(id, saved, allocated_on);
+    if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
+  } catch (...) {
+    release(handle);
+    throw;
+  }
+  return handle;
+}
+
+// ---- what a record is to be ----
+
+Decision Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
+  TapeInfo& info = tapes_[tape.index];
+  const std::shared_ptr<ContextState> context = info.context;
+  const Reason learned = learned_reason(tape, saved, nbytes);
+  if (is_beyond_fraction(info, nbytes)) return Decision::keep(Reason::BeyondFraction);
+  if (learned != Reason::None) return Decision::keep(learned);
+  if (slots_.fits(*context, nbytes)) return Decision::move_to(context->options.tier);
+  const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
+  SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
+  return Decision::keep(Reason::TierFull);
+}
+
+// Why the tape's next record is to stay, or None.
+Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
+  TapeInfo& info = tapes_[tape.index];
+  const Lessons::Known known =
+      lessons_.next(tape, {saved.memory, nbytes, saved.dtype, saved.dim, program::sequence_number()});
+  for (TapeRow* const row : {&info.row, &Statistics::global().totals})
+    row->bytes_at_once = std::max(row->bytes_at_once, known.operator_bytes);
+  times_.next(tape, /*is_first=*/info.record_count == 0, known.wants_times);
+  if (known.has_lost_way) slots_.grow_ahead(*info.context);
+  windows_.set_limits(tape, known.limits);
+  return known.why;
+}
+
+// The tape that the context closed before tells how much there is: without one, and for a first, nothing is beyond.
+bool Engine::is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) {
+  if (tape.context->options.fraction >= 1) return false;
+  tape.eligible_bytes += nbytes;
+  const auto known = tape.context->eligible_bytes.find(this);
+  if (known == tape.context->eligible_bytes.end()) return false;
+  const double limit_bytes = tape.context->options.fraction * static_cast<double>(known->second);
+  return static_cast<double>(tape.eligible_bytes) > limit_bytes;
+}
+
+// ---- what a record holds ----
+
+void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocated_on) {
+  const Record& record = ledger_.record(id);
+  TapeInfo& tape = tapes_[record.tape.index];
+  ContextState& context = *tape.context;
+  HeldRecord& held = this->held(id);
+  if (!mutated(Mutant::IdentityHoldsStorage)) held.identity = WeakMemory(saved.memory);
+  held.version = VersionCounter(saved.version);
+  const auto* const first = static_cast<const std::byte*>(record.identity.data) + record.span.begin;
+  held.address_modulo = reinterpret_cast<uintptr_t>(first) % kAlignmentBytes;
+  held.number = static_cast<uint32_t>(tape.record_count++);
+  held.module = context.module;
+  held.packed_on = backend_.current_stream();
+  held.allocated_on = allocated_on;
+  held.bytes = {Memory(saved.memory), 0, held.packed_on, {}};
+  // See Note [Streams that may be destroyed].
+  if (streams_.is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
+    backend_.note_use(saved.memory, held.packed_on);
+  if (record.is_kept()) {
+    count_kept_from_start(id);
+    if (record.decision.why == Reason::TierFull) return;
+  } else {
+    held.charged_bytes = slots_.charge(context, record.nbytes());
+  }
+  const uint64_t sequence_number = program::sequence_number();
+  backend_.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
+  ThreadState::current().pending.push_back({this, id, sequence_number, &context});
+}
+
+void Engine::count_kept_from_start(RecordId id) {
+  const Record& record = ledger_.record(id);
+  const Reason why = record.decision.why;
+  note_kept(id, why, record.nbytes());
+  if (why == Reason::LivesOn || why == Reason::BeyondFraction || why == Reason::TierFull) return;
+  held(id).learned_bytes = record.nbytes();
+  windows_.kept(record.tape, record.nbytes());
+  lessons_.kept(why, record.nbytes());
+}
+
+void Engine::note_kept(RecordId id, Reason why, uint64_t nbytes) {
+  count_kept(row(ledger_.record(id).tape), context(id).row_of(held(id).module), why, nbytes);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,97 @@
+// How a record ends, and what is taken note of at each hook event.
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "engine/engine.h"
+
+namespace torchoffload {
+
+// May block, unless I/O completes in the background.
+void Engine::reap() {
+  if (streams_.is_polled()) {
+    while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+      if (backend_.status(held(*oldest).offload_end) == PointStatus::Pending) break;
+      finish_offload(*oldest);
+    }
+  }
+  streams_.reap();
+}
+
+void Engine::release(const RecordHandle& handle) {
+  if (!is_inherited()) {
+    try {
+      reap();
+    } catch (const std::exception&) {  // it is for others; this record goes all the same
+    }
+  }
+  const RecordId id = handle.record;
+  if (ledger_.is_last_handle(id)) {
+    leave_windows(id);
+    forget_learned(id);
+  }
+  const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
+  if (dropped.released) return drop_held(id, dropped);
+  if (dropped.was == RecordState::Reloaded && !is_inherited()) give_up_if_seen(id);
+}
+
+void Engine::let_go(RecordId id) noexcept {
+  try {
+    if (ledger_.is_last_hold(id)) {
+      leave_windows(id);
+      forget_learned(id);
+    }
+    const Ledger::DroppedHandle dropped = ledger_.let_go(id);
+    if (dropped.released) drop_held(id, dropped);
+  } catch (const std::exception& error) {
+    program::warn(std::string("torchoffload: a saved tensor could not be released: ") + error.what());
+  }
+}
+
+void Engine::leave_windows(RecordId id) {
+  const Record& record = ledger_.record(id);
+  if (record.state == RecordState::Offloading) leave_offload_window(id);
+  if (record.prefetched) leave_reload_window(id);
+}
+
+void Engine::forget_learned(RecordId id) {
+  const Record& record = ledger_.record(id);
+  const uint64_t nbytes = std::exchange(held(id).learned_bytes, 0);
+  if (nbytes == 0) return;
+  windows_.released(record.tape, nbytes);
+  lessons_.released(record.decision.why, nbytes);
+}
+
+// Slot, budget and tape are given back before the memory, which may have to wait for a copy.
+void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
+  HeldRecord held = std::exchange(held_[id.index], {});
+  const bool is_reload = dropped.was == RecordState::Reloading || held.are_bytes_reloaded();
+  struct AtTheEnd {  // whichever way it comes
+    Engine& engine;
+    DeviceBytes bytes;
+    const Rule rule;
+    ~AtTheEnd() { engine.streams_.retire(std::move(bytes), rule); }
+  } memory{*this, std::exchange(held.bytes, {}),
+           is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload};
+  if (is_inherited()) {  // no copy of ours touches it here, and no device may be called: it is left to the child's end
+    (void)memory.bytes.memory.release();
+    memory.bytes = {};
+  }
+  // What it holds, not what its state says: an exception may have come between.
+  if (held.slot.nbytes() > 0) release_slot(held);
+  for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.forget(copy_end);
+  slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);
+  if (dropped.tape_gone) tape_is_gone(dropped.tape);
+}
+
+void Engine::release_slot(HeldRecord& held) {
+  std::vector<Point> guards;
+  if (!held.offload_end.is_beginning() && !mutated(Mutant::SlotGuardedByOffload)) guards.push_back(held.offload_end);
+  if (!held.reload_end.is_beginning() && !mutated(Mutant::SlotGuardedByReload)) guards.push_back(held.reload_end);
+  guards.insert(guards.end(), held.other_reload_ends.begin(), held.other_reload_ends.end());
+  if (!held.is_slot_lost) slots_.release(held.slot, guards);
+  Statistics::global().slot_released(held.slot.nbytes());
+  held.slot = {};
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,169 @@
+// Copies in: how a record's bytes come back, asked for or ahead. See Note [Copies that others come between].
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <memory_resource>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "engine/copy_time.h"
+#include "engine/engine.h"
+#include "engine/profiler_range.h"
+
+namespace torchoffload {
+
+struct Engine::ReloadCopy {
+  Windows::Ahead wanted;
+  Hold hold;
+  StreamId stream = kNoStream;
+  Slot slot = {};
+  uint64_t nbytes = 0;
+  uint64_t address_modulo = 0;
+  std::optional<Point> offload_end = {};      // that its stream has to wait for
+  std::optional<Point> previous_reload = {};  // likewise
+  Point latest_reload = {};                   // of the record, as this one was planned
+  Memory buffer = {};
+  bool is_enqueued = false;
+  Point end = {};
+  CopyTime time = {};
+};
+
+Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
+  const RecordId id = wanted.record;
+  const HeldRecord& held = this->held(id);
+  ReloadCopy copy{wanted, Hold(*this, id)};
+  copy.stream = context(id).options.use_streams ? backend_.reload_stream() : consumer;
+  copy.slot = held.slot;
+  copy.nbytes = ledger_.record(id).nbytes();
+  copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
+  if (streams_.must_wait(Rule::ReloadWaitsForOffload, copy.stream, held.offload_end))
+    copy.offload_end = held.offload_end;
+  const bool is_behind_the_last = copy.stream == held.reload_end.stream;
+  if (!is_behind_the_last && streams_.must_wait(Rule::ReloadWaitsForReload, copy.stream, held.reload_end))
+    copy.previous_reload = held.reload_end;
+  copy.latest_reload = held.reload_end;
+  copy.time.is_wanted = timeline_.is_on();
+  return copy;
+}
+
+void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why) {
+  const StreamId consumer = backend_.current_stream();
+  timeline_.set_origin();
+  // One or two, nearly always: these take no memory from the heap.
+  alignas(ReloadCopy) std::array<std::byte, 2 * sizeof(ReloadCopy)> first_bytes;
+  std::pmr::monotonic_buffer_resource memory(first_bytes.data(), first_bytes.size());
+  std::pmr::vector<ReloadCopy> copies(&memory);
+  copies.reserve(wanted.size());
+  for (const Windows::Ahead& one : wanted) {
+    if (ledger_.is_live(one.record) && ledger_.record(one.record).state == RecordState::Offloaded)
+      copies.push_back(plan_reload(one, consumer));
+  }
+  if (copies.empty()) return;
+  uint64_t starting_bytes = 0;
+  for (const ReloadCopy& copy : copies) starting_bytes += why == Reload::Ahead ? copy.nbytes : 0;
+  windows_.reloads_start(starting_bytes);
+  StreamOrder::Batch waits = streams_.batch();
+  std::exception_ptr failure;
+  try {
+    streams_.without_gil(consumer, [&] { enqueue(copies, consumer, why, waits); });
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  windows_.reloads_started(starting_bytes);
+  streams_.remember(waits);
+  for (ReloadCopy& copy : copies) {
+    if (!copy.is_enqueued) break;
+    if (copy.end.is_beginning()) {  // it will end, but nobody will know when
+      held(copy.wanted.record).is_slot_lost = true;
+      (void)copy.buffer.release();
+    } else {
+      reload_is_enqueued(copy, consumer, why);
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+// Without the GIL.
+void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const {
+  for (ReloadCopy& copy : copies) {
+    try {
+      copy.buffer = backend_.allocate(copy.nbytes, copy.address_modulo);
+    } catch (const std::exception& error) {
+      if (why == Reload::AskedFor || !program::is_out_of_memory(error)) throw;
+      break;  // no memory: what is asked for later is loaded then
+    }
+  }
+  if (!copies.front().buffer) return;
+  const Point allocated = backend_.record(consumer);
+  for (ReloadCopy& copy : copies) {
+    if (!copy.buffer) return;
+    if (copy.stream != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.stream, allocated);
+    enqueue(copy, waits);
+  }
+}
+
+void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const {
+  if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
+  if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
+  const ProfilerRange range("torchoffload::reload", copy.nbytes);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
+  backend_.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
+  copy.is_enqueued = true;
+  copy.end = end_of_copy(backend_, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
+}
+
+void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
+  const RecordId id = copy.wanted.record;
+  HeldRecord& held = this->held(id);
+  DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.end,
+                       /*is_buffer=*/true};
+  if (copy.time.is_wanted) copy.time.enter(timeline_, entry(EntryKind::CopyIn, id));
+  const bool is_alone = held.reload_end == copy.latest_reload;
+  const auto guard_slot = [&](Point reload_end) {
+    if (!mutated(Mutant::SlotGuardedByEachReload)) held.other_reload_ends.push_back(reload_end);
+  };
+  if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
+    guard_slot(copy.end);
+    backend_.forget(copy.end);
+    return streams_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload);
+  }
+  if (!is_alone) guard_slot(held.reload_end);
+  backend_.forget(held.reload_end);
+  held.reload_end = copy.end;
+  held.bytes = std::move(bytes);
+  begin_reload(copy.wanted, why);
+}
+
+void Engine::begin_reload(const Windows::Ahead& started, Reload why) {
+  const RecordId id = started.record;
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  if (why == Reload::Ahead) {
+    windows_.reload_began(id, nbytes);
+    ledger_.begin_reload_ahead(id, started.expected_at);
+    uint64_t& peak_bytes = Statistics::global().peak_reload_window_bytes;
+    peak_bytes = std::max(peak_bytes, windows_.reload_bytes());
+  } else {
+    ledger_.begin_reload(id);
+  }
+  TapeRow& row = this->row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_reloaded, 1);
+  count(row, &TapeRow::bytes_reloaded, nbytes);
+}
+
+void Engine::finish_reload(RecordId id) {
+  const std::string failure = backend_.failure(held(id).reload_end);
+  const bool was_ahead = ledger_.record(id).prefetched;
+  if (was_ahead) leave_reload_window(id);
+  if (failure.empty() || mutated(Mutant::FailedReadRaises)) {
+    ledger_.finish_reload(id);
+    return;
+  }
+  ledger_.pass_by(id);
+  Operation::drop_later(std::move(std::exchange(held(id).bytes, {}).memory));
+  // What failed ahead of its consumer, in a backward that may have ended long ago, is read again first.
+  if (!was_ahead) throw std::runtime_error("torchoffload: a saved tensor could not be read back: " + failure);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,102 @@
+#include "engine/slot_budget.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/mutant.h"
+#include "engine/operation.h"
+#include "system/host_memory.h"
+#include "system/local_world.h"
+
+namespace torchoffload {
+
+namespace {
+
+uint64_t host_charged_bytes = 0;  // of the default budget
+
+// After so many steps in a row with the same bytes in slots at once, the next step is expected to have as many. With
+// fewer steps the store would be fitted anew each time that something is learned.
+constexpr uint32_t kStepsUntilKnown = 3;
+
+}  // namespace
+
+// ---- the budget ----
+
+bool SlotBudget::fits(ContextState& context, uint64_t nbytes) {
+  if (mutated(Mutant::BudgetHonoured)) return true;
+  const uint64_t slot_bytes = nbytes == 0 ? 0 : store_.slot_bytes(nbytes);
+  if (context.options.budget_bytes) return context.charged_bytes + slot_bytes <= *context.options.budget_bytes;
+  if (context.options.tier == Placement::Disk) return true;  // the disk itself says when it is full
+  const uint64_t capacity_bytes = store_.capacity_bytes();
+  if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
+    default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);
+    budget_read_at_capacity_ = capacity_bytes;
+  }
+  return host_charged_bytes + slot_bytes <= *default_budget_bytes_;
+}
+
+uint64_t SlotBudget::charge(ContextState& context, uint64_t nbytes) {
+  const uint64_t charged_bytes = store_.slot_bytes(nbytes);
+  context.charged_bytes += charged_bytes;
+  if (context.options.tier == Placement::Host) host_charged_bytes += charged_bytes;
+  Statistics::global().charged_bytes += charged_bytes;
+  return charged_bytes;
+}
+
+void SlotBudget::uncharge(ContextState& context, uint64_t charged_bytes) {
+  context.charged_bytes -= charged_bytes;
+  if (context.options.tier == Placement::Host) host_charged_bytes -= charged_bytes;
+  Statistics::global().charged_bytes -= charged_bytes;
+}
+
+void SlotBudget::refuse(ContextState& context, const std::string& why, const std::string& remedy) {
+  if (context.options.on_full == OnFull::Error)
+    throw std::runtime_error("torchoffload: a saved tensor cannot be offloaded: " + why + ". To change that, " +
+                             remedy + "; or set on_full=\"keep\" to let such tensors stay on the device.");
+  context.warn_once(Warning::Full, "torchoffload: saved tensors stay on the device from here on: " + why +
+                                       ". To change that, " + remedy + "; on_full=\"error\" makes it an error.");
+}
+
+// ---- slots ----
+
+std::optional<Slot> SlotBudget::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
+  return store_.try_acquire(nbytes, guards);
+}
+
+void SlotBudget::grow(uint64_t nbytes) {
+  const BlockingSection blocking;
+  store_.grow(nbytes);
+}
+
+// ---- the store's size ----
+
+void SlotBudget::fit_to_steps(ContextState& context) {
+  const uint64_t needed_bytes = store_.take_peak_bytes();
+  is_growth_held_ = false;
+  same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
+  step_bytes_ = needed_bytes;
+  const uint64_t limit_bytes = most_capacity_bytes(context);
+  // Of a step in which nothing moves the store is given back, once. Should a later one move something, it grows as the
+  // first one's did.
+  const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
+  if (!is_known) return store_.grow_ahead(limit_bytes);
+  const BlockingSection blocking;
+  store_.shrink(needed_bytes);
+  if (needed_bytes == 0) return store_.grow_ahead(limit_bytes);
+  store_.reserve(std::min(needed_bytes, limit_bytes));
+}
+
+void SlotBudget::hold_growth() {
+  if (std::exchange(is_growth_held_, true)) return;
+  const BlockingSection blocking;
+  store_.grow_on_need();
+}
+
+// Of the store, as far as this context's budget goes.
+uint64_t SlotBudget::most_capacity_bytes(ContextState& context) {
+  (void)fits(context, 0);
+  if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;
+  return default_budget_bytes_.value_or(0);
+}
+
+}  // namespace torchoffload

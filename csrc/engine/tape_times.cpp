@@ -1,0 +1,109 @@
+#include "engine/tape_times.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint64_t kTimedTapeLife = 64;                // in tapes: one that outlives as many later ones is not timed on
+constexpr double kLatencyS = 20e-6;                    // of a copy, beside its bytes
+constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size tell the link's rate
+
+bool is_copy(const Timeline::Entry& entry) {
+  return entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn;
+}
+
+// What a number of copies in one direction took.
+struct Rate {
+  double bytes = 0;
+  double seconds = 0;
+
+  void add(const Timeline::Entry& copy) {
+    bytes += static_cast<double>(copy.nbytes);
+    seconds += copy.end_s - copy.begin_s;
+  }
+  double bytes_per_s_or(double before) const { return seconds > 0 ? bytes / seconds : before; }
+};
+
+}  // namespace
+
+void TapeTimes::opened(TapeId id, uint64_t number) {
+  tapes_.grow_to(id.index + size_t{1});
+  tapes_[id.index] = {number};
+  if (!timeline_.is_on()) return;
+  for (OfTape& known : tapes_) {
+    if (known.is_timed && known.number + kTimedTapeLife < number) give_up(known);
+  }
+}
+
+void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
+  OfTape& tape = tapes_[id.index];
+  if (is_first && wants_times && backend_.tells_time()) {
+    tape.is_timed = true;
+    timeline_.start();
+    tape.first_entry = timeline_.entry_count();
+  } else if (tape.is_timed && !wants_times) {
+    give_up(tape);
+  }
+}
+
+void TapeTimes::give_up(OfTape& tape) {
+  tape.is_timed = false;
+  timeline_.stop();
+}
+
+void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count) {
+  OfTape& tape = tapes_[id.index];
+  if (!tape.is_timed) return;
+  if (!shape) return give_up(tape);
+  tape.is_timed = false;
+  gone_.push_back({*shape, tape.number, record_count, tape.first_entry, timeline_.entry_count()});
+}
+
+std::optional<TapeTimes::Taken> TapeTimes::take() {
+  if (gone_.empty() || backend_.is_capturing()) return std::nullopt;
+  if (gone_.front().end_entry > timeline_.read()) return std::nullopt;
+  const Gone& tape = gone_.front();
+  Taken taken{tape.shape, times_of(tape)};
+  gone_.pop_front();
+  timeline_.stop();
+  return taken;
+}
+
+// One step's times by the timeline's entries of a timed tape, our own waits taken out; its copies tell the link's rate.
+StepTimes TapeTimes::times_of(const Gone& tape) {
+  StepTimes times;
+  times.records.resize(tape.record_count);
+  Rate out, in;
+  double stalled_s = 0;
+  std::optional<double> began_s;
+  uint64_t largest_bytes = 0;  // that was copied
+  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+    const Timeline::Entry& entry = timeline_.entry(number);
+    if (is_copy(entry)) largest_bytes = std::max(largest_bytes, entry.nbytes);
+  }
+  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+    const Timeline::Entry& entry = timeline_.entry(number);
+    if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
+      stalled_s += entry.end_s - entry.begin_s;
+    } else if (is_copy(entry)) {
+      if (entry.nbytes >= std::min(kTellingBytes, largest_bytes))
+        (entry.kind == EntryKind::CopyOut ? out : in).add(entry);
+    } else if (entry.tape == tape.number) {
+      const double pure_s = entry.begin_s - stalled_s;
+      if (!began_s) began_s = pure_s;
+      StepTimes::Record& record = times.records.at(entry.record);
+      (entry.kind == EntryKind::Ready ? record.ready_s : record.needed_s) = pure_s - *began_s;
+      times.compute_s = std::max(times.compute_s, pure_s - *began_s);
+    }
+  }
+  link_.out_bytes_per_s = out.bytes_per_s_or(link_.out_bytes_per_s);
+  link_.in_bytes_per_s = in.bytes_per_s_or(link_.in_bytes_per_s);
+  link_.latency_s = kLatencyS;
+  times.link = link_;
+  return times;
+}
+
+}  // namespace torchoffload

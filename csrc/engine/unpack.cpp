@@ -1,0 +1,178 @@
+// What a consumer asks for: the bytes of a record, wherever they are.
+#include <stdexcept>
+#include <utility>
+
+#include "engine/engine.h"
+
+namespace torchoffload {
+
+// A handle that asks for its bytes.
+struct Engine::Ask {
+  RecordHandle& handle;
+  const StreamId consumer;
+  const bool in_backward;
+  uint64_t place;          // of the consumer, in its tape
+  bool is_prefetched_for;  // what comes next was started
+  bool has_made_room = false;
+
+  RecordId id() const { return handle.record; }
+};
+
+DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
+  reap();
+  const RecordId id = handle.record;
+  Ask ask{handle, backend_.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
+  if (in_backward) backward_asks(ask);
+  if (!ledger_.record(id).is_kept() && backend_.is_capturing())
+    throw std::runtime_error(
+        "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
+        "forward and backward together, or run the forward under torchoffload.NoOpManager().");
+  while (true) {  // read again after whatever may have blocked
+    keep_if_resized(id);
+    std::optional<DeviceBytes> bytes;
+    switch (ledger_.record(id).state) {
+      case RecordState::Resident:
+      case RecordState::Offloading:
+        bytes = unpack_source(ask);
+        break;
+      case RecordState::Offloaded:
+        bytes = unpack_away(ask);
+        break;
+      case RecordState::Reloading:
+        wait_for_reload(ask);
+        break;
+      case RecordState::Reloaded:
+        bytes = unpack_here(ask);
+        break;
+      case RecordState::Released:
+        throw std::logic_error("torchoffload: a handle outlived its record");
+    }
+    if (bytes) return *std::move(bytes);
+  }
+}
+
+void Engine::backward_asks(Ask& ask) {
+  const TapeId tape = ledger_.record(ask.id()).tape;
+  note_asking(tape);
+  backward_begins(tape);
+  if (!std::exchange(held(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
+  ask.place = windows_.consumer_asks(tape, ask.handle.save);
+  let_pass(tape, ask.place);
+}
+
+// Another backward may have been expected: what was reloaded for it goes back to its slots.
+void Engine::backward_begins(TapeId tape) {
+  if (std::exchange(tapes_[tape.index].has_backward_begun, true)) return;
+  if (!lessons_.backward_began(tape)) pass_by_others(tape);
+}
+
+// Once for each ask, where the record itself needs no reload any more. Returns whether it was done now: it may block.
+bool Engine::prefetch_for(Ask& ask) {
+  if (std::exchange(ask.is_prefetched_for, true)) return false;
+  prefetch(ledger_.record(ask.id()).tape);
+  return true;
+}
+
+// The source is still here: it is used. In backward its copy, if still pending, has become pointless.
+std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
+  if (prefetch_for(ask)) return std::nullopt;
+  const RecordId id = ask.id();
+  const Record& record = ledger_.record(id);
+  if (!ask.in_backward || record.is_kept()) return hand_out(id, held(id).bytes);
+  if (record.state == RecordState::Offloading) {
+    leave_offload_window(id);
+  } else {
+    note_kept(id, Reason::Pending, record.nbytes());
+  }
+  ledger_.use_source(id);
+  return std::nullopt;
+}
+
+// The bytes are in the slot: what an earlier consumer still holds serves, or a reload is started.
+std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
+  const RecordId id = ask.id();
+  if (const auto alive = lock_given_up(id)) {
+    streams_.wait(Rule::ConsumerWaitsForGivenUp, ask.consumer, alive->busy_until);
+    return hand_out(id, *alive);
+  }
+  const Windows::Ahead only[] = {{id, ask.handle.save}};
+  try {
+    start_reloads(only, Reload::AskedFor);
+  } catch (const std::exception& error) {
+    // PyTorch's own error; nothing has changed.
+    if (ask.has_made_room || !program::is_out_of_memory(error)) throw;
+    make_room();
+    // Nor is anything loaded ahead this once: the operator that asks needs memory too.
+    ask.has_made_room = ask.is_prefetched_for = true;
+    return std::nullopt;
+  }
+  if (ask.in_backward) windows_.consumer_missed(ledger_.record(id).tape, ask.handle.save, ask.place);
+  return std::nullopt;
+}
+
+void Engine::wait_for_reload(Ask& ask) {
+  if (prefetch_for(ask)) return;
+  const RecordId id = ask.id();
+  const Point reload_end = held(id).reload_end;
+  const Memory held_meanwhile = held(id).bytes.memory;
+  {
+    const TimedSpan span(timeline_, ask.consumer, entry(EntryKind::ReloadWait, id));
+    streams_.wait(Rule::ConsumerWaitsForReload, ask.consumer, reload_end);
+  }
+  const Record& now = ledger_.record(id);
+  if (now.state == RecordState::Reloading && held(id).reload_end == reload_end) finish_reload(id);
+}
+
+std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
+  if (prefetch_for(ask)) return std::nullopt;
+  const RecordId id = ask.id();
+  const DeviceBytes bytes = held(id).bytes;
+  // The source, where it served, was never written by us.
+  if (held(id).are_bytes_reloaded()) streams_.wait(Rule::LaterConsumerWaitsForReload, ask.consumer, bytes.busy_until);
+  const bool is_as_before =
+      ledger_.record(id).state == RecordState::Reloaded && held(id).bytes.memory.ref() == bytes.memory.ref();
+  if (!is_as_before) return std::nullopt;  // another thread had it while this one waited
+  ask.handle.seen_epoch = ledger_.mark_seen(id, ask.handle.seen_epoch);
+  DeviceBytes handed_out = hand_out(id, bytes);
+  ask.in_backward ? give_up_if_seen(id) : give_up(id);
+  return handed_out;
+}
+
+// The bytes go to a consumer on the current stream.
+DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
+  const StreamId consumer = backend_.current_stream();
+  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3). A source
+  // is as without us; see Note [Streams that may be destroyed].
+  if ((bytes.is_buffer || streams_.is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
+    backend_.note_use(bytes.memory.ref(), consumer);
+  const Span& span = ledger_.record(id).span;
+  backend_.saw_unpack(bytes.memory.data() + (span.begin - bytes.base_bytes), span.nbytes(), consumer);
+  return bytes;
+}
+
+// Of a source that was resized under its copy the slot has torn bytes, or none. The program's storage is what the saved
+// tensor is without us, once it is filled again.
+void Engine::keep_if_resized(RecordId id) {
+  if (mutated(Mutant::ResizeCheckedInFlight)) return;
+  if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {
+    leave_offload_window(id);
+    keep(id, Reason::Resized);
+  }
+  const DeviceBytes& bytes = held(id).bytes;
+  const bool is_source = bytes.memory && !bytes.is_buffer;
+  if (is_source && bytes.memory.nbytes() < ledger_.record(id).span.end)
+    throw std::runtime_error(
+        "torchoffload: the storage of a saved tensor was resized before backward, so its bytes are gone. Exempt it "
+        "with torchoffload.never_offload(tensor).");
+}
+
+// Drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies are on their way. May
+// block, and drops at once: read the ledger again after it.
+void Engine::make_room() {
+  while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
+  drain_window(0, 0);
+  streams_.finish_retired();
+  Operation::drop_now();
+}
+
+}  // namespace torchoffload

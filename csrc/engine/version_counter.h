@@ -1,0 +1,47 @@
+// VersionCounter: a share in a tensor's version counter, which each write to the tensor raises.
+// Ownership:     VersionRef borrows the counter. VersionCounter shares it, so that the address of one names it for as
+//                long as it is held.
+// Thread safety: as c10::VariableVersion.
+//
+// What is declared here is defined in autograd/version_counter.cpp, where both are seen to be a c10::VariableVersion.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchoffload {
+
+class VersionRef {
+ public:
+  VersionRef() = default;
+  explicit VersionRef(const void* version) : version_(version) {}
+
+  explicit operator bool() const { return version_ != nullptr; }
+  uint32_t current() const;
+  const void* address() const;  // of the counter, whoever shares it
+  const void* version() const { return version_; }
+
+ private:
+  const void* version_ = nullptr;
+};
+
+class VersionCounter {
+ public:
+  VersionCounter() = default;
+  explicit VersionCounter(VersionRef version);
+  VersionCounter(const VersionCounter& other);
+  VersionCounter(VersionCounter&& other) noexcept;
+  VersionCounter& operator=(VersionCounter other) noexcept;
+  ~VersionCounter();
+
+  // Valid for as long as this object stays where it is.
+  VersionRef ref() const { return is_set_ ? VersionRef(shared_) : VersionRef(); }
+  uint32_t current() const { return ref().current(); }
+  const void* address() const { return ref().address(); }
+
+ private:
+  alignas(void*) std::byte shared_[sizeof(void*)];
+  bool is_set_ = false;
+};
+
+}  // namespace torchoffload
