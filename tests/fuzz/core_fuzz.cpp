@@ -252,8 +252,7 @@ class World {
 
   void keep(RecordId id) {
     Holding& holding = model_.holding(id);
-    if (!attempt("keep", id, holding.has_source(), RecordState::Resident,
-                 [&] { ledger_.keep(id, Reason::TierFull); }))
+    if (!attempt("keep", id, holding.has_source(), RecordState::Resident, [&] { ledger_.keep(id, Reason::TierFull); }))
       return;
     holding.is_kept = true;
     give_slot_back(holding);
