@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
-TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
+TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
@@ -120,7 +120,7 @@ fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: r
 	@printf '%s\n' $(FUZZ_RUNS) | xargs -P 2 -I {} $(SHELL) -c 'set -e; run={}; source=$${run%:*}; sanitizers=$${run#*:}; \
 		program=build/fuzz/$$source-$${sanitizers%,*}; \
 		$(CXX) -std=c++20 -g -O1 -DTORCHOFFLOAD_TESTING -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
-			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
+			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
 		echo "$$program: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED)"; \
 		$$program --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
