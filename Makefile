@@ -18,6 +18,7 @@ BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
 TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
+PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
@@ -174,7 +175,7 @@ lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it 
 	$(BIN)/codespell
 	@echo "clang-tidy on core/, system/, storage/ and engine/"
 	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
-		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')" 2>&1) || { echo "$$out"; exit 1; }' tidy
+		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem $(PYTHON_INCLUDE) 2>&1) || { echo "$$out"; exit 1; }' tidy
 
 .PHONY: format
 format: $(READY)  ## rewrite the sources as lint wants them

@@ -32,7 +32,7 @@ bool keeps_graph();
 // destroyed when the graph task is, however it ends.
 void at_end_of_graph_task(std::function<void()> call);
 
-// Does the device's allocator say by this error that it has no memory?
+// May this error of allocating device memory mean that there is none? True of each error that PyTorch raises.
 bool is_out_of_memory(const std::exception& error);
 
 // A warning from where no Python may run and nothing may be thrown.
