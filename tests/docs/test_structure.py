@@ -140,6 +140,19 @@ def test_a_file_is_read_in_one_sitting(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
+@pytest.mark.parametrize("path", CPP_FILES, ids=name_of)
+def test_a_function_fits_a_screen(path):
+    """By its braces, as clang-format places them: a body ends where a brace stands in the column of its first line."""
+    begun: dict[int, tuple[int, str]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        column = len(line) - len(line.lstrip())
+        if line.rstrip().endswith(") {") or re.search(r"\)( const| noexcept| override| mutable)* \{$", line):
+            begun[column] = (number, line.strip())
+        elif re.fullmatch(r"\s*\}", line) and column in begun:
+            first, what = begun.pop(column)
+            assert number - first < 60, f"{name_of(path)}:{first}: {what}"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_nothing_is_left_to_do(path):
     marks = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
