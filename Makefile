@@ -144,8 +144,9 @@ site:  ## the package for the torch of PYTHON into OUT, as PYTHONPATH takes it; 
 
 .PHONY: test-gpu
 test-gpu: OUT := build/gpu
-test-gpu: site  ## the CUDA suite, with the torch that PYTHON has; a test that skips is a failure
-	PYTHONPATH="$(CURDIR)/$(OUT)" TORCHOFFLOAD_REQUIRE_CUDA=1 $(PYTHON) -m pytest tests -m cuda $(PYTEST_ARGS)
+GPU_PARTS ?= 8
+test-gpu: site  ## the CUDA suite in GPU_PARTS parts side by side, with PYTHON's torch; a test that skips is a failure
+	tools/test_gpu.sh $(PYTHON) "$(CURDIR)/$(OUT)" build/gpu-tests $(GPU_PARTS) $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: OUT := build/gpu
