@@ -21,6 +21,8 @@
 
 namespace torchoffload {
 
+struct ThreadState;
+
 class Operation {
  public:
   Operation();
@@ -62,7 +64,9 @@ class Operation {
   }
   static bool must_queue();
   static void queue(std::function<void()> release);
-  static void finish_outermost();
+  static void finish_outermost(ThreadState& now);
+
+  ThreadState& now_;
 };
 
 // Note [Threads at exit]
@@ -80,6 +84,7 @@ class BlockingSection {
   BlockingSection& operator=(const BlockingSection&) = delete;
 
  private:
+  ThreadState& now_;
   int depth_;
   void* thread_state_;
 };
