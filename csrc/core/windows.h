@@ -100,6 +100,19 @@ class Windows {
     return oldest_offload(is_in_flight);
   }
 
+  // Calls `note(id)` for each record that will have to be waited for once `coming_bytes` more are in flight, oldest
+  // first, for as long as `note` returns true.
+  template <typename IsInFlight, typename BytesOf, typename Note>
+  void each_offload_to_wait_for(uint64_t coming_bytes, uint64_t window_bytes, uint64_t kept_bytes,
+                                IsInFlight is_in_flight, BytesOf bytes_of, Note note) const {
+    uint64_t held_bytes = offload_bytes_ + kept_bytes + coming_bytes;
+    for (auto id = in_flight_.begin(); id != in_flight_.end() && held_bytes > window_bytes; ++id) {
+      if (!is_in_flight(*id)) continue;
+      if (!note(*id)) return;
+      held_bytes -= bytes_of(*id);
+    }
+  }
+
   // ---- The reload window. ----
 
   // Reloads ahead of so many bytes are being enqueued, which may let other threads in: they count from now on.

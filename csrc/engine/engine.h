@@ -185,6 +185,7 @@ class Engine {
   // Out: offload.cpp.
   void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
   OffloadCopy plan_offload(RecordId id, StreamId stream, StreamId ordered_after);
+  void plan_window_waits(RecordId id, OffloadCopy& copy);
   void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;  // without the GIL
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   bool is_pending(RecordId id);  // is its copy still to be enqueued?
@@ -203,7 +204,9 @@ class Engine {
   struct Ask;
   void backward_asks(Ask& ask);
   void backward_begins(TapeId tape);
-  bool prefetch_for(Ask& ask);
+  // `also`, here and below: a wait that is made among the calls of a reload, if one is started.
+  using AlsoWait = std::optional<StreamOrder::Wanted>;
+  bool prefetch_for(Ask& ask, const AlsoWait& also = {});
   std::optional<DeviceBytes> unpack_source(Ask& ask);
   std::optional<DeviceBytes> unpack_away(Ask& ask);
   void wait_for_reload(Ask& ask);
@@ -214,9 +217,10 @@ class Engine {
 
   // In: reload.cpp.
   enum class Reload : uint8_t { AskedFor, Ahead };
-  void start_reloads(std::span<const Windows::Ahead> wanted, Reload why);
+  void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {});
   ReloadCopy plan_reload(const Windows::Ahead& wanted, StreamId consumer);
-  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const;
+  void allocate(std::span<ReloadCopy> copies, Reload why) const;
+  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const;
   void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const;
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
   void begin_reload(const Windows::Ahead& started, Reload why);
@@ -224,12 +228,13 @@ class Engine {
   std::optional<DeviceBytes> lock_given_up(RecordId id) { return held(id).lock_given_up(ledger_.record(id)); }
 
   // Ahead of the consumer: prefetch.cpp.
-  void prefetch(TapeId tape);                 // once for each ask in backward
-  void prefetch_coming(uint64_t kept_bytes);  // the ends of the tapes that are expected next
-  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source);  // was all of the tape looked at?
-  void let_pass(TapeId tape, uint64_t place);                               // R11
-  void pass_by(RecordId id);         // what was reloaded ahead goes back to its slot. May block
-  void pass_by_others(TapeId tape);  // another backward was expected
+  void prefetch(TapeId tape, const AlsoWait& also = {});  // once for each ask in backward
+  void prefetch_coming(uint64_t kept_bytes);              // the ends of the tapes that are expected next
+  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source,
+                    const AlsoWait& also = {});  // was all of the tape looked at?
+  void let_pass(TapeId tape, uint64_t place);    // R11
+  void pass_by(RecordId id);                     // what was reloaded ahead goes back to its slot. May block
+  void pass_by_others(TapeId tape);              // another backward was expected
   void leave_reload_window(RecordId id) { windows_.reload_left(id, ledger_.record(id).nbytes()); }
   void give_up_if_seen(RecordId id);  // R8: from here on the bytes are held weakly, until the next reload
   void give_up(RecordId id);          // nothing happens where no slot could bring the bytes back

@@ -11,6 +11,7 @@
 // - Another thread may have reloaded the record too. Then the second buffer came to nothing: it is dropped after its
 //   copy, whose end guards the slot beside the first one's.
 #include <algorithm>
+#include <array>
 #include <exception>
 #include <string>
 #include <utility>
@@ -57,6 +58,7 @@ struct Engine::OffloadCopy {
   std::span<const Point> guards;
   bool waits_for_operators = false;
   StreamId also_filled_on = kNoStream;
+  std::array<std::optional<StreamOrder::Wanted>, 2> window_waits;  // that the window asks for with this copy in it
   bool is_enqueued = false;
   Point end;
   TimedPoint ready;
@@ -159,7 +161,23 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, StreamId stream, StreamId 
   if (allocated_on != kNoStream && !is_filled_here && !backend_.is_capturing_on(allocated_on))
     copy.also_filled_on = allocated_on;
   copy.time.is_wanted = timeline_.is_on();
+  if (!copy.time.is_wanted) plan_window_waits(id, copy);  // a wait that is timed is made by itself
   return copy;
+}
+
+// The first few: drain_window() makes the others by themselves.
+void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
+  const TapeId tape = ledger_.record(id).tape;
+  const auto is_in_flight = [this](RecordId known) { return is_offloading(known); };
+  const auto bytes_of = [this](RecordId known) { return ledger_.record(known).nbytes(); };
+  auto next = copy.window_waits.begin();
+  const auto note = [&](RecordId known) {
+    const DeviceBytes& source = held(known).bytes;
+    *next = streams_.wanted(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
+    return *next++ && next != copy.window_waits.end();
+  };
+  windows_.each_offload_to_wait_for(copy.nbytes, windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape),
+                                    is_in_flight, bytes_of, note);
 }
 
 void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
@@ -175,6 +193,7 @@ void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
   copy.is_enqueued = true;
   copy.end = end_of_copy(backend_, copy.stream);
   copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
+  for (const auto& wait : copy.window_waits) waits.wait(wait);
 }
 
 void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {

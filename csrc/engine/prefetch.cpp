@@ -24,18 +24,18 @@ void Engine::go_on_reloading() {
   if (engine->ledger_.has_tape(tape)) engine->prefetch(tape);
 }
 
-void Engine::prefetch(TapeId tape) {
+void Engine::prefetch(TapeId tape, const AlsoWait& also) {
   if (backend_.is_capturing()) return;
   const uint64_t kept_bytes = windows_.kept_bytes(tape);
   const bool goes_on = tapes_[tape.index].context->options.learn && lessons_.is_latest(tape);
-  if (reload_ahead(tape, kept_bytes, AtSource::GoesOn) && goes_on) prefetch_coming(kept_bytes);
+  if (reload_ahead(tape, kept_bytes, AtSource::GoesOn, also) && goes_on) prefetch_coming(kept_bytes);
 }
 
-bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source) {
+bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also) {
   if (windows_.reload_place(id) == ledger_.tape(id).first_save) return true;
   auto wanted = windows_.take_reloads(id, kept_bytes, at_source, TapeRecords(ledger_, id));
   std::erase_if(wanted, [&](const Windows::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
-  start_reloads(wanted, Reload::Ahead);
+  start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
 

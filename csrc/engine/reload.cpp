@@ -47,7 +47,7 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
   return copy;
 }
 
-void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why) {
+void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
   const StreamId consumer = backend_.current_stream();
   timeline_.set_origin();
   // One or two, nearly always: these take no memory from the heap.
@@ -66,7 +66,11 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why) {
   StreamOrder::Batch waits = streams_.batch();
   std::exception_ptr failure;
   try {
-    streams_.without_gil(consumer, [&] { enqueue(copies, consumer, why, waits); });
+    streams_.without_gil(consumer, [&] {
+      allocate(copies, why);
+      enqueue(copies, consumer, waits);
+      waits.wait(also);
+    });
   } catch (const std::exception&) {
     failure = std::current_exception();
   }
@@ -84,16 +88,19 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why) {
   if (failure) std::rethrow_exception(failure);
 }
 
-// Without the GIL.
-void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, Reload why, StreamOrder::Batch& waits) const {
+// Without the GIL, as those below. Of what is loaded ahead only the first ones may find memory.
+void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
   for (ReloadCopy& copy : copies) {
     try {
       copy.buffer = backend_.allocate(copy.nbytes, copy.address_modulo);
     } catch (const std::exception& error) {
       if (why == Reload::AskedFor || !program::is_out_of_memory(error)) throw;
-      break;  // no memory: what is asked for later is loaded then
+      return;  // no memory: what is asked for later is loaded then
     }
   }
+}
+
+void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const {
   if (!copies.front().buffer) return;
   const Point allocated = backend_.record(consumer);
   for (ReloadCopy& copy : copies) {

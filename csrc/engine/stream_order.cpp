@@ -42,6 +42,11 @@ bool StreamOrder::must_wait(Rule rule, StreamId waiter, Point point) const {
   return !is_ordered(waiter, point);
 }
 
+std::optional<StreamOrder::Wanted> StreamOrder::wanted(Rule rule, StreamId waiter, Point point) const {
+  if (is_polled() || !is_lasting(waiter) || !must_wait(rule, waiter, point)) return std::nullopt;
+  return Wanted{rule, waiter, point};
+}
+
 void StreamOrder::wait(Rule rule, StreamId waiter, Point point) {
   if (!must_wait(rule, waiter, point)) return;
   without_gil(waiter, [&] { backend_.wait(waiter, point); });

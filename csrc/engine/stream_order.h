@@ -91,6 +91,16 @@ class StreamOrder {
   // The host waits. Blocks.
   void synchronize(Point point);
 
+  // A wait that is to be made.
+  struct Wanted {
+    Rule rule;
+    StreamId waiter;
+    Point point;
+  };
+  // The same wait, where a Batch can make it among other calls, so that the GIL is released once for all of them:
+  // wait() finds it made then. nullopt: none has to be made, or the host would be blocked by it.
+  std::optional<Wanted> wanted(Rule rule, StreamId waiter, Point point) const;
+
   // Would wait() make a wait?
   bool must_wait(Rule rule, StreamId waiter, Point point) const;
 
@@ -99,6 +109,9 @@ class StreamOrder {
    public:
     explicit Batch(Backend& backend) : backend_(backend) { made_.reserve(4); }
     void wait(Rule rule, StreamId waiter, Point point);
+    void wait(const std::optional<Wanted>& wanted) {
+      if (wanted) wait(wanted->rule, wanted->waiter, wanted->point);
+    }
 
    private:
     friend class StreamOrder;

@@ -67,9 +67,9 @@ void Engine::backward_begins(TapeId tape) {
 }
 
 // Once for each ask, where the record itself needs no reload any more. Returns whether it was done now: it may block.
-bool Engine::prefetch_for(Ask& ask) {
+bool Engine::prefetch_for(Ask& ask, const AlsoWait& also) {
   if (std::exchange(ask.is_prefetched_for, true)) return false;
-  prefetch(ledger_.record(ask.id()).tape);
+  prefetch(ledger_.record(ask.id()).tape, also);
   return true;
 }
 
@@ -111,9 +111,12 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
 }
 
 void Engine::wait_for_reload(Ask& ask) {
-  if (prefetch_for(ask)) return;
   const RecordId id = ask.id();
   const Point reload_end = held(id).reload_end;
+  AlsoWait wait;  // one that is timed is made by itself
+  if (!ask.is_prefetched_for && !timeline_.is_on())
+    wait = streams_.wanted(Rule::ConsumerWaitsForReload, ask.consumer, reload_end);
+  if (prefetch_for(ask, wait)) return;
   const Memory held_meanwhile = held(id).bytes.memory;
   {
     const TimedSpan span(timeline_, ask.consumer, entry(EntryKind::ReloadWait, id));
