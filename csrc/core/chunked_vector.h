@@ -2,6 +2,7 @@
 // Ownership:     its elements; they go with it.
 // Thread safety: none of its own.
 // Failures:      growing throws std::bad_alloc and leaves the sequence as it was.
+//
 // A reference to an element stays valid while others are added. An index is a shift and a mask away from its element:
 // std::deque divides by the number of elements in a node, and has one element in a node where T is large.
 #pragma once

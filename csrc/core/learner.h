@@ -33,8 +33,8 @@ class Learner {
   // A tape as far as it has come.
   struct Trace {
     WindowOptions options;
-    std::optional<bool>
-        keeps_end;  // its backward is expected right behind it; nullopt: as at the shape's last sighting
+    // Is its backward expected right behind it? nullopt: as at the shape's last sighting.
+    std::optional<bool> keeps_end;
     std::vector<uint64_t> nbytes;
     std::vector<RecordKind> kinds;
     uint32_t candidates = 0;                   // known shapes that went the same way so far, as bits

@@ -1,18 +1,20 @@
 // Ledger: who holds what. Records, the handles counted on them, tapes, states; it decides nothing about order or bytes.
 // Ownership:     values only. The engine keeps what a record holds (tensors, slots, points) beside it, by RecordId.
 // Thread safety: none; touched only with the GIL held.
-// Calls run no Python and drop nothing: they return what is to be dropped, and the engine drops it afterwards.
+// Failures:      a transition from a wrong state throws std::logic_error and changes nothing.
+// Invariants:    a released record is in no tape's count; every other record has a handle or is held;
+//                unseen <= live_handles; only a record that is Reloading carries `prefetched`; no record is added to a
+//                closed tape, and none of its records is joined. See check_invariants().
+//
+// No call runs Python or drops anything: a call returns what is to be dropped, and the engine drops it afterwards. A
+// reference to a record or a tape stays valid while others are added.
 //
 //            begin_offload          finish_offload         begin_reload           finish_reload
 //   Resident -------------> Offloading ------------> Offloaded ------------> Reloading ------------> Reloaded
 //      \___________________________/ use_source --------------------------------------------------->   |
 //                                                    ^ pass_by ________________/                       |
 //                                                    ^ give_up (only with a slot) _____________________/
-//   any state -> Released when the last handle dies.
-//
-// Invariants (check_invariants): a released record is in no tape's count; every other record has a handle or is held;
-// unseen <= live_handles; only Reloading, Reloaded carry `prefetched`; a tape that is closed joins nothing.
-// A reference to a record or a tape stays valid while others are added.
+//   any state -> Released when the last handle dies and nobody holds the record.
 #pragma once
 
 #include <cstddef>

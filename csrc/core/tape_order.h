@@ -2,6 +2,7 @@
 // alive at once (micro-batches, pipeline stages) the next one's end can be on its way back while one is still used.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
+//
 // A step begins where a tape is opened and no other is alive. Where it goes another way than the last one did, nothing
 // more is expected of it.
 //

@@ -1,5 +1,6 @@
-// types.h: the plain values that every floor of the engine shares.
-// No torch, no CUDA, no Python, no clock, no thread.
+// types.h: the plain values that all floors share: streams and points, spans of bytes, ids of records and tapes.
+// Ownership:     values only. An id keeps nothing alive; its generation tells a stale one.
+// Thread safety: immutable values; any thread.
 #pragma once
 
 #include <cstddef>

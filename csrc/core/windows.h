@@ -1,16 +1,15 @@
 // Windows: what is held on the device because it is on its way out, was reloaded ahead, or was kept, and what follows
 // from that: which copy out is waited for next, which records are reloaded next, and which were passed by.
-// Ownership:     ids and counts of bytes. What a record is at this moment, Windows asks of its caller.
+// Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
+// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
+//                reload_bytes() is the sum over ahead().
+//                A tape's place for reloads is never above the end of its saves.
 // Not handled:   carrying anything out. Windows is told of events, and answers questions about what comes next.
 //
 // The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
 // for the single tape of a step that it goes through. So what is planned and what is done follow the same decisions.
 // docs/design.md says where the two tell Windows of different events.
-//
-// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
-//                reload_bytes() is the sum over ahead().
-//                A tape's place for reloads is never above the end of its saves.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,7 @@
 // CudaBackend: one CUDA device and pinned (or plain) host memory, over c10/cuda and the CUDA runtime.
 // Ownership:     one backend per device; its two streams and all events live for the process.
 // Thread safety: every method, any thread. No mutex that another stream's users need is held over a call that may
-// block,
-//                and none is held while the GIL is asked for.
+//                block, and none is held while the GIL is asked for.
 // Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
 // Not handled:   copies under stream capture; memory that is not the caching allocator's (owns() denies it).

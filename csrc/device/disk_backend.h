@@ -2,9 +2,8 @@
 // Ownership:     owns its spill file and its queues. It touches a copy's memory until the copy's point is reached: the
 //                engine holds it until then.
 // Thread safety: every method, any thread; none touches Python, so those that block are called without the GIL.
-// Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. wait(host,
-// ...)
-//                blocks the caller. Host points are always reached: what the host did is done.
+// Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. A wait of
+//                the host's stream blocks the calling thread. A point of the host's stream is always reached.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main]. Its threads are stopped with the process, wherever
 //                they are: they touch only the file, what they copy and their queue, none of which is destroyed.
 // Not handled:   CUDA tensors.

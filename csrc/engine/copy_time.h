@@ -1,4 +1,6 @@
-// What offload.cpp and reload.cpp both need of a copy that they enqueue: its end, and its time where that is wanted.
+// CopyTime: what offload.cpp and reload.cpp both need of a copy that they enqueue: its end, and its time where wanted.
+// Ownership:     a CopyTime holds two timed points until enter() hands them on, or its user gives them back.
+// Thread safety: enter() needs the GIL; time_if() and end_of_copy() may block and are called without it.
 #pragma once
 
 #include <exception>

@@ -1,7 +1,8 @@
 // HeldRecord: what the engine holds of one record, beside what its ledger knows of it.
 // Ownership:     the source or the reload buffer, the slot, and what the record's identity compares.
 // Thread safety: needs the GIL.
-// What is asked of it is read anew from the memory each time, since the program may resize a storage at any time.
+//
+// Questions about the memory look at the storage anew each time, since the program may resize it at any time.
 #pragma once
 
 #include <cstdint>

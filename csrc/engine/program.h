@@ -1,5 +1,6 @@
-// What the engine asks of the program around it, which PyTorch runs: operators, graph tasks, errors and warnings.
-// Thread safety: of the calling thread, where nothing else is said.
+// program: what the engine asks of the program around it, which PyTorch runs: operators, graph tasks, errors, warnings.
+// Ownership:     none, but for the callback that at_end_of_graph_task() hands to the graph task.
+// Thread safety: any thread, with the GIL or without it. The answers are about the calling thread.
 //
 // What is declared here is defined in autograd/program.cpp: the engine is compiled without PyTorch's headers.
 #pragma once

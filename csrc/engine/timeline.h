@@ -36,8 +36,9 @@ class Timeline {
     uint64_t in_bytes = 0;      // in the reload window
     uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where nobody asked
     TimedPoint begin, end;
-    double begin_s =
-        0;  // since the origin, in what stop_profile() returns since start_profile(); once read() got there
+    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in what
+    // stop_profile() returns.
+    double begin_s = 0;
     double end_s = 0;
   };
 
