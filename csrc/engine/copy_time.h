@@ -10,7 +10,7 @@
 
 namespace torchoffload {
 
-// The time of a copy, on the stream that makes it.
+// When a copy begins and ends, on the stream that makes it.
 struct CopyTime {
   bool is_wanted = false;
   TimedPoint begin, end;
@@ -26,8 +26,8 @@ inline TimedPoint time_if(bool is_wanted, Backend& backend, StreamId stream) {
   return is_wanted ? backend.record_timed(stream) : TimedPoint{};
 }
 
-// Of a copy that was enqueued just now. Nobody knows without it when the copy's memory may be used again, so a failure
-// is met by a second try.
+// The point at the end of a copy that was enqueued just now. Without this point it is not known when the copy's memory
+// may be used again, so recording it is tried a second time where the first one fails.
 inline Point end_of_copy(Backend& backend, StreamId stream) {
   try {
     return backend.record(stream);
