@@ -26,7 +26,7 @@ enum class Mutant : uint8_t {
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
   IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
-  TrimWaitsForGuards,            // R13 (storage/pinned_arena.cpp)
+  TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
   // Guards and notes.
   SlotGuardedByOffload,       // R5, R9
   SlotGuardedByReload,        // R5
