@@ -8,9 +8,9 @@
 //
 // Note [Event ring]
 // A stream's points are recorded into a ring of kEventsPerStream events, in turn. A point older than the ring is waited
-// for through the oldest event in it: a later point of the same stream, whose reaching implies the older one's. So no
-// event is counted or looked for, and one is never waited for in a meaning that it lost: also not one that is recorded
-// anew between the look at the ring and the wait.
+// for through the oldest event in it: that event stands for a later point of the same stream, and once that one is
+// reached the older one is reached too. So no references to events are counted, and no list of free ones is searched.
+// If an event is recorded anew between the look at the ring and the wait, the wait is only for a still later point.
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>
@@ -20,10 +20,10 @@
 
 namespace torchoffload {
 
-// Is there a CUDA device? Does not initialise CUDA further than counting.
+// Is there a CUDA device? Counts the devices, and initialises CUDA no further.
 bool cuda_available();
 
-// A context is entered: from here on each allocation is known. Does not initialise CUDA.
+// Call it when a context is entered: from then on the allocator's allocations are noted. Does not initialise CUDA.
 void note_entry_on_cuda();
 
 // The backend of a device, made at first use.
