@@ -14,7 +14,7 @@
 //      \___________________________/ use_source --------------------------------------------------->   |
 //                                                    ^ pass_by ________________/                       |
 //                                                    ^ give_up (only with a slot) _____________________/
-//   any state -> Released when the last handle dies and nobody holds the record.
+//   any state -> Released when the record has neither handles nor holds any more.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ struct Identity {
   const void* version_counter = nullptr;
   uint32_t version = 0;
   // No record is looked up by these three, but where one of them differs the bytes are others: the program may resize a
-  // storage, and new memory may come to stand at the old address.
+  // storage, and new memory may be allocated at the old address.
   const void* data = nullptr;
   uint64_t nbytes = 0;  // of the storage
   uint64_t allocation = 0;

@@ -4,7 +4,7 @@
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   sizes that grow otherwise than in proportion. If a record is not as large as expected, the rest of the
-//                tape is scaled anew, a few times. After that each record may only differ a little.
+//                tape is scaled anew, a few times. After that a record may differ a little only.
 #pragma once
 
 #include <cstdint>

@@ -30,21 +30,21 @@ struct WindowBytes {
   uint64_t reload_bytes = 0;
 };
 
-// Where the bytes of a record are, as far as reloading ahead is concerned.
+// Where the bytes of a record are, so far as it matters for reloading ahead.
 enum class Rests : uint8_t {
   InSlot,    // they left the device: the record can be reloaded
   AtSource,  // the record is to move and its source is still here, whether its copy was enqueued or not
   Neither,   // the record was kept, is on its way back or back already, or was released
 };
 
-// The record that stands at a save.
+// The record of a save.
 struct SavedRecord {
   RecordId id;
   Rests rests = Rests::Neither;
   uint64_t nbytes = 0;
 };
 
-// What happens to a search for reloads that comes to a record whose source is still here.
+// What a search for reloads does at a record whose source is still on the device: it goes on, or it stops there.
 enum class AtSource : uint8_t { GoesOn, Stops };
 
 class Windows {

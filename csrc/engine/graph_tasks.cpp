@@ -108,7 +108,7 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
     give_up(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
-  // Another graph task may have come to the tape meanwhile.
+  // Another graph task may have asked for the tape meanwhile.
   if (is_all && ledger_.has_tape(tape) && tapes_[tape.index].asked_by == graph_task)
     tapes_[tape.index].asked_by = kNoGraphTask;
   return is_all;

@@ -258,7 +258,7 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
     const Point offload_end = source.busy_until;
     if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
       streams_.synchronize(offload_end);
-    } else {  // the time in which the stream of the operators stands still is noted as caused by us
+    } else {  // the wait is timed, so that its time can be subtracted from compute
       const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
       streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
     }
