@@ -205,7 +205,7 @@ class Engine {
   Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
   // Why the tape's next record is to be kept by what earlier steps taught, or None. Tells Lessons of the record.
   Reason learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
-  // Does the tape have `fraction` of its bytes already? Counts the record among the tape's eligible bytes.
+  // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
   bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
   // Fills in what the engine holds of a new record, charges its budget, and lists it as pending on this thread. A
   // record that is kept is listed too: where it counts towards the offload window, the window is drained when its turn
@@ -245,7 +245,7 @@ class Engine {
   // where the source was resized or the write failed.
   void finish_offload(RecordId id);
   void leave_offload_window(RecordId id) { windows_.offload_left(ledger_.record(id).nbytes()); }
-  // The record stays on the device after all. Its slot and its share of the budget go back.
+  // The record stays on the device after all. Its slot and its share of the budget go back. Never blocks.
   void keep(RecordId id, Reason why);
 
   // ---- what a backward asks for: unpack.cpp ----
@@ -269,7 +269,7 @@ class Engine {
   // Keeps a record whose source was resized while its copy was under way (R10). Throws where the source has become too
   // small. Never blocks.
   void keep_if_resized(RecordId id);
-  // Device memory is short: drops all that can be reloaded again, of every tape. May block.
+  // Device memory is short: drops buffers reloaded ahead, and sources on their way out, of every tape. May block.
   void make_room();
 
   // ---- copies in: reload.cpp ----
