@@ -17,7 +17,8 @@ READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
-TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
+TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
+PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
@@ -120,7 +121,7 @@ fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: r
 	@printf '%s\n' $(FUZZ_RUNS) | xargs -P 2 -I {} $(SHELL) -c 'set -e; run={}; source=$${run%:*}; sanitizers=$${run#*:}; \
 		program=build/fuzz/$$source-$${sanitizers%,*}; \
 		$(CXX) -std=c++20 -g -O1 -DTORCHOFFLOAD_TESTING -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
-			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/system/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
+			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
 		echo "$$program: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED)"; \
 		$$program --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
@@ -143,8 +144,9 @@ site:  ## the package for the torch of PYTHON into OUT, as PYTHONPATH takes it; 
 
 .PHONY: test-gpu
 test-gpu: OUT := build/gpu
-test-gpu: site  ## the CUDA suite, with the torch that PYTHON has; a test that skips is a failure
-	PYTHONPATH="$(CURDIR)/$(OUT)" TORCHOFFLOAD_REQUIRE_CUDA=1 $(PYTHON) -m pytest tests -m cuda $(PYTEST_ARGS)
+GPU_PARTS ?= 8
+test-gpu: site  ## the CUDA suite in GPU_PARTS parts side by side, with PYTHON's torch; a test that skips is a failure
+	tools/test_gpu.sh $(PYTHON) "$(CURDIR)/$(OUT)" build/gpu-tests $(GPU_PARTS) $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: OUT := build/gpu
@@ -174,7 +176,7 @@ lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it 
 	$(BIN)/codespell
 	@echo "clang-tidy on core/, system/, storage/ and engine/"
 	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
-		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')" 2>&1) || { echo "$$out"; exit 1; }' tidy
+		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem $(PYTHON_INCLUDE) 2>&1) || { echo "$$out"; exit 1; }' tidy
 
 .PHONY: format
 format: $(READY)  ## rewrite the sources as lint wants them

@@ -6,8 +6,8 @@
 function(torchoffload_add_module name)
   cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
   set(csrc "${PROJECT_SOURCE_DIR}/csrc")
-  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/system/*.cpp" "${csrc}/storage/*.cpp"
-       "${csrc}/engine/*.cpp")
+  file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/core/planning/*.cpp" "${csrc}/system/*.cpp"
+       "${csrc}/storage/*.cpp" "${csrc}/engine/*.cpp")
   file(GLOB torch_sources CONFIGURE_DEPENDS "${csrc}/device/*.cpp" "${csrc}/autograd/*.cpp")
   file(GLOB test_sources CONFIGURE_DEPENDS "${csrc}/testing/*.cpp" "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
 

@@ -10,7 +10,8 @@
 #
 #   OUT=results PARTS="suite soak" tools/gpu_check.sh [extra pytest arguments]
 #
-# Prints little; the logs, tables and pictures go to OUT. On an H200 the suite takes about 9 minutes, the rest as much.
+# Prints little; the logs, tables and pictures go to OUT. On an H200 the suite takes about 9 minutes in one process, and
+# runs in several; the rest takes as much.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}

@@ -11,42 +11,40 @@ namespace torchoffload {
 
 namespace {
 
-const c10::VariableVersion& of(VersionRef ref) { return *static_cast<const c10::VariableVersion*>(ref.version()); }
+const c10::VariableVersion* in(const std::byte* shared) {
+  return std::launder(reinterpret_cast<const c10::VariableVersion*>(shared));
+}
 
-c10::VariableVersion& in(std::byte* shared) { return *std::launder(reinterpret_cast<c10::VariableVersion*>(shared)); }
+c10::VariableVersion* in(std::byte* shared) { return std::launder(reinterpret_cast<c10::VariableVersion*>(shared)); }
 
 }  // namespace
 
-uint32_t VersionRef::current() const { return of(*this).current_version(); }
+uint32_t VersionRef::current() const { return version_->current_version(); }
 
 // The counter has no public address of its own. The one member of what shares it is the pointer to it, which names it.
 const void* VersionRef::address() const {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   const void* address = nullptr;
-  std::memcpy(&address, version_, sizeof address);
+  std::memcpy(&address, static_cast<const void*>(version_), sizeof address);
   return address;
 }
 
 VersionCounter::VersionCounter(VersionRef version) : is_set_(static_cast<bool>(version)) {
   static_assert(sizeof(c10::VariableVersion) == sizeof shared_ && alignof(c10::VariableVersion) <= alignof(void*));
-  if (is_set_) new (shared_) c10::VariableVersion(of(version));
+  if (is_set_) new (shared_) c10::VariableVersion(*version.version());
 }
 
-VersionCounter::VersionCounter(const VersionCounter& other) : VersionCounter(other.ref()) {}
+VersionRef VersionCounter::ref() const { return is_set_ ? VersionRef(in(shared_)) : VersionRef(); }
 
-VersionCounter::VersionCounter(VersionCounter&& other) noexcept : is_set_(other.is_set_) {
-  if (is_set_) new (shared_) c10::VariableVersion(std::move(in(other.shared_)));
+void VersionCounter::take(VersionCounter& other) noexcept {
+  new (shared_) c10::VariableVersion(std::move(*in(other.shared_)));
+  is_set_ = true;
+  other.give_up();
 }
 
-VersionCounter& VersionCounter::operator=(VersionCounter other) noexcept {
-  if (is_set_) std::destroy_at(&in(shared_));
-  is_set_ = other.is_set_;
-  if (is_set_) new (shared_) c10::VariableVersion(std::move(in(other.shared_)));
-  return *this;
-}
-
-VersionCounter::~VersionCounter() {
-  if (is_set_) std::destroy_at(&in(shared_));
+void VersionCounter::give_up() noexcept {
+  std::destroy_at(in(shared_));
+  is_set_ = false;
 }
 
 }  // namespace torchoffload

@@ -4,7 +4,7 @@
 // Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
-// Each class holds a c10::StorageImpl*. They are defined in torch_memory.cpp.
+// What is declared here is defined in torch_memory.cpp.
 #pragma once
 
 #include <cstddef>
@@ -12,49 +12,58 @@
 #include <memory>
 #include <utility>
 
+namespace c10 {
+struct StorageImpl;
+}
+
 namespace torchoffload {
 
 class MemoryRef {
  public:
   MemoryRef() = default;
-  explicit MemoryRef(void* storage) : storage_(storage) {}
+  explicit MemoryRef(c10::StorageImpl* storage) : storage_(storage) {}
 
   explicit operator bool() const { return storage_ != nullptr; }
   const std::byte* data() const;
   uint64_t nbytes() const;
   // The storage that the memory belongs to. Its address names the memory while a Memory or WeakMemory of it exists.
-  void* storage() const { return storage_; }
+  c10::StorageImpl* storage() const { return storage_; }
 
   friend bool operator==(const MemoryRef&, const MemoryRef&) = default;
 
  private:
-  void* storage_ = nullptr;
+  c10::StorageImpl* storage_ = nullptr;
 };
 
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(MemoryRef memory) : memory_(memory) { share(); }  // takes a share of its own
+  explicit Memory(MemoryRef memory) : memory_(memory) {  // takes a share of its own
+    if (memory_) share();
+  }
   Memory(const Memory& other) : Memory(other.memory_) {}
   Memory(Memory&& other) noexcept : memory_(std::exchange(other.memory_, {})) {}
   Memory& operator=(Memory other) noexcept {
     std::swap(memory_, other.memory_);
     return *this;
   }
-  ~Memory() { give_up(); }
+  ~Memory() {
+    if (memory_) give_up();
+  }
 
   // Takes over the caller's share in `storage`.
-  static Memory of_share(void* storage) {
+  static Memory of_share(c10::StorageImpl* storage) {
     Memory memory;
     memory.memory_ = MemoryRef(storage);
     return memory;
   }
   // Hands the share over to the caller. If the caller drops the pointer, the memory is leaked.
-  void* release() { return std::exchange(memory_, {}).storage(); }
+  c10::StorageImpl* release() { return std::exchange(memory_, {}).storage(); }
 
   explicit operator bool() const { return static_cast<bool>(memory_); }
   MemoryRef ref() const { return memory_; }
   const std::byte* data() const { return memory_.data(); }
+  // Of memory that nobody else knows yet.
   std::byte* mutable_data() const { return const_cast<std::byte*>(memory_.data()); }
   uint64_t nbytes() const { return memory_.nbytes(); }
 
@@ -75,30 +84,39 @@ class WeakMemory {
     std::swap(storage_, other.storage_);
     return *this;
   }
-  ~WeakMemory();
+  ~WeakMemory() {
+    if (storage_ != nullptr) give_up();
+  }
 
   explicit operator bool() const { return storage_ != nullptr; }
-  const void* storage() const { return storage_; }
+  const c10::StorageImpl* storage() const { return storage_; }
   size_t share_count() const;  // 0: the memory is gone
   Memory lock() const;         // empty if the memory is gone
 
  private:
-  void* storage_ = nullptr;
+  void give_up();
+
+  c10::StorageImpl* storage_ = nullptr;
 };
 
 // A set of storages, which it holds weakly. A storage is in it from insert() on, for as long as it lives.
 class MemorySet {
  public:
   MemorySet();
-  MemorySet(MemorySet&& other) noexcept;
   MemorySet& operator=(MemorySet&& other) noexcept;
   ~MemorySet();
 
-  void insert(MemoryRef memory) { insert(WeakMemory(memory)); }
-  void insert(WeakMemory memory);
-  bool contains(const void* storage) const;
+  void insert(MemoryRef memory) {
+    if (!contains(memory.storage())) add(WeakMemory(memory));
+  }
+  void insert(const WeakMemory& memory) {
+    if (!contains(memory.storage())) add(memory);
+  }
+  bool contains(const c10::StorageImpl* storage) const;
 
  private:
+  void add(WeakMemory memory);
+
   struct Entries;
   std::unique_ptr<Entries> entries_;
 };

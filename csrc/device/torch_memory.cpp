@@ -10,12 +10,10 @@ namespace {
 using Strong = c10::intrusive_ptr<c10::StorageImpl>;
 using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-c10::StorageImpl* impl(const void* storage) { return static_cast<c10::StorageImpl*>(const_cast<void*>(storage)); }
-
 // Calls `use` with the weak reference that `storage` stands for. The reference count is unchanged afterwards.
 template <typename Use>
-auto with_weak(const void* storage, Use use) {
-  Weak weak = Weak::reclaim(impl(storage));
+auto with_weak(c10::StorageImpl* storage, Use use) {
+  Weak weak = Weak::reclaim(storage);
   auto result = use(static_cast<const Weak&>(weak));
   (void)weak.release();
   return result;
@@ -23,29 +21,27 @@ auto with_weak(const void* storage, Use use) {
 
 }  // namespace
 
-const std::byte* MemoryRef::data() const { return static_cast<const std::byte*>(impl(storage_)->data()); }
+const std::byte* MemoryRef::data() const { return static_cast<const std::byte*>(storage_->data()); }
 
-uint64_t MemoryRef::nbytes() const { return impl(storage_)->nbytes(); }
+uint64_t MemoryRef::nbytes() const { return storage_->nbytes(); }
 
-void Memory::share() {
-  if (memory_) (void)Strong::reclaim_copy(impl(memory_.storage())).release();
+void Memory::share() { (void)Strong::reclaim_copy(memory_.storage()).release(); }
+
+void Memory::give_up() { (void)Strong::reclaim(memory_.storage()); }
+
+WeakMemory::WeakMemory(MemoryRef memory) {
+  if (!memory) return;
+  Strong borrowed = Strong::reclaim(memory.storage());
+  storage_ = Weak(borrowed).release();
+  (void)borrowed.release();
 }
-
-void Memory::give_up() {
-  if (memory_) (void)Strong::reclaim(impl(memory_.storage()));
-}
-
-WeakMemory::WeakMemory(MemoryRef memory)
-    : storage_(memory ? Weak(Strong::reclaim_copy(impl(memory.storage()))).release() : nullptr) {}
 
 WeakMemory::WeakMemory(const WeakMemory& other) {
   if (other.storage_ == nullptr) return;
   storage_ = with_weak(other.storage_, [](const Weak& weak) { return Weak(weak).release(); });
 }
 
-WeakMemory::~WeakMemory() {
-  if (storage_ != nullptr) (void)Weak::reclaim(impl(storage_));
-}
+void WeakMemory::give_up() { (void)Weak::reclaim(storage_); }
 
 size_t WeakMemory::share_count() const {
   return with_weak(storage_, [](const Weak& weak) { return static_cast<size_t>(weak.use_count()); });
@@ -67,7 +63,7 @@ struct MemorySet::Entries {
   static constexpr size_t kSmallest = 64;
 
   // A flat map: each save looks into several of these sets, and finds little of them in the CPU's caches.
-  using Map = ska::flat_hash_map<const void*, WeakMemory>;
+  using Map = ska::flat_hash_map<const c10::StorageImpl*, WeakMemory>;
 
   // Forgets the storages that are gone. Called each time that the set has doubled.
   void prune() {
@@ -84,17 +80,17 @@ struct MemorySet::Entries {
 };
 
 MemorySet::MemorySet() : entries_(std::make_unique<Entries>()) {}
-MemorySet::MemorySet(MemorySet&& other) noexcept = default;
 MemorySet& MemorySet::operator=(MemorySet&& other) noexcept = default;
 MemorySet::~MemorySet() = default;
 
-void MemorySet::insert(WeakMemory memory) {
-  const void* const storage = memory.storage();
-  if (contains(storage)) return;
+void MemorySet::add(WeakMemory memory) {
+  const c10::StorageImpl* const storage = memory.storage();
   if (entries_->map.size() >= entries_->prune_at) entries_->prune();
   entries_->map.emplace(storage, std::move(memory));
 }
 
-bool MemorySet::contains(const void* storage) const { return entries_->map.find(storage) != entries_->map.end(); }
+bool MemorySet::contains(const c10::StorageImpl* storage) const {
+  return entries_->map.find(storage) != entries_->map.end();
+}
 
 }  // namespace torchoffload

@@ -11,14 +11,14 @@
 
 namespace torchoffload {
 
-inline c10::StorageImpl& storage_impl(MemoryRef memory) { return *static_cast<c10::StorageImpl*>(memory.storage()); }
+inline c10::StorageImpl& storage_impl(MemoryRef memory) { return *memory.storage(); }
 
 inline MemoryRef memory_of(const c10::Storage& storage) { return MemoryRef(storage.unsafeGetStorageImpl()); }
 
 // The one share becomes the other.
 inline Memory memory_from(c10::Storage storage) { return Memory::of_share(storage.unsafeReleaseStorageImpl()); }
 inline c10::Storage storage_from(Memory memory) {
-  return c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(memory.release())));
+  return c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim(memory.release()));
 }
 
 // A resizable storage of `nbytes` at `data`, whose memory came from the allocator of its device.

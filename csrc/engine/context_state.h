@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/plan.h"
+#include "core/planning/plan.h"
 #include "device/memory.h"
 #include "engine/statistics.h"
 

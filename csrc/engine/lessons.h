@@ -8,11 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/chunked_vector.h"
-#include "core/learner.h"
-#include "core/tape_order.h"
+#include "core/planning/learner.h"
+#include "core/planning/tape_order.h"
 #include "core/windows.h"
 #include "device/memory.h"
 

@@ -16,11 +16,11 @@ bool shut_down_flag = false;
 
 }  // namespace
 
-Operation::Operation() { ++ThreadState::current().operation_depth; }
+Operation::Operation() : now_(ThreadState::current()) { ++now_.operation_depth; }
 
 Operation::~Operation() {
-  if (ThreadState::current().operation_depth == 1) finish_outermost();
-  --ThreadState::current().operation_depth;
+  if (now_.operation_depth == 1) finish_outermost(now_);
+  --now_.operation_depth;
 }
 
 void Operation::drop_later(Memory memory) {
@@ -28,7 +28,8 @@ void Operation::drop_later(Memory memory) {
 }
 
 void Operation::drop_now() {
-  if (ThreadState::current().operation_depth == 1) finish_outermost();
+  ThreadState& now = ThreadState::current();
+  if (now.operation_depth == 1) finish_outermost(now);
 }
 
 bool Operation::must_queue() {
@@ -38,8 +39,7 @@ bool Operation::must_queue() {
 void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
 
 // Dropping memory may run Python code and so release further handles. Therefore it goes on until nothing is left.
-void Operation::finish_outermost() {
-  ThreadState& now = ThreadState::current();
+void Operation::finish_outermost(ThreadState& now) {
   while (!now.dropped.empty() || !now.releases.empty()) {
     auto dropped = std::exchange(now.dropped, {});
     const auto releases = std::exchange(now.releases, {});
@@ -54,9 +54,9 @@ void Operation::finish_outermost() {
 bool Operation::is_shut_down() { return shut_down_flag; }
 void Operation::shut_down() { shut_down_flag = true; }
 
-BlockingSection::BlockingSection() {
-  Operation::drop_now();
-  depth_ = std::exchange(ThreadState::current().operation_depth, 0);
+BlockingSection::BlockingSection() : now_(ThreadState::current()) {
+  if (now_.operation_depth == 1) Operation::finish_outermost(now_);
+  depth_ = std::exchange(now_.operation_depth, 0);
   thread_state_ = PyEval_SaveThread();
 }
 
@@ -66,7 +66,7 @@ BlockingSection::~BlockingSection() {
   } catch (...) {  // see Note [Threads at exit]
     while (true) pause();
   }
-  ThreadState::current().operation_depth = depth_;
+  now_.operation_depth = depth_;
 }
 
 }  // namespace torchoffload

@@ -21,6 +21,8 @@
 
 namespace torchoffload {
 
+struct ThreadState;
+
 class Operation {
  public:
   Operation();
@@ -65,7 +67,9 @@ class Operation {
   static bool must_queue();
   static void queue(std::function<void()> release);
   // Drops the memory and makes the releases that were put off, until none is left. May run Python code and may block.
-  static void finish_outermost();
+  static void finish_outermost(ThreadState& now);
+
+  ThreadState& now_;
 };
 
 // Note [Threads at exit]
@@ -83,6 +87,7 @@ class BlockingSection {
   BlockingSection& operator=(const BlockingSection&) = delete;
 
  private:
+  ThreadState& now_;
   int depth_;
   void* thread_state_;
 };

@@ -34,7 +34,7 @@ bool keeps_graph();
 // `call` is destroyed with the graph task, also if that fails.
 void at_end_of_graph_task(std::function<void()> call);
 
-// Is this the error of a device's allocator that has no memory left?
+// May this error of allocating device memory mean that there is none? True of each error that PyTorch raises.
 bool is_out_of_memory(const std::exception& error);
 
 // Gives a warning from code that may neither run Python nor throw.

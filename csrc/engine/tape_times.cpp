@@ -40,7 +40,7 @@ void TapeTimes::opened(TapeId id, uint64_t number) {
 
 void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
   OfTape& tape = tapes_[id.index];
-  if (is_first && wants_times && backend_.tells_time()) {
+  if (is_first && wants_times && !tape.is_timed && backend_.tells_time()) {
     tape.is_timed = true;
     timeline_.start();
     tape.first_entry = timeline_.entry_count();

@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "core/chunked_vector.h"
-#include "core/step.h"
+#include "core/planning/step.h"
 #include "core/types.h"
 #include "device/backend.h"
 #include "engine/timeline.h"

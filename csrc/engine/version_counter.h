@@ -10,37 +10,51 @@
 #include <cstddef>
 #include <cstdint>
 
+namespace c10 {
+struct VariableVersion;
+}
+
 namespace torchoffload {
 
 class VersionRef {
  public:
   VersionRef() = default;
-  explicit VersionRef(const void* version) : version_(version) {}
+  explicit VersionRef(const c10::VariableVersion* version) : version_(version) {}
 
   explicit operator bool() const { return version_ != nullptr; }
   uint32_t current() const;
   const void* address() const;  // of the counter: the same for all that share it
-  const void* version() const { return version_; }
+  const c10::VariableVersion* version() const { return version_; }
 
  private:
-  const void* version_ = nullptr;
+  const c10::VariableVersion* version_ = nullptr;
 };
 
 class VersionCounter {
  public:
   VersionCounter() = default;
   explicit VersionCounter(VersionRef version);
-  VersionCounter(const VersionCounter& other);
-  VersionCounter(VersionCounter&& other) noexcept;
-  VersionCounter& operator=(VersionCounter other) noexcept;
-  ~VersionCounter();
+  VersionCounter(VersionCounter&& other) noexcept {
+    if (other.is_set_) take(other);
+  }
+  VersionCounter& operator=(VersionCounter&& other) noexcept {
+    if (is_set_) give_up();
+    if (other.is_set_) take(other);
+    return *this;
+  }
+  ~VersionCounter() {
+    if (is_set_) give_up();
+  }
 
   // Valid for as long as this object stays where it is.
-  VersionRef ref() const { return is_set_ ? VersionRef(shared_) : VersionRef(); }
+  VersionRef ref() const;
   uint32_t current() const { return ref().current(); }
   const void* address() const { return ref().address(); }
 
  private:
+  void take(VersionCounter& other) noexcept;
+  void give_up() noexcept;
+
   alignas(void*) std::byte shared_[sizeof(void*)];
   bool is_set_ = false;
 };

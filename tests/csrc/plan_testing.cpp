@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "autograd/registry.h"
-#include "core/learner.h"
-#include "core/plan.h"
-#include "core/tape_order.h"
+#include "core/planning/learner.h"
+#include "core/planning/plan.h"
+#include "core/planning/tape_order.h"
 
 namespace py = pybind11;
 

@@ -127,7 +127,7 @@ class LedgerModel {
       expect(record.live_handles == count.live && record.unseen == count.unseen, "a record's counts are off");
       expect(ledger.all_seen(holding.id) == (count.unseen == 0), "all handles have the bytes, or the reverse");
       expect(record.state == holding.state, "a record is in another state");
-      expect((record.kept != Reason::None) == holding.is_kept, "a record is kept, or the reverse");
+      expect(record.is_kept() == holding.is_kept, "a record is kept, or the reverse");
       expect(record.prefetched == holding.is_prefetched, "a record was reloaded ahead, or the reverse");
       expect(record.has_slot == holding.slot.has_value(), "the ledger knows of another slot");
       expect(record.span == holding.span && record.tape == holding.tape, "a record's span or tape has changed");

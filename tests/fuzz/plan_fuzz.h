@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/learner.h"
-#include "core/plan.h"
-#include "core/tape_order.h"
+#include "core/planning/learner.h"
+#include "core/planning/plan.h"
+#include "core/planning/tape_order.h"
 #include "driver.h"
 
 namespace torchoffload::fuzz {

@@ -18,7 +18,7 @@ from models_video import VideoConfig, VideoTransformer, flow_matching_loss
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 
 UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded")
-SHAPE_LIMIT = 16  # of csrc/core/learner.h
+SHAPE_LIMIT = 16  # of csrc/core/planning/learner.h
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The reasons for which a saved tensor stays on its device, as ``report()`` explains them.
 
 The compiled core decides and counts; its list of reasons is ``csrc/core/reasons.def``. This table has one entry
-for each reason of that list, in the same order. ``tests/test_reasons.py`` compares both with the table in
+for each reason of that list, in the same order. ``tests/docs/test_reasons.py`` compares both with the table in
 ``docs/api.md``.
 """
 

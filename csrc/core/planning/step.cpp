@@ -1,4 +1,4 @@
-#include "core/step.h"
+#include "core/planning/step.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "core/plan.h"
+#include "core/planning/plan.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "core/structure.h"
+#include "core/planning/structure.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "core/learner.h"
+#include "core/planning/learner.h"
 
 #include <algorithm>
 #include <utility>

@@ -19,8 +19,8 @@
 #include <optional>
 #include <vector>
 
-#include "core/plan.h"
-#include "core/structure.h"
+#include "core/planning/plan.h"
+#include "core/planning/structure.h"
 
 namespace torchoffload {
 

@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/plan.h"
+#include "core/planning/plan.h"
 
 namespace torchoffload {
 

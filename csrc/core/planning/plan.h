@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/step.h"
+#include "core/planning/step.h"
 
 namespace torchoffload {
 

@@ -1,4 +1,4 @@
-#include "core/tape_order.h"
+#include "core/planning/tape_order.h"
 
 #include <algorithm>
 #include <utility>

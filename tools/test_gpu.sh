@@ -1,0 +1,34 @@
+#!/bin/bash
+# The CUDA suite in parts side by side on one machine, for make test-gpu.
+#   tools/test_gpu.sh PYTHON SITE LOGS PARTS [PYTEST ARGUMENTS...]
+# PYTHON: an interpreter with a CUDA torch and pytest. SITE: the package, as make site lays it out. LOGS: a folder for the
+# output of each part, part-1.log and so on. Prints each part's last line as it ends, and what failed at the end; exits with
+# 1 if anything failed. The random programs are a part of their own: they take longest.
+set -u
+python=$1 site=$2 logs=$3 parts=$4
+shift 4
+mkdir -p "$logs"
+rm -f "$logs"/part-*
+export PYTHONPATH=$site TORCHOFFLOAD_REQUIRE_CUDA=1
+
+find tests -name 'test_*.py' ! -path 'tests/gradients/test_programs.py' | sort \
+  | awk -v parts="$parts" -v logs="$logs" '{ print > (logs "/part-" (NR % parts + 1) ".files") }'
+echo tests/gradients/test_programs.py > "$logs/part-programs.files"
+
+run_part() {
+  local files=$1 part log
+  part=$(basename "$files" .files)
+  log=$logs/$part.log
+  # shellcheck disable=SC2046  # a list of files
+  "$python" -m pytest $(cat "$files") -m cuda -rf -p no:cacheprovider --basetemp="$logs/$part.tmp" "${@:2}" > "$log" 2>&1
+  local code=$?
+  rm -rf "$logs/$part.tmp"
+  echo "$part: $(tail -n 1 "$log")"
+  [ $code -eq 0 ] || [ $code -eq 5 ] || echo "$part" >> "$logs/part-failures"  # 5: the part has no such test
+}
+
+for files in "$logs"/part-*.files; do run_part "$files" "$@" & done
+wait
+[ -e "$logs/part-failures" ] || exit 0
+grep -h '^FAILED\|^ERROR' "$logs"/part-*.log
+exit 1
