@@ -3,8 +3,8 @@
 //                given to no other one.
 // Thread safety: as c10::VariableVersion.
 //
-// Both are a c10::VariableVersion. They are defined in autograd/version_counter.cpp, since the engine is compiled
-// without PyTorch's headers.
+// VersionRef points to a c10::VariableVersion, and VersionCounter holds one. They are defined in
+// autograd/version_counter.cpp, since the engine is compiled without PyTorch's headers.
 #pragma once
 
 #include <cstddef>
