@@ -1,5 +1,5 @@
 // Context: what one OffloadActivations does below Python: the tapes it has open on each thread, and what it never
-//          moves.
+// moves.
 // Ownership:     shares its ContextState with its tapes, which may outlive it.
 // Thread safety: needs the GIL.
 #pragma once

@@ -1,4 +1,6 @@
-// Tells the CUDA backend which memory PyTorch's CUDA graph trees manage; see Note [Memory of graph trees].
+// graph_trees: tells the CUDA backend which memory PyTorch's CUDA graph trees manage; see Note [Memory of graph trees].
+// Ownership:     none; it passes on the ids of the trees' memory pools.
+// Thread safety: needs the GIL. The calling thread's trees are asked, since each thread has trees of its own.
 #pragma once
 
 namespace torchoffload {

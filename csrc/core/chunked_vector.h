@@ -1,9 +1,10 @@
 // ChunkedVector: a sequence that grows at its end and never moves what is in it.
-// Ownership:     its elements; they go with it.
+// Ownership:     its elements, which are destroyed with it.
 // Thread safety: none of its own.
 // Failures:      growing throws std::bad_alloc and leaves the sequence as it was.
-// A reference to an element stays valid while others are added. An index is a shift and a mask away from its element:
-// std::deque divides by the number of elements in a node, and has one element in a node where T is large.
+//
+// A reference to an element stays valid while others are added. Finding an element by its index takes a shift and a
+// mask. std::deque would divide by the number of elements in a node, and where T is large its nodes have one element.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +42,7 @@ class ChunkedVector {
   auto begin() const { return Iterator<const ChunkedVector>{this, 0}; }
   auto end() const { return Iterator<const ChunkedVector>{this, size_}; }
 
-  // Default-made elements are added until there are `size`; a smaller `size` changes nothing.
+  // Adds default-constructed elements until there are `size` of them. A smaller `size` changes nothing.
   void grow_to(size_t size) {
     while (chunks_.size() * kChunk < size) chunks_.push_back(std::make_unique<T[]>(kChunk));
     if (size > size_) size_ = size;

@@ -1,8 +1,8 @@
-// Decision: where the bytes of a saved tensor are to be until backward asks for them, and why there.
+// Decision: where the bytes of a saved tensor are to be until backward asks for them, and for what reason.
 // Ownership:     values only.
-// Thread safety: immutable values.
+// Thread safety: immutable values; any thread.
 //
-// A new place is a new enumerator of Placement; a new reason is a line in reasons.def.
+// A new place is a new enumerator of Placement. A new reason is a line in reasons.def.
 #pragma once
 
 #include <array>
@@ -12,13 +12,13 @@
 namespace torchoffload {
 
 enum class Placement : uint8_t {
-  Keep,  // where it is
-  Host,  // host memory, pinned or not
-  Disk,  // a spill file
+  Keep,  // on the device, where the saved tensor is
+  Host,  // in host memory, pinned or not
+  Disk,  // in a spill file
 };
 const char* to_string(Placement where);
 
-// Why a saved tensor stays where it is; None where it moves. reasons.def says which reasons there are.
+// Why a saved tensor is kept; None where it moves. reasons.def lists the reasons.
 enum class Reason : uint8_t {
   None,
 #define TORCHOFFLOAD_REASON(enumerator, name) enumerator,
@@ -29,7 +29,7 @@ inline constexpr std::array kReasonNames{
 #define TORCHOFFLOAD_REASON(enumerator, name) name,
 #include "core/reasons.def"
 };
-inline constexpr size_t kReasonCount = kReasonNames.size();  // None among them
+inline constexpr size_t kReasonCount = kReasonNames.size();  // None included
 const char* to_string(Reason why);
 
 struct Decision {

@@ -1,6 +1,6 @@
-// Extent: what of a storage moves with a save.
-// Ownership:     none; functions of what they are given.
-// Thread safety: any thread.
+// Extent: which bytes of a storage move with a save.
+// Ownership:     none; the functions depend on their arguments alone.
+// Thread safety: every function, any thread.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace torchoffload {
 
-// What of a storage moves with a save: the span that it reaches, or all.
+// What moves with a save: the span of the storage that the saved tensor reaches, or the whole storage.
 enum class Extent : uint8_t { Span, Storage };
 
 // The bytes that move when the first save of a storage reaches `span`: the whole storage when the span is at least half
@@ -18,14 +18,15 @@ enum class Extent : uint8_t { Span, Storage };
 Span span_to_move(const Span& span, uint64_t storage_bytes);
 
 // Note [Small views]
-// A kept view pins all of its storage, so what counts against the minimum is the storage: of one that is large enough a
-// view of a few bytes moves alone. Where the tape keeps that storage anyway, moving a view would free nothing. And
-// where it saves many small views of one storage, the first few move alone, and then one copy of all serves the rest,
-// once: so of a storage that lives on elsewhere, such as a table of positions, never more moves for nothing than its
-// own bytes and those few. From the third tape on such a storage is known, and stays.
+// A kept view pins its whole storage. So the size of the storage, and not that of the view, is compared with the
+// minimum: a view of a few bytes moves alone if its storage is large enough. If the tape keeps that storage anyway,
+// moving a view would free nothing, and the view is kept. If a tape saves many small views of one storage, the first
+// few move alone, and then one copy of the whole storage serves all the others. So of a storage that lives on
+// elsewhere, such as a table of positions, at most its own bytes and those few views move in vain. From the third tape
+// on such a storage is known, and is kept.
 inline constexpr uint32_t kSmallViewsAlone = 8;
 
-// What moves for a view below the minimum that no record stands for; nullopt: nothing.
+// What moves for a view that is smaller than the minimum and that no record stands for; nullopt: nothing, it is kept.
 std::optional<Extent> extent_of_small_view(const Ledger::OfStorage& known);
 
 }  // namespace torchoffload

@@ -11,7 +11,7 @@ namespace torchoffload {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-constexpr uint64_t kForgetAtLeast = 64;  // fewer dead saves are not worth the move of those behind them
+constexpr uint64_t kForgetAtLeast = 64;  // with fewer dead saves it is not worth moving the others
 
 [[noreturn]] void broken(const std::string& what) { throw std::logic_error("torchoffload ledger: " + what); }
 
@@ -75,7 +75,7 @@ void Ledger::free_tape(TapeId id) {
   --live_tapes_;
 }
 
-// Of an open tape that outlives its records (a loop without backward inside one entry).
+// An open tape may outlive its records, as in a loop without backward inside one entry of a context.
 void Ledger::forget_dead_saves(Tape& tape) {
   while (tape.dead_prefix < tape.saves.size() && !is_live(tape.saves[tape.dead_prefix].record)) ++tape.dead_prefix;
   if (tape.dead_prefix < kForgetAtLeast || 2 * tape.dead_prefix < tape.saves.size()) return;
@@ -102,7 +102,7 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
     const bool same_wrapper = identity.wrapper_counter != nullptr &&
                               known.wrapper_counter == identity.wrapper_counter &&
                               known.wrapper_version == identity.wrapper_version;
-    // Of a wrapper that the record was not packed inside of, nobody knows its version of then, except for the first.
+    // Of a wrapper that the record was not packed inside of, the version at that time is unknown, unless it is still 0.
     const bool tensor_tells = identity.wrapper_version == 0 || mutated(Mutant::IdentityChecksWrapper);
     const bool unchanged = same_wrapper || (same_tensor && tensor_tells);
     if (!at_same_place || !(unchanged || record.state == RecordState::Resident)) continue;
@@ -130,7 +130,7 @@ Ledger::OfStorage Ledger::of_storage(TapeId tape_id, const void* storage) const 
 RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span, Decision decision) {
   Tape& tape = this->tape(tape_id);
   if (!tape.open) broken("a record was added to a closed tape");
-  // What may find no memory comes first, so that a record is made wholly or not at all.
+  // The calls that may fail for lack of memory come first, so that a record is made wholly or not at all.
   if (free_records_.empty()) {
     if (free_records_.capacity() <= records_.size()) free_records_.reserve(2 * records_.size() + 1);
     records_.grow_to(records_.size() + 1);

@@ -1,6 +1,10 @@
 // mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
-// In every other build mutated() is a constant false and costs nothing. `make mutants` runs, for each, the scenario of
-// its name in tests/mutants/, which must pass without the mask and fail with it, in the way that it names.
+// Ownership:     one mask of bits for the process, in the test build alone.
+// Thread safety: any thread may ask; a test sets the mask before it starts what is to ask.
+// Cost:          none but in the test build: mutated() is a constant false elsewhere.
+//
+// `make mutants` runs, for each mutant, the scenario of its name in tests/mutants/. The scenario must pass without the
+// mask and fail with it, and in the way that it names.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +26,7 @@ enum class Mutant : uint8_t {
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
   IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
-  TrimWaitsForGuards,            // R13 (storage/pinned_arena.cpp)
+  TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
   // Guards and notes.
   SlotGuardedByOffload,       // R5, R9
   SlotGuardedByReload,        // R5

@@ -8,7 +8,7 @@
 namespace torchoffload {
 namespace {
 
-// One point per stream, the latest: reaching it implies having reached the earlier ones.
+// Keeps one point for each stream, the latest: once it is reached, the earlier ones are reached too.
 void merge_guards(std::vector<Point>& into, const std::vector<Point>& guards) {
   for (const Point& guard : guards) {
     if (guard.is_beginning()) continue;
@@ -74,7 +74,7 @@ void RangeAllocator::release(const Range& range, const std::vector<Point>& guard
 std::vector<std::pair<BlockId, std::vector<Point>>> RangeAllocator::idle_blocks() const {
   std::vector<std::pair<BlockId, std::vector<Point>>> idle;
   for (const auto& [id, block] : blocks_) {
-    // Free neighbours are merged, so an idle block is one free range.
+    // Free neighbours are always merged, so a block that is not in use is one free range.
     if (block.used_ranges.empty()) idle.emplace_back(id, block.free_ranges.begin()->second.guards);
   }
   return idle;

@@ -1,8 +1,8 @@
-// RangeAllocator: exact sub-ranges of big blocks; a freed range carries the points that guard its reuse.
+// RangeAllocator: cuts big blocks into exact ranges; a freed range carries the points that guard its reuse.
 // Ownership:     hands out values; the blocks' memory belongs to the caller.
 // Thread safety: none; the caller locks.
-// Stream order:  release() takes the points after which a range may be written again, acquire() gives back those that
-//                still guard the range it returns. Points of one stream merge to the latest (see Point).
+// Stream order:  release() takes the points after which a range may be written again, and try_acquire() gives back
+//                those that guard the range it returns. Of several points of one stream the latest is kept (see Point).
 // Invariants:    free and used ranges tile each block exactly, two free neighbours are always merged, and
 //                used_bytes() + free_bytes() == capacity_bytes().
 // Not handled:   moving a range that is in use; growing (add_block is the caller's decision).
@@ -37,16 +37,16 @@ class RangeAllocator {
   // Adds a wholly free block of `nbytes` (a multiple of the granularity) and returns its id. Ids are not reused.
   BlockId add_block(uint64_t nbytes);
 
-  // Best fit: the smallest free range that holds `nbytes` (rounded up to the granularity, one granule for none), lowest
-  // block and offset first. Appends to `guards` the points to wait for before the range is written. Never grows;
-  // nullopt when nothing fits.
+  // Best fit: takes the smallest free range that holds `nbytes`, rounded up to the granularity and at least one
+  // granule; of equal ones the one with the lowest block and offset. Appends to `guards` the points to wait for before
+  // the range is written. Never grows; nullopt when nothing fits.
   std::optional<Range> try_acquire(uint64_t nbytes, std::vector<Point>& guards);
 
-  // Gives a range back at once, in host time. `guards`: the points after which it may be written again. Throws
-  // std::logic_error, and changes nothing, if `range` is not in use exactly so.
+  // Gives a range back. It may be acquired again at once; `guards` are the points after which it may be written again.
+  // Throws std::logic_error, and changes nothing, if no range in use is exactly `range`.
   void release(const Range& range, const std::vector<Point>& guards);
 
-  // The blocks in which nothing is in use, lowest id first, with the guards of all their free ranges.
+  // The blocks of which no range is in use, lowest id first, with the guards of all their free ranges.
   std::vector<std::pair<BlockId, std::vector<Point>>> idle_blocks() const;
 
   // Forgets an idle block. The caller waits for its guards before its memory goes elsewhere. Throws std::logic_error if
@@ -73,8 +73,9 @@ class RangeAllocator {
   };
   using SizeKey = std::pair<uint64_t, std::pair<BlockId, uint64_t>>;
 
-  // Inserts a free range, merged with its free neighbours.
+  // Inserts a free range, and merges it with its free neighbours.
   void insert_free(BlockId id, Block& block, uint64_t offset, FreeRange range);
+  // Takes the free range at `offset` out of both indices.
   FreeRange take_free(BlockId id, Block& block, uint64_t offset);
   void check_block(BlockId id, const Block& block) const;
 

@@ -1,5 +1,5 @@
-// TapeRecords: the records of one closed tape of a ledger, as Windows asks for them.
-// Ownership:     borrows the ledger; it is made for one question and not kept.
+// TapeRecords: answers what Windows asks about the records of one closed tape of a ledger.
+// Ownership:     borrows the ledger; it is made for one call and not stored.
 // Thread safety: none; touched only with the GIL held.
 #pragma once
 

@@ -1,5 +1,6 @@
-// types.h: the plain values that every floor of the engine shares.
-// No torch, no CUDA, no Python, no clock, no thread.
+// types.h: the plain values that all floors share: streams and points, spans of bytes, ids of records and tapes.
+// Ownership:     values only. An id keeps nothing alive; its generation tells a stale one.
+// Thread safety: immutable values; any thread.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +8,13 @@
 
 namespace torchoffload {
 
-// A stream as the process sees it. Backends hand the ids out from one counter, so that an id means one stream of one
-// device for the life of the process; kNoStream means none.
+// Names a stream. Backends take the ids from one counter, so that an id names one stream of one device for the life of
+// the process; kNoStream means none.
 using StreamId = int32_t;
 inline constexpr StreamId kNoStream = -1;
 
-// A place in one stream's order. `serial` counts the points of that stream from 1; serial 0 is the stream's beginning
-// and always reached. Reaching a point implies having reached every earlier point of the same stream.
+// A place in one stream's order. `serial` counts the points of that stream from 1; serial 0 is the stream's beginning,
+// which is always reached. Once a point is reached, every earlier point of the same stream is reached too.
 struct Point {
   StreamId stream = kNoStream;
   uint64_t serial = 0;
@@ -32,7 +33,7 @@ struct Span {
   friend bool operator==(const Span&, const Span&) = default;
 };
 
-// Names a record or a tape. A generation makes a stale id detectable after its index was given to another.
+// Names a record or a tape. When an index is given to another one, the generation tells that older ids are stale.
 struct RecordId {
   uint32_t index = UINT32_MAX;
   uint32_t generation = 0;
@@ -45,7 +46,7 @@ struct TapeId {
   friend bool operator==(const TapeId&, const TapeId&) = default;
 };
 
-// Address granularity: device addresses are reproduced modulo this, and host ranges are multiples of it.
+// A reloaded tensor has its source's address modulo this, and ranges of host memory are multiples of it.
 inline constexpr uint64_t kAlignmentBytes = 512;
 
 inline constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {

@@ -1,16 +1,15 @@
-// Windows: what is held on the device because it is on its way out, was reloaded ahead, or was kept, and what follows
-// from that: which copy out is waited for next, which records are reloaded next, and which were passed by.
-// Ownership:     ids and counts of bytes. What a record is at this moment, Windows asks of its caller.
+// Windows: counts what is held on the device because it is on its way out, was reloaded ahead, or is kept, and decides
+// by these counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by.
+// Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
+// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
+//                reload_bytes() is the sum over ahead().
+//                A tape's place for reloads is never above the end of its saves.
 // Not handled:   carrying anything out. Windows is told of events, and answers questions about what comes next.
 //
 // The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
 // for the single tape of a step that it goes through. So what is planned and what is done follow the same decisions.
-// docs/design.md says where the two tell Windows of different events.
-//
-// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
-//                reload_bytes() is the sum over ahead().
-//                A tape's place for reloads is never above the end of its saves.
+// docs/design.md lists the events of which the two tell Windows differently.
 #pragma once
 
 #include <algorithm>
@@ -31,21 +30,21 @@ struct WindowBytes {
   uint64_t reload_bytes = 0;
 };
 
-// Where the bytes of a record are, as far as reloading ahead is concerned.
+// Where the bytes of a record are, so far as it matters for reloading ahead.
 enum class Rests : uint8_t {
   InSlot,    // they left the device: the record can be reloaded
   AtSource,  // the record is to move and its source is still here, whether its copy was enqueued or not
   Neither,   // the record was kept, is on its way back or back already, or was released
 };
 
-// The record that stands at a save.
+// The record of a save.
 struct SavedRecord {
   RecordId id;
   Rests rests = Rests::Neither;
   uint64_t nbytes = 0;
 };
 
-// What happens to a search for reloads that comes to a record whose source is still here.
+// What a search for reloads does at a record whose source is still on the device: it goes on, or it stops there.
 enum class AtSource : uint8_t { GoesOn, Stops };
 
 class Windows {
@@ -56,7 +55,7 @@ class Windows {
     uint64_t expected_at = 0;  // the save that asks for it first
   };
 
-  // ---- Tapes. All that is remembered of one is set anew by open(), since numbers of tapes are used again. ----
+  // ---- tapes: open() resets what is remembered of a tape, since the indices of tapes are used again ----
 
   void open(TapeId tape);
   // No save is added any more. Reloads of the tape begin at its end and go towards its start.
@@ -70,8 +69,9 @@ class Windows {
   void released(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes -= nbytes; }
   uint64_t kept_bytes(TapeId tape) const { return of(tape).kept_bytes; }
 
-  // ---- The offload window. `is_in_flight(id)`: was the record's copy enqueued, and is its source still held? ----
+  // ---- the offload window; `is_in_flight(id)`: was the record's copy enqueued, and is its source still held? ----
 
+  // The record's copy out was enqueued.
   template <typename IsInFlight>
   void offload_began(RecordId id, uint64_t nbytes, IsInFlight is_in_flight) {
     if (in_flight_.size() >= prune_at_) {
@@ -81,7 +81,7 @@ class Windows {
     in_flight_.push_back(id);
     offload_bytes_ += nbytes;
   }
-  // The source was given up, was used by a backward, stays after all, or went with its record.
+  // The record's source was dropped, was used by a backward, or is kept after all, or the record was released.
   void offload_left(uint64_t nbytes) { offload_bytes_ -= nbytes; }
   uint64_t offload_bytes() const { return offload_bytes_; }
 
@@ -113,13 +113,15 @@ class Windows {
     }
   }
 
-  // ---- The reload window. ----
+  // ---- the reload window ----
 
-  // Reloads ahead of so many bytes are being enqueued, which may let other threads in: they count from now on.
+  // Reloads ahead of so many bytes are about to be enqueued. They count from now on, since other threads may run
+  // meanwhile.
   void reloads_start(uint64_t nbytes) { starting_bytes_ += nbytes; }
-  // That is over. Each record that is on its way now is told of by itself.
+  // They were enqueued. reload_began() is called for each record that is on its way now.
   void reloads_started(uint64_t nbytes) { starting_bytes_ -= nbytes; }
 
+  // The record's reload ahead of its consumer was enqueued.
   void reload_began(RecordId id, uint64_t nbytes);
   // The record was asked for, passed by, or released.
   void reload_left(RecordId id, uint64_t nbytes);
@@ -127,10 +129,11 @@ class Windows {
   const std::vector<RecordId>& ahead() const { return ahead_; }
   uint64_t reload_bytes() const { return reload_bytes_; }
 
-  // The records to reload next for a tape, from the place that earlier calls came to towards the tape's start. They end
-  // before the first one with which the bytes that are reloaded and not yet asked for, being started, taken here, and
-  // `kept_bytes` would exceed the tape's window. `records` knows the tape: `first_save()` is the number of its first
-  // save that is not forgotten, and `at(save)` is the SavedRecord there.
+  // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
+  // search ends before the first record that does not fit in the tape's reload window any more, beside what is reloaded
+  // and not yet asked for, what is being started, what was taken by this call, and `kept_bytes`. `records` answers
+  // questions about the tape: `first_save()` is the number of its first save that is not forgotten, and `at(save)` is
+  // the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;
@@ -150,25 +153,25 @@ class Windows {
     }
     return taken;
   }
-  // Saves at and above it were looked at by take_reloads().
+  // take_reloads() has looked at the saves from this number on.
   uint64_t reload_place(TapeId tape) const { return of(tape).reload_place; }
 
-  // ---- The consumer, which is the backward that asks for a tape's saves. ----
+  // ---- the consumer: the backward that asks for a tape's saves ----
 
-  // It asks for `save`. Returns where it is: at the later of the last two saves that it asked for. One that asks for a
-  // save far ahead has not yet gone on to there, because a checkpoint asks for its input before it asks for what was
-  // saved behind that.
+  // The consumer asks for `save`. Returns its place: the later of the last two saves that it asked for. A single ask
+  // far ahead does not move the place, because a checkpoint asks for its input before it asks for what was saved behind
+  // that input.
   uint64_t consumer_asks(TapeId tape, uint64_t save) {
     return std::max(save, std::exchange(of(tape).asked_before, save));
   }
-  // A graph task that asked for the tape has ended. The next one may begin anywhere.
+  // A graph task that asked for the tape has ended. The next one may begin at any save.
   void consumer_ended(TapeId tape) { of(tape).asked_before = 0; }
-  // The consumer, which is at `place`, asked for a save whose record was not on its way: reloads go on from there.
+  // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
   void consumer_missed(TapeId tape, uint64_t save, uint64_t place);
 
-  // Those of ahead() that the consumer at `save` has passed by more than the tape's reload window. Of `records` is
-  // asked: `bytes_behind(id, save)`, the bytes of the tape between the save and the later one that the record was
-  // reloaded for; nullopt where the record is gone, another tape's, or not yet passed.
+  // Those of ahead() that the consumer at `save` has left behind by more bytes than the tape's reload window has.
+  // `records` answers `bytes_behind(id, save)`: the bytes of the tape between the save and the later one that the
+  // record was reloaded for; nullopt where the record was released, belongs to another tape, or is not passed yet.
   template <typename Records>
   std::vector<RecordId> passed_by(TapeId tape, uint64_t save, const Records& records) const {
     std::vector<RecordId> passed;
@@ -192,7 +195,7 @@ class Windows {
   const OfTape& of(TapeId tape) const { return tapes_.at(tape.index); }
 
   std::vector<OfTape> tapes_;       // by tape index
-  std::deque<RecordId> in_flight_;  // oldest first; those that have left are dropped lazily
+  std::deque<RecordId> in_flight_;  // oldest first; records that have left are removed later
   size_t prune_at_ = kPruneAtLeast;
   uint64_t offload_bytes_ = 0;
   std::vector<RecordId> ahead_;

@@ -28,13 +28,14 @@ namespace {
 
 constexpr uint64_t kEventsPerStream = 1024;
 
-// Makes a device the current one, for calls of CUDA's runtime. PyTorch's own guard asks for more at each end, several
-// times a saved tensor; here the device is nearly always current already, and nothing is to be done at the end.
+// Makes a device the current one for calls of CUDA's runtime. PyTorch's own guard makes more calls at its begin and
+// end, and there are several guards for each saved tensor. Here the device is nearly always current already, and then
+// nothing is done at the end.
 class OnDevice {
  public:
   explicit OnDevice(c10::DeviceIndex device) {
     int current = 0;
-    C10_CUDA_CHECK(cudaGetDevice(&current));  // CUDA's own: PyTorch's may be one that it has yet to set
+    C10_CUDA_CHECK(cudaGetDevice(&current));  // asks CUDA: PyTorch may not have set its current device yet
     if (current != device) guard_.set_index(device);
   }
 
@@ -42,7 +43,7 @@ class OnDevice {
   c10::cuda::OptionalCUDAGuard guard_;
 };
 
-// A stream that points were recorded on, or are waited for by. See Note [Event ring].
+// A stream on which points are recorded, or which waits for points. See Note [Event ring].
 class TrackedStream {
  public:
   TrackedStream(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream)
@@ -52,7 +53,7 @@ class TrackedStream {
   cudaStream_t raw() const { return stream_; }
   const std::optional<c10::cuda::CUDAStream>& torch_stream() const { return torch_stream_; }
 
-  // One that PyTorch was given from outside has its handle for an id; the default stream is 0 in both.
+  // PyTorch uses the handle of an external stream as its id. For the default stream both are 0.
   bool is_external() const {
     return torch_stream_ && stream_ != nullptr && torch_stream_->id() == reinterpret_cast<intptr_t>(stream_);
   }
@@ -66,7 +67,7 @@ class TrackedStream {
     return ++serial_;
   }
 
-  // An event that is reached no earlier than the point. It may be recorded anew at any time, later on the same stream.
+  // An event that is reached no earlier than the point. It may be recorded anew at any time, for a later point.
   cudaEvent_t event_of(uint64_t serial) {
     const std::lock_guard lock(mutex_);
     const uint64_t oldest = serial_ < kEventsPerStream ? 1 : serial_ - kEventsPerStream + 1;
@@ -91,7 +92,7 @@ class TrackedStream {
   uint64_t serial_ = 0;
 };
 
-// All streams of the process that we know, by id. Leaked on purpose.
+// All known streams of the process, by id. Leaked on purpose.
 class StreamTable {
  public:
   static StreamTable& instance() {
@@ -99,7 +100,8 @@ class StreamTable {
     return *leaked;
   }
 
-  // Asked many times for each record. A stream is never forgotten, so what a thread knows of one stays true.
+  // Called many times for each record, so each thread caches what it found. That stays true, since no stream is
+  // forgotten.
   TrackedStream& at(StreamId id) {
     struct Known {
       StreamId id = kNoStream;
@@ -121,7 +123,7 @@ class StreamTable {
     return known->second;
   }
 
-  // Not from PyTorch's pool, which hands the same stream out again after 32.
+  // The stream is not taken from PyTorch's pool, which hands out the same stream again after 32 calls.
   StreamId make_own(c10::DeviceIndex device) {
     const c10::cuda::CUDAGuard guard(device);
     cudaStream_t stream = nullptr;
@@ -142,7 +144,7 @@ class StreamTable {
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_;
 };
 
-// Events that tell time, by number from 1; those given back are used again.
+// Events with timing, by number from 1. Those that are given back are used again.
 class TimedEvents {
  public:
   explicit TimedEvents(c10::DeviceIndex device) : device_(device) {}
@@ -160,7 +162,7 @@ class TimedEvents {
     float milliseconds = 0;
     const cudaError_t error = cudaEventElapsedTime(&milliseconds, event(from), event(to));
     if (error == cudaErrorNotReady) {
-      (void)cudaGetLastError();  // no failure of anybody's
+      (void)cudaGetLastError();  // not an error: CUDA must not report it at the next call
       return std::nullopt;
     }
     C10_CUDA_CHECK(error);
@@ -198,7 +200,8 @@ class TimedEvents {
   std::vector<uint32_t> free_;
 };
 
-// An allocation whose address was moved to another place modulo kAlignmentBytes; owns the one it lies in.
+// The deleter of memory that begins some bytes behind the start of its allocation, for the sake of its address modulo
+// kAlignmentBytes. The memory's context owns the allocation.
 void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
 
 // The allocation that the memory lies in.
@@ -257,8 +260,8 @@ class CudaBackend final : public Backend {
                                    StreamTable::instance().at(stream).raw()));
   }
 
-  // By the deleter, as the native allocator itself knows its memory: tensors that came through DLPack, the CUDA array
-  // interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
+  // Recognises the memory by its deleter, as the native allocator does. Tensors that came through DLPack, the CUDA
+  // array interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
   bool owns(MemoryRef memory) const override {
     const c10::DeleterFnPtr deleter = allocation_of(memory).get_deleter();
     return deleter == c10::cuda::CUDACachingAllocator::get()->raw_deleter() || is_marked(deleter);
@@ -266,13 +269,13 @@ class CudaBackend final : public Backend {
 
   void note_use(MemoryRef memory, StreamId stream) override {
     const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
-    // cudaMallocAsync's allocator takes no other's memory, and says so with an error.
+    // cudaMallocAsync's allocator raises an error for memory that is not its own.
     if (!torch_stream || !owns(memory)) return;
     c10::cuda::CUDACachingAllocator::get()->recordStream(allocation_of(memory), *torch_stream);
   }
 
-  // Which stream fills memory that was allocated on one of the program's own (an ExternalStream) is not asked: its
-  // owner may have destroyed it since.
+  // The stream of memory that was allocated on an external stream is not returned, since its owner may have destroyed
+  // it.
   MemoryOrigin origin_of(MemoryRef memory) override {
     if (!listen_to_cuda_allocator()) {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
@@ -298,13 +301,13 @@ class CudaBackend final : public Backend {
     TORCH_INTERNAL_ASSERT(false, "a step on a GPU never asks for a point's status");
   }
   bool is_lasting(StreamId stream) override {
-    // Asked at each save: of the same stream, nearly always.
+    // Called at each save, nearly always for the same stream.
     thread_local std::pair<StreamId, bool> latest{kNoStream, true};
     if (latest.first != stream) latest = {stream, !StreamTable::instance().at(stream).is_external()};
     return latest.second;
   }
   bool is_capturing() override {
-    // Asked several times at each save: the default stream, which no capture can be of, must not cost a call of CUDA.
+    // Called several times at each save. For the default stream, which cannot be captured, no call of CUDA is made.
     const cudaStream_t current = c10::cuda::getCurrentCUDAStream(device_).stream();
     if (current == nullptr) return false;
     return is_capturing_raw(current);

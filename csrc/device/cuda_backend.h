@@ -1,17 +1,16 @@
 // CudaBackend: one CUDA device and pinned (or plain) host memory, over c10/cuda and the CUDA runtime.
 // Ownership:     one backend per device; its two streams and all events live for the process.
 // Thread safety: every method, any thread. No mutex that another stream's users need is held over a call that may
-// block,
-//                and none is held while the GIL is asked for.
+//                block, and none is held while the GIL is asked for.
 // Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
 // Not handled:   copies under stream capture; memory that is not the caching allocator's (owns() denies it).
 //
 // Note [Event ring]
 // A stream's points are recorded into a ring of kEventsPerStream events, in turn. A point older than the ring is waited
-// for through the oldest event in it: a later point of the same stream, whose reaching implies the older one's. So no
-// event is counted or looked for, and one is never waited for in a meaning that it lost: also not one that is recorded
-// anew between the look at the ring and the wait.
+// for through the oldest event in it: that event stands for a later point of the same stream, and once that one is
+// reached the older one is reached too. So no references to events are counted, and no list of free ones is searched.
+// If an event is recorded anew between the look at the ring and the wait, the wait is only for a still later point.
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>
@@ -21,10 +20,10 @@
 
 namespace torchoffload {
 
-// Is there a CUDA device? Does not initialise CUDA further than counting.
+// Is there a CUDA device? Counts the devices, and initialises CUDA no further.
 bool cuda_available();
 
-// A context is entered: from here on each allocation is known. Does not initialise CUDA.
+// Call it when a context is entered: from then on the allocator's allocations are noted. Does not initialise CUDA.
 void note_entry_on_cuda();
 
 // The backend of a device, made at first use.

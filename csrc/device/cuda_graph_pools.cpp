@@ -44,17 +44,17 @@ class GraphPools {
 
  private:
   std::mutex mutex_;
-  std::set<GraphPool> pools_;        // an id is never given twice, so those that are gone do no harm
-  std::map<size_t, size_t> ranges_;  // from the first address to the one behind the last
+  std::set<GraphPool> pools_;        // ids are never used again, so those of pools that are gone do no harm
+  std::map<size_t, size_t> ranges_;  // maps a segment's first address to the address behind its last byte
   std::atomic<bool> has_ranges_ = false;
 };
 
 }  // namespace
 
 bool graph_pools_may_have_changed() {
-  // Before CUDA is initialised there are no trees; and another allocator has no private pools that could be looked at.
+  // Before CUDA is initialised there are no trees. Another allocator has no private pools that could be looked at.
   if (!listen_to_cuda_allocator()) return false;
-  thread_local uint64_t seen = 0;  // by each thread, which has trees of its own
+  thread_local uint64_t seen = 0;  // for each thread, since each has trees of its own
   const uint64_t now = cuda_segment_changes();
   return std::exchange(seen, now) != now;
 }

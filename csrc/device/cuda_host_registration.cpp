@@ -17,13 +17,14 @@ namespace {
 
 std::string reason(cudaError_t error) {
   if (error == cudaSuccess) return {};
-  (void)cudaGetLastError();  // it is told here, and not to the next caller who asks
+  (void)cudaGetLastError();  // the caller gets the reason; the next call of CUDA must not report it again
   return cudaGetErrorString(error);
 }
 
-// For driver calls of the arena's thread, which has no device of its own and may run while another thread captures a
-// CUDA graph. Made on a device that has a context, since the call would else make one on the first; and declared no
-// part of any capture, which would else be invalidated: see cudaThreadExchangeStreamCaptureMode.
+// For driver calls of the arena's thread, which has no current device and may run while another thread captures a CUDA
+// graph. Its scope has a device with a context as the current one, since the call would otherwise create a context on
+// the first device. And it declares that the call is no part of a capture, which would otherwise be invalidated: see
+// cudaThreadExchangeStreamCaptureMode.
 class ApartFromCaptures {
  public:
   ApartFromCaptures() {
@@ -36,7 +37,7 @@ class ApartFromCaptures {
   std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed_;
 };
 
-// The NUMA node of the devices that this process uses; nullopt: they are at different ones, or it is not known.
+// The NUMA node of the devices that this process uses; nullopt: they are at different nodes, or it is not known.
 std::optional<int> node_of_devices_in_use() {
   std::optional<int> node;
   for (c10::DeviceIndex index = 0; index < c10::cuda::device_count(); ++index) {

@@ -16,7 +16,8 @@ namespace {
 
 using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
 
-// Not while a CUDA graph is being captured: the wait would spoil it, and nothing that is saved meanwhile moves.
+// Does nothing while a CUDA graph is being captured: the wait would invalidate the capture, and nothing that is saved
+// meanwhile moves.
 void wait_for_devices_in_use() {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
   const c10::cuda::CUDAStreamCaptureModeGuard apart_from_captures(cudaStreamCaptureModeRelaxed);
@@ -41,7 +42,7 @@ class Listener {
     if (!allocator->initialized()) return false;
     const std::lock_guard lock(attach_mutex_);
     if (state_.load(std::memory_order_relaxed) == State::NotAsked) {
-      const bool is_native = allocator->name() == "native";  // an allocator in use stays for the life of the process
+      const bool is_native = allocator->name() == "native";  // an allocator that is in use is never exchanged
       if (is_native) {
         must_settle_.store(true, std::memory_order_relaxed);
         allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { note(entry); });
@@ -74,7 +75,7 @@ class Listener {
     ska::flat_hash_map<size_t, CudaAllocation> allocations;  // in use, by address
   };
 
-  // Runs under the allocator's lock, at each allocation of the process: it must call nothing that allocates on a
+  // Runs under the allocator's lock, at each allocation of the process. It must not call anything that allocates on a
   // device.
   void note(const TraceEntry& entry) {
     switch (entry.action_) {
@@ -97,7 +98,8 @@ class Listener {
     }
   }
 
-  // The stream of an allocation is the current one, but for those that name another; of these the default one is known.
+  // An allocation is made on the current stream unless the caller names another one. Of those only the default stream
+  // is known here.
   void add(const TraceEntry& entry) {
     CudaAllocation allocation{next_number_.fetch_add(1, std::memory_order_relaxed), entry.stream_, std::nullopt};
     if (entry.stream_ != nullptr) {
@@ -115,7 +117,7 @@ class Listener {
   std::atomic<State> state_ = State::NotAsked;
   std::atomic<bool> must_settle_ = false;
   std::atomic<uint64_t> next_number_ = 1;
-  std::atomic<uint64_t> segment_changes_ = 1;  // before the first question: 0
+  std::atomic<uint64_t> segment_changes_ = 1;  // from 1, since a thread that never asked has 0
   std::array<Table, C10_COMPILE_TIME_MAX_GPUS> tables_;
 };
 

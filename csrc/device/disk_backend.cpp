@@ -18,7 +18,7 @@ DiskBackend::DiskBackend(std::string directory, DiskBackendOptions options)
 
 DiskBackend::~DiskBackend() {
   if (fork_guard_.inherited()) return;
-  // Each queue's jobs may run after the other's, so both are empty before either goes.
+  // Jobs of either queue may wait for jobs of the other one, so both are emptied before either is destroyed.
   synchronize(record(offload_));
   synchronize(record(reload_));
 }

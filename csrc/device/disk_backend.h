@@ -2,9 +2,8 @@
 // Ownership:     owns its spill file and its queues. It touches a copy's memory until the copy's point is reached: the
 //                engine holds it until then.
 // Thread safety: every method, any thread; none touches Python, so those that block are called without the GIL.
-// Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. wait(host,
-// ...)
-//                blocks the caller. Host points are always reached: what the host did is done.
+// Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. A wait of
+//                the host's stream blocks the calling thread. A point of the host's stream is always reached.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main]. Its threads are stopped with the process, wherever
 //                they are: they touch only the file, what they copy and their queue, none of which is destroyed.
 // Not handled:   CUDA tensors.
@@ -36,11 +35,12 @@ class DiskBackend final : public Backend {
 
   SpillFile& store() { return store_; }
 
-  // No slot is in use, and no copy on its way. False in a forked child of the process that made it.
+  // Is no slot in use, and no copy on its way? False in a forked child of the process that made the backend.
   bool is_idle() const;
 
-  // Gives up what nothing uses: disk, and with the last of it the file; threads. The next copy makes them anew. Returns
-  // the bytes of disk given back. May block: called without the GIL, by any thread, also while others copy.
+  // Gives back what nothing uses: space on the disk, the file once it is empty, and the threads. The next copy makes
+  // them anew. Returns the bytes of disk given back. May block: call it without the GIL. Other threads may copy
+  // meanwhile.
   uint64_t trim();
 
   std::string device() const override { return "cpu"; }
@@ -52,7 +52,7 @@ class DiskBackend final : public Backend {
   void wait(StreamId waiter, Point point) override;
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
 
-  // On the host's stream they are done on return, in which time they block.
+  // A copy on the host's stream blocks, and is done when the call returns.
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
 

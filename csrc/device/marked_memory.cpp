@@ -11,7 +11,7 @@ namespace {
 
 struct Mark {
   uint64_t allocation = 0;
-  c10::DeleterFnPtr deleter = nullptr;  // the memory's own
+  c10::DeleterFnPtr deleter = nullptr;  // the memory's original one
 };
 
 class Marks {
@@ -19,7 +19,7 @@ class Marks {
   static Marks& instance() {
     static Marks* const leaked = [] {
       auto* const marks = new Marks;
-      // Memory is freed in a forked child too, so the table must not be locked there by a thread that it has not.
+      // A forked child frees memory too. There the lock must not be held by a thread that exists only in the parent.
       pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                      [] { instance().mutex_.unlock(); });
       return marks;
@@ -49,7 +49,7 @@ class Marks {
   }
 
  private:
-  std::mutex mutex_;                       // guards the two below; nothing is freed under it
+  std::mutex mutex_;                       // guards the two below; no memory is freed while it is held
   ska::flat_hash_map<void*, Mark> marks_;  // by the memory's context
   uint64_t count_ = 0;
 };

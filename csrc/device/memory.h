@@ -1,8 +1,8 @@
-// Memory: a share in memory that belongs to a storage of PyTorch's, for floors that are compiled without its headers.
+// Memory: a share in the memory of a PyTorch storage, for floors that are compiled without PyTorch's headers.
 // Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
-//                may go, but the address of the storage is given to no other one meanwhile.
+//                may be freed, but the address of the storage is given to no other storage meanwhile.
 // Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL.
-// Not handled:   a storage may be resized by the program at any time: data() and nbytes() say what is so now.
+// Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
 // What is declared here is defined in torch_memory.cpp.
 #pragma once
@@ -26,7 +26,7 @@ class MemoryRef {
   explicit operator bool() const { return storage_ != nullptr; }
   const std::byte* data() const;
   uint64_t nbytes() const;
-  // The storage that the memory belongs to; it names the memory for as long as somebody holds a Memory or WeakMemory.
+  // The storage that the memory belongs to. Its address names the memory while a Memory or WeakMemory of it exists.
   c10::StorageImpl* storage() const { return storage_; }
 
   friend bool operator==(const MemoryRef&, const MemoryRef&) = default;
@@ -51,13 +51,13 @@ class Memory {
     if (memory_) give_up();
   }
 
-  // The share that who calls has in `storage` becomes this one's.
+  // Takes over the caller's share in `storage`.
   static Memory of_share(c10::StorageImpl* storage) {
     Memory memory;
     memory.memory_ = MemoryRef(storage);
     return memory;
   }
-  // The share becomes that of who calls: nobody gives it up unless they do.
+  // Hands the share over to the caller. If the caller drops the pointer, the memory is leaked.
   c10::StorageImpl* release() { return std::exchange(memory_, {}).storage(); }
 
   explicit operator bool() const { return static_cast<bool>(memory_); }
@@ -91,7 +91,7 @@ class WeakMemory {
   explicit operator bool() const { return storage_ != nullptr; }
   const c10::StorageImpl* storage() const { return storage_; }
   size_t share_count() const;  // 0: the memory is gone
-  Memory lock() const;         // empty where it is gone
+  Memory lock() const;         // empty if the memory is gone
 
  private:
   void give_up();
@@ -99,7 +99,7 @@ class WeakMemory {
   c10::StorageImpl* storage_ = nullptr;
 };
 
-// Memory that was marked once and is recognised again, for as long as its storage lives. Holds it weakly.
+// A set of storages, which it holds weakly. A storage is in it from insert() on, for as long as it lives.
 class MemorySet {
  public:
   MemorySet();

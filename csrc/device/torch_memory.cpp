@@ -10,7 +10,7 @@ namespace {
 using Strong = c10::intrusive_ptr<c10::StorageImpl>;
 using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Calls `use` with the weak reference that `storage` stands for, which stays as it is.
+// Calls `use` with the weak reference that `storage` stands for. The reference count is unchanged afterwards.
 template <typename Use>
 auto with_weak(c10::StorageImpl* storage, Use use) {
   Weak weak = Weak::reclaim(storage);
@@ -62,10 +62,10 @@ Memory make_memory(c10::DataPtr data, uint64_t nbytes) {
 struct MemorySet::Entries {
   static constexpr size_t kSmallest = 64;
 
-  // Flat, since several are looked into at each save, and what a step did before has taken the caches.
+  // A flat map: each save looks into several of these sets, and finds little of them in the CPU's caches.
   using Map = ska::flat_hash_map<const c10::StorageImpl*, WeakMemory>;
 
-  // Forgets the storages that are gone, each time the set has doubled.
+  // Forgets the storages that are gone. Called each time that the set has doubled.
   void prune() {
     Map alive;
     for (auto& entry : map) {

@@ -1,4 +1,6 @@
-// From PyTorch's storages to Memory, and back.
+// torch_memory: converts between PyTorch's storages and the Memory of memory.h.
+// Ownership:     memory_of() and storage_impl() borrow. The other functions take over what they are given.
+// Thread safety: every function, any thread.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -1,4 +1,4 @@
-// ContextState: what one OffloadActivations stands for below Python: its options, its budget and its warnings.
+// ContextState: the options, the budget and the warnings of one OffloadActivations, below Python.
 // Ownership:     shared by the Python object and by the tapes that were opened under it, whichever lives longer.
 // Thread safety: needs the GIL.
 #pragma once
@@ -31,23 +31,23 @@ struct ContextOptions {
   std::string disk_dir;  // with Placement::Disk
   std::optional<uint64_t> budget_bytes;
   OnFull on_full = OnFull::Keep;
-  // Of offload_modules.
-  double fraction = 1;       // of a tape's bytes, the earliest first, as the tape before it had them
-  bool only_inputs = false;  // of what is saved only that which admit() named
+  // Set by offload_modules.
+  double fraction = 1;       // this share of a tape's bytes moves, the earliest first, as the tape before it had them
+  bool only_inputs = false;  // only storages that Context::admit() was given move
 };
 
-// Each is given at most once per context.
+// A context gives each of these warnings at most once.
 enum class Warning : uint8_t { NoEngine, Full, WriteFailed, kCount };
 
 struct ContextState {
   ContextOptions options;
-  uint64_t charged_bytes = 0;  // of the budget, by records that are to be moved or were
+  uint64_t charged_bytes = 0;  // what records that are to move, or have moved, take of the budget
   MemorySet exempt;            // storages of `model`'s parameters and buffers
   std::array<bool, static_cast<size_t>(Warning::kCount)> warned{};
   std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; where `fraction` is set
   std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
-  uint32_t module = 0;                                       // that the save under way is counted for
-  std::vector<std::string> warnings;  // to be given once the operation has ended, since that runs Python
+  uint32_t module = 0;                                       // the module that the present save is counted for
+  std::vector<std::string> warnings;  // given to Python once the operation has ended, since that runs Python code
 
   void warn_once(Warning kind, std::string text) {
     if (!std::exchange(warned[static_cast<size_t>(kind)], true)) warnings.push_back(std::move(text));

@@ -1,4 +1,6 @@
-// What offload.cpp and reload.cpp both need of a copy that they enqueue: its end, and its time where that is wanted.
+// CopyTime: what offload.cpp and reload.cpp both need of a copy that they enqueue: its end, and its time where wanted.
+// Ownership:     a CopyTime holds two timed points until enter() hands them on, or its user gives them back.
+// Thread safety: enter() needs the GIL; time_if() and end_of_copy() may block and are called without it.
 #pragma once
 
 #include <exception>
@@ -8,7 +10,7 @@
 
 namespace torchoffload {
 
-// The time of a copy, on the stream that makes it.
+// When a copy begins and ends, on the stream that makes it.
 struct CopyTime {
   bool is_wanted = false;
   TimedPoint begin, end;
@@ -24,8 +26,8 @@ inline TimedPoint time_if(bool is_wanted, Backend& backend, StreamId stream) {
   return is_wanted ? backend.record_timed(stream) : TimedPoint{};
 }
 
-// Of a copy that was enqueued just now. Nobody knows without it when the copy's memory may be used again, so a failure
-// is met by a second try.
+// The point at the end of a copy that was enqueued just now. Without this point it is not known when the copy's memory
+// may be used again, so recording it is tried a second time where the first one fails.
 inline Point end_of_copy(Backend& backend, StreamId stream) {
   try {
     return backend.record(stream);

@@ -52,14 +52,14 @@ void Engine::close_tape(TapeId id) {
   if (!is_inherited()) timeline_.note_close(number);  // may block
 }
 
-// Storages are looked at, not held: the last reference to one may be dropped by another thread meanwhile, and dropping
-// it is not for here.
+// Storages are looked at through weak references. A strong one could become the last one while another thread drops its
+// own, and the storage would be freed here, in the middle of this loop over the ledger.
 void Engine::tell_closed(TapeId id) {
   TapeInfo& info = tapes_[id.index];
   const bool learns = info.context->options.learn;
   const Tape& tape = ledger_.tape(id);
   std::vector<uint64_t> last_save(learns ? info.record_count : 0, 0);
-  uint64_t next_number = 0;  // records are numbered by their first saves
+  uint64_t next_number = 0;  // records are numbered in the order of their first saves
   for (uint64_t number = tape.first_save; number < tape.end_save(); ++number) {
     const RecordId record_id = tape.save(number).record;
     if (!ledger_.is_live(record_id)) continue;
@@ -72,7 +72,8 @@ void Engine::tell_closed(TapeId id) {
     const size_t owners = held.identity.share_count();
     const bool is_last_of_storage = record.next_same_storage == UINT32_MAX;
     if (owners == 0 && is_last_of_storage) count(info.row, &TapeRow::bytes_away, record.identity.nbytes);
-    // A graph holds handles, no storage; we hold one where the source is still here.
+    // Autograd's graph holds handles and no storage. The engine itself holds the storage while the source is still
+    // here.
     const bool is_held = record.state == RecordState::Resident || record.state == RecordState::Offloading;
     if (learns && owners > (is_held ? 1U : 0U)) lessons_.outlived(held.identity);
   }

@@ -1,19 +1,21 @@
-// Engine: carries out, for one device and tier, what its parts say: the sequence of a save, its copies, and its end.
+// Engine: moves what is saved on one device to one tier and back. Its parts decide; the engine carries their decisions
+// out, from the pack of a saved tensor to the release of its record.
 // Ownership:     what each record holds, by the record's index. Backends and stores are borrowed and live for the
 //                process; so does the engine.
-// Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: operations of other
-//                threads may come between, so the ledger is read again after it. A record whose copy is being enqueued
-//                is held (Ledger::hold) so that it is not released meanwhile.
+// Thread safety: needs the GIL. A call that may block, such as one that enqueues a copy, releases the GIL for that time
+//                (BlockingSection). Operations of other threads may run meanwhile, so the ledger is read again after
+//                it. A record whose copy is being enqueued is held (Ledger::hold), and is not released meanwhile.
 //                See Note [Copies that others come between].
-// Failures:      what throws leaves ledger, windows, slots and budgets as if it had not been called; release() never
-//                throws.
-// Stream order:  every wait is made by its StreamOrder, and named by its Rule.
+// Failures:      a call that throws leaves ledger, windows, slots and budgets as if it had not been made. release()
+//                never throws.
+// Stream order:  every wait is made by the engine's StreamOrder, and is named by its Rule.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
 //
-// The engine knows no tensors. What it is given of one is memory (Memory), a version counter, and numbers.
+// The engine knows no tensors. Of a tensor it is given the memory (Memory), the version counter, and numbers.
 //
-// Its parts: Ledger (who holds what), Windows (what leaves or comes next), Lessons (what earlier steps say), SlotBudget
-// (may it have a slot), StreamOrder (waits), TapeTimes and Timeline (times), HeldRecord (what one record holds).
+// Its parts are Ledger (records, handles, tapes and their states), Windows (which copy to wait for, what to reload
+// next), Lessons (what earlier steps teach), SlotBudget (whether a record may have a slot), StreamOrder (waits),
+// TapeTimes and Timeline (times), and HeldRecord (what is held of one record).
 #pragma once
 
 #include <memory>
@@ -49,20 +51,20 @@ namespace torchoffload {
 // One handle's share in a record.
 struct RecordHandle {
   RecordId record;
-  uint64_t save = 0;        // its number in the tape
-  uint32_t seen_epoch = 0;  // the reload that it was given; see Ledger::mark_seen
+  uint64_t save = 0;        // the number of the handle's save in its tape
+  uint32_t seen_epoch = 0;  // the reload whose bytes the handle was given last; see Ledger::mark_seen
 };
 
-// What is saved, as the engine is told of it.
+// One save of a tensor, as the engine is told of it.
 struct SavedBytes {
   MemoryRef memory;
-  Span span;                        // of the memory, in bytes, that the save reaches
+  Span span;                        // the bytes of the memory that the saved tensor reaches
   Extent extent = Extent::Storage;  // whether a record must stand for all of the memory, or for `span` at least
   uint64_t itemsize = 1;
-  uint8_t dtype = 0;  // PyTorch's number of it
-  uint8_t dim = 0;    // how many dimensions
+  uint8_t dtype = 0;  // PyTorch's number for the dtype
+  uint8_t dim = 0;    // the number of dimensions
   VersionRef version;
-  VersionRef wrapper;  // of the wrapper subclass that it is an inner tensor of, or none
+  VersionRef wrapper;  // the version of the wrapper subclass that the tensor is an inner tensor of, or none
 };
 
 class Engine {
@@ -80,30 +82,41 @@ class Engine {
   const Ledger& ledger() const { return ledger_; }
   Lessons& lessons() { return lessons_; }
   Timeline& timeline() { return timeline_; }
-  void forget_learned_steps();  // for tests: as in a new process
+  void forget_learned_steps();  // for tests: nothing is known of earlier steps, as in a new process
 
-  // True in a forked child of the process that made it: nothing behind it works there; see Note [Forked children].
+  // True in a forked child of the process that made this engine: no device, store or thread behind it works there. See
+  // Note [Forked children].
   bool is_inherited() const { return fork_guard_.inherited(); }
 
-  // Before a tape is opened. Waits, once in a process, for what the device was given before we knew of its memory (R2).
-  // May block.
+  // Call it before a tape is opened. Once in a process it blocks the host until the device has finished all work that
+  // it was given before the engine listened to its allocator (R2).
   void settle();
 
-  // Before a tape is opened, and while none is alive: tells the store what is known of the next step's need. May block.
+  // Call it before a tape is opened. While no tape is alive but those that were left behind, it brings the store to the
+  // size that the next step is expected to need. May block.
   void fit_store(ContextState& context);
 
-  // A CUDA graph is being captured: nothing is taken from the system in the background until the next step. May block.
+  // Call it when a CUDA graph is being captured. Until the next step no memory is taken from the system in the
+  // background. May block.
   void hold_growth() { slots_.hold_growth(); }
 
-  // Tapes.
+  // ---- tapes ----
+
+  // Opens a tape for the saves of one forward on one thread. First gives back what graph tasks that have ended had
+  // reloaded, and learns from the times of tapes that are gone. May block.
   TapeId open_tape(std::shared_ptr<ContextState> context);
-  void close_tape(TapeId tape);  // nothing happens when it is closed already
+  // No save joins the tape any more. Does nothing for a tape that is closed already. May block while profile() is on.
+  void close_tape(TapeId tape);
   void close_tape_of(RecordId record) { close_tape(ledger_.record(record).tape); }
   bool is_open(TapeId tape) const { return ledger_.is_open(tape); }
-  void forward_ended(TapeId tape);  // of a tape that was closed as its context was left
+  // Call it after the tape was closed because its context was left: starts to reload for the backward that is expected
+  // next. May block.
+  void forward_ended(TapeId tape);
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
-  // A save. Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
+  // ---- saves ----
+
+  // Joins the record that stands for these bytes, or makes one, whose copy is then pending on this thread.
   // Returns nullopt when there is none to join, what would move is below the minimum, and moving it would free nothing.
   // Throws std::runtime_error when the budget is spent and the user asked for an error.
   std::optional<RecordHandle> pack(const SavedBytes& saved, TapeId tape);
@@ -112,17 +125,18 @@ class Engine {
   // is held. May block.
   DeviceBytes unpack(RecordHandle& handle, bool in_backward);
 
-  // A backward of this thread asked for a saved tensor that is no engine's: reloads go on for the tape that it is in.
+  // Call it when a backward of this thread asks for a saved tensor that was kept outside of any engine: reloads go on
+  // for the tape that the thread asked last. May block.
   static void go_on_reloading();
 
-  // A handle died.
+  // Call it when a handle dies. May block, unless copies complete in the background.
   void release(const RecordHandle& handle);
 
-  // Enqueues this thread's pending copies of operators that have ended. Those that packed under `leaving`, a context at
-  // its exit, have. May block.
+  // Enqueues this thread's pending copies whose operators have ended. `leaving` is a context at its exit: the operators
+  // that packed under it have all ended. May block.
   static void flush_pending(const ContextState* leaving = nullptr);
 
-  // Rows of the tapes that are alive.
+  // Appends the rows of the tapes that are alive.
   void append_live_rows(std::vector<TapeRow>& rows) const;
 
  private:
@@ -130,13 +144,14 @@ class Engine {
     TapeId id;
     std::shared_ptr<ContextState> context;
     TapeRow row;
-    uint64_t number = 0;  // in the order of opening
+    uint64_t number = 0;  // counts the tapes in the order of opening
     uint64_t record_count = 0;
-    uint64_t eligible_bytes = 0;  // of its records, also those beyond the context's fraction
-    int asked_by = kNoGraphTask;  // the graph task that asked last, and what it reloaded is not given back yet
+    uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
+    int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
   };
-  // A graph task that asked this engine for something. What `ended` refers to dies with it, however it ends.
+  // A graph task that asked this engine for bytes. The object of `ended` is destroyed with the graph task, whether that
+  // succeeds or fails.
   struct AskingTask {
     int id = kNoGraphTask;
     std::weak_ptr<const void> ended;
@@ -144,7 +159,7 @@ class Engine {
   struct OffloadCopy;
   struct ReloadCopy;
 
-  // While it lives, its record is not released.
+  // While a Hold lives, its record is not released.
   class Hold {
    public:
     Hold(Engine& engine, RecordId id) : engine_(&engine), id_(id) { engine.ledger_.hold(id); }
@@ -163,96 +178,179 @@ class Engine {
   ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
   bool was_resized(RecordId id) { return held(id).was_resized(ledger_.record(id), backend_); }
 
-  // Tapes and times: engine.cpp.
-  void tell_closed(TapeId tape);   // what of its memory is away, and what lives on without us
-  void tape_is_gone(TapeId tape);  // with its last record
-  void count_left_behind();        // for stats()
-  void learn_times();              // of tapes that have gone, as far as the device has come
-  Timeline::Entry entry(EntryKind kind, RecordId id);
-  void mark(EntryKind kind, RecordId id, StreamId stream);  // a moment of the timeline. May block
+  // ---- tapes and times: engine.cpp ----
 
-  // A save: pack.cpp.
+  // Tells Lessons of the closed tape: when each record was saved last, and which storages are alive without us. Counts
+  // in the tape's row the bytes that the device was freed of.
+  void tell_closed(TapeId tape);
+  // Forgets a tape that is closed and whose last record was released.
+  void tape_is_gone(TapeId tape);
+  // Brings the statistics' count of tapes that were left behind up to date.
+  void count_left_behind();
+  // Hands to Lessons the times of timed tapes that are gone and whose end the device has reached.
+  void learn_times();
+  // An entry of the timeline for this record, without its times. Empty while the timeline is off.
+  Timeline::Entry entry(EntryKind kind, RecordId id);
+  // Enters the present moment of a stream into the timeline, if that is on. May block.
+  void mark(EntryKind kind, RecordId id, StreamId stream);
+
+  // ---- a save: pack.cpp ----
+
+  // Adds a handle to a record that stands for the saved bytes already.
   RecordHandle join(RecordId id, const SavedBytes& saved, StreamId stream);
+  // Makes a record of the bytes `moved`, with its first handle.
   RecordHandle add_record(const SavedBytes& saved, const Identity& identity, const Span& moved, StreamId allocated_on,
                           TapeId tape);
-  Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);  // may give a warning, or raise what is full
+  // Where a new record is to be. Where the budget is spent, it notes a warning for the user or throws, as on_full says.
+  Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
+  // Why the tape's next record is to be kept by what earlier steps taught, or None. Tells Lessons of the record.
   Reason learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
+  // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
   bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
+  // Fills in what the engine holds of a new record, charges its budget, and lists it as pending on this thread. A
+  // record that is kept is listed too: where it counts towards the offload window, the window is drained when its turn
+  // comes.
   void fill_record(RecordId id, const SavedBytes& saved, StreamId allocated_on);
+  // Counts a record that is kept from its first save on. One that was kept as needed_soon, tape_end or small_copy
+  // counts towards the windows.
   void count_kept_from_start(RecordId id);
-  void note_kept(RecordId id, Reason why, uint64_t nbytes);  // for stats()
+  // Counts for stats() that a record, or a save that joined a kept one, stays.
+  void note_kept(RecordId id, Reason why, uint64_t nbytes);
 
-  // Out: offload.cpp.
+  // ---- copies out: offload.cpp ----
+
+  // Enqueues one pending copy, if its record still is to move, and waits as far as the offload window asks for it. May
+  // block.
   void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
+  // What the calls that enqueue the copy need, read with the GIL held.
   OffloadCopy plan_offload(RecordId id, StreamId stream, StreamId ordered_after);
+  // Adds to it the waits that the offload window will ask for.
   void plan_window_waits(RecordId id, OffloadCopy& copy);
-  void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;  // without the GIL
+  // Makes these calls. Called without the GIL, and may block.
+  void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;
+  // Enters a copy that was enqueued into ledger, windows and counts. May block where the offload window is full.
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
-  bool is_pending(RecordId id);  // is its copy still to be enqueued?
+  // Is the record's copy still to be enqueued?
+  bool is_pending(RecordId id);
   bool is_offloading(RecordId id) { return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading; }
-  std::optional<Slot> acquire_slot(RecordId id,
-                                   std::vector<Point>& guards);  // may block; nullopt: not pending any more
+  // A slot for the record, with the points that guard it. Grows the store where it has no room, which may block.
+  // nullopt: the record is not pending any more, for example because the store could not grow and it is kept.
+  std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
+  // The guards that the copy's stream has still to wait for. Where copies complete in the background, the wait is made
+  // here, which may block, and none is returned.
   std::span<const Point> guards_to_wait_for(StreamId stream, std::vector<Point>& guards);
-  void drain_window(uint64_t window_bytes, uint64_t kept_bytes);  // waits, oldest copy first, until it is within
-  void drain_window_of(RecordId id);                              // as its tape's limits say
-  void finish_offload(RecordId id);                               // its source is given up
+  // Waits for copies out, oldest first, until those in flight and what is kept fit in the window. May block.
+  void drain_window(uint64_t window_bytes, uint64_t kept_bytes);
+  // The same with the present limits of the record's tape. May block.
+  void drain_window_of(RecordId id);
+  // The source's stream waits for the copy out by now, or the copy has ended. Drops the source, or keeps the record
+  // where the source was resized or the write failed.
+  void finish_offload(RecordId id);
   void leave_offload_window(RecordId id) { windows_.offload_left(ledger_.record(id).nbytes()); }
-  void keep(RecordId id, Reason why);  // it stays after all, and its slot goes back
+  // The record stays on the device after all. Its slot and its share of the budget go back. Never blocks.
+  void keep(RecordId id, Reason why);
 
-  // What a backward asks for: unpack.cpp. A function for each state that a record may be in. Each may block; nullopt:
-  // the state is to be read again.
+  // ---- what a backward asks for: unpack.cpp ----
+
+  // There is one function for each state that a record may be in. Each may block. Those that return an optional return
+  // nullopt where the state has to be read again.
   struct Ask;
+  // Notes which save a backward asks for, and returns to their slots the records that it passed by.
   void backward_asks(Ask& ask);
+  // Notes the first ask of a tape's backward. Where another backward was expected, what was reloaded for that one goes
+  // back to its slots.
   void backward_begins(TapeId tape);
-  // `also`, here and below: a wait that is made among the calls of a reload, if one is started.
+  // A wait that is to be made among the calls of a reload, if one is started: the GIL is then released once for both.
   using AlsoWait = std::optional<StreamOrder::Wanted>;
+  // Starts reloads ahead of the consumer, once for each ask. Returns whether it did so now: it may have blocked then.
   bool prefetch_for(Ask& ask, const AlsoWait& also = {});
-  std::optional<DeviceBytes> unpack_source(Ask& ask);
-  std::optional<DeviceBytes> unpack_away(Ask& ask);
-  void wait_for_reload(Ask& ask);
-  std::optional<DeviceBytes> unpack_here(Ask& ask);
+  std::optional<DeviceBytes> unpack_source(Ask& ask);  // Resident or Offloading
+  std::optional<DeviceBytes> unpack_away(Ask& ask);    // Offloaded
+  void wait_for_reload(Ask& ask);                      // Reloading
+  std::optional<DeviceBytes> unpack_here(Ask& ask);    // Reloaded
+  // Returns the bytes after the allocator was told that the current stream uses them. Never blocks.
   DeviceBytes hand_out(RecordId id, const DeviceBytes& bytes);
-  void keep_if_resized(RecordId id);  // R10
-  void make_room();                   // device memory is short: drops what can be had again
+  // Keeps a record whose source was resized while its copy was under way (R10). Throws where the source has become too
+  // small. Never blocks.
+  void keep_if_resized(RecordId id);
+  // Device memory is short: drops buffers reloaded ahead, and sources on their way out, of every tape. May block.
+  void make_room();
 
-  // In: reload.cpp.
+  // ---- copies in: reload.cpp ----
+
   enum class Reload : uint8_t { AskedFor, Ahead };
+  // Starts the reloads of those records that are Offloaded. May block.
   void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {});
+  // What the calls that enqueue the copy need, read with the GIL held.
   ReloadCopy plan_reload(const Windows::Ahead& wanted, StreamId consumer);
+  // Allocates the buffers; of what is loaded ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
+  // Enqueues the copies that have buffers. Called without the GIL, and may block.
   void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const;
   void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const;
+  // Gives the buffer of a copy that was enqueued to the record, or retires it if another thread has reloaded the record
+  // meanwhile. Only the latter may block.
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
+  // Enters a reload into ledger, windows and counts.
   void begin_reload(const Windows::Ahead& started, Reload why);
-  void finish_reload(RecordId id);  // the consumer's stream has waited for it
+  // The consumer's stream waits for the reload by now. Throws where the store could not read what a consumer asked for;
+  // a read ahead that failed only puts the record back, to be read again.
+  void finish_reload(RecordId id);
+  // The bytes that an earlier consumer was given, if it still holds them.
   std::optional<DeviceBytes> lock_given_up(RecordId id) { return held(id).lock_given_up(ledger_.record(id)); }
 
-  // Ahead of the consumer: prefetch.cpp.
-  void prefetch(TapeId tape, const AlsoWait& also = {});  // once for each ask in backward
-  void prefetch_coming(uint64_t kept_bytes);              // the ends of the tapes that are expected next
-  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source,
-                    const AlsoWait& also = {});  // was all of the tape looked at?
-  void let_pass(TapeId tape, uint64_t place);    // R11
-  void pass_by(RecordId id);                     // what was reloaded ahead goes back to its slot. May block
-  void pass_by_others(TapeId tape);              // another backward was expected
-  void leave_reload_window(RecordId id) { windows_.reload_left(id, ledger_.record(id).nbytes()); }
-  void give_up_if_seen(RecordId id);  // R8: from here on the bytes are held weakly, until the next reload
-  void give_up(RecordId id);          // nothing happens where no slot could bring the bytes back
+  // ---- reloads ahead of the consumer: prefetch.cpp ----
 
-  // The ends of graph tasks: graph_tasks.cpp. All may block.
+  // Starts reloads ahead for a tape that was asked, and for the tapes after it, as far as the window goes. May block.
+  void prefetch(TapeId tape, const AlsoWait& also = {});
+  // Starts reloads of the ends of the tapes whose backwards are expected next. May block.
+  void prefetch_coming(uint64_t kept_bytes);
+  // Starts reloads of one tape as far as the window goes. Returns whether all of the tape was looked at. May block.
+  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also = {});
+  // Passes by what the consumer, now at `place`, has left behind it by more than the reload window (R11). May block.
+  void let_pass(TapeId tape, uint64_t place);
+  // Returns a record that was reloaded ahead to its slot, unused: its buffer is retired. May block.
+  void pass_by(RecordId id);
+  // Passes by what was reloaded ahead for tapes other than this one whose backwards have not begun. May block.
+  void pass_by_others(TapeId tape);
+  void leave_reload_window(RecordId id) { windows_.reload_left(id, ledger_.record(id).nbytes()); }
+  // Gives up the record's bytes if each live handle was given them (R8). May block.
+  void give_up_if_seen(RecordId id);
+  // From here on the bytes are held weakly, until the next reload. Does nothing where no slot could bring them back.
+  // May block.
+  void give_up(RecordId id);
+
+  // ---- the ends of graph tasks: graph_tasks.cpp ----
+
+  // Notes that the current graph task asks for the tape, and arranges for its end. May block.
   void note_asking(TapeId tape);
+  // Has autograd call back at the end of the graph task, to give back what it reloaded. Does nothing if it will
+  // already.
   void await_end_of(int graph_task);
+  // Gives back what ended graph tasks have reloaded: those that failed, and those whose reloads could not be given back
+  // when they ended. May block.
   void give_back_of_ended();
   enum class Ahead : uint8_t { GoesBack, Stays };
+  // Gives back what a graph task reloaded for the tapes that no other one has asked since: of all of them, or of one.
+  // `ahead` says whether what was reloaded ahead of its consumer goes back too. Returns whether all of it went back.
+  // May block.
   bool give_back(int graph_task, Ahead ahead);
   bool give_back(TapeId tape, int graph_task, Ahead ahead);
 
-  // The end of a record: release.cpp.
-  void reap();                        // takes note of what has ended since the last hook event
-  void let_go(RecordId id) noexcept;  // as release(), by who held the record
+  // ---- the end of a record: release.cpp ----
+
+  // Called at each hook event. Drops the retired memory that may be dropped by now. Where copies complete in the
+  // background, it also finishes the copies out that have ended, and never blocks; elsewhere it may block.
+  void reap();
+  // A hold ends, and with the last one a record without handles is released. May block as release() may.
+  void let_go(RecordId id) noexcept;
+  // Takes a record that is about to be released out of the windows.
   void leave_windows(RecordId id);
+  // A kept record is about to be released: what it counted towards the windows is subtracted again.
   void forget_learned(RecordId id);
+  // Drops all that was held of a record that the ledger has released: slot, budget, tape, and last the memory.
   void drop_held(RecordId id, const Ledger::DroppedHandle& dropped);
+  // Returns the record's slot to the store, with the points that guard its reuse. Never blocks.
   void release_slot(HeldRecord& held);
 
   const ForkGuard fork_guard_;
@@ -265,10 +363,10 @@ class Engine {
   Lessons lessons_;
   Timeline timeline_;
   TapeTimes times_;
-  size_t left_behind_count_ = 0;  // as stats() has it
+  size_t left_behind_count_ = 0;  // as the statistics count it
   uint64_t tapes_opened_ = 0;
   ChunkedVector<HeldRecord> held_;  // by record index; a reference stays valid while others are added
-  ChunkedVector<TapeInfo> tapes_;   // by tape index; likewise
+  ChunkedVector<TapeInfo> tapes_;   // by tape index; a reference stays valid likewise
   std::vector<AskingTask> asking_tasks_;
 };
 

@@ -1,15 +1,16 @@
 // R14: what a backward reloaded and did not use goes back to its slots when that backward ends.
 //
 // Note [Ends of graph tasks]
-// A graph task is one call of autograd's engine. It may ask for a part of a tape only: autograd.grad with inputs, one
-// of several branches, an exception. What it reloaded ahead would then fill the reload window for as long as the graph
-// lives, and what other handles of a record wait for would stay on the device, counted in no window.
-// Autograd calls back at the end of a graph task that succeeds. One that fails calls nobody, but drops its callbacks: a
-// token that only such a callback holds tells that it is over, and the next tape or graph task looks.
-// A graph task that freed its graph may have left another one of the same tape, such as the next micro-batch's, to
-// which the next graph task comes: what was reloaded ahead stays for that one, in the window, until another tape opens
-// or is asked. A tape belongs to the graph task that asked it last. What was reloaded for a tape whose backward is yet
-// to come has none, and stays, too.
+// A graph task is one call of autograd's engine. It may ask for only a part of a tape: autograd.grad with inputs, one
+// of several branches, a backward that raises. What it reloaded ahead would then fill the reload window for as long as
+// the graph lives, and what other handles of a record wait for would stay on the device without being counted in a
+// window. Autograd calls back at the end of a graph task that succeeds. A graph task that fails makes no callback, but
+// destroys its callbacks. So a token is put into the callback and into nothing else: once the token is gone, the graph
+// task is over. The next tape that opens, and the next graph task that asks, look for such tokens. A graph task that
+// freed its graph may have left another graph of the same tape, such as that of the next micro-batch, for the next
+// graph task. What was reloaded ahead stays in the window for that one, until another tape opens or is asked. A tape
+// belongs to the graph task that asked it last. A tape whose backward has not begun belongs to none, so what was
+// reloaded for it stays, too.
 #include <Python.h>
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace torchoffload {
 
 namespace {
 
-// Holds the GIL, on whichever thread.
+// Takes the GIL for its scope, on any thread.
 class WithGil {
  public:
   WithGil() : state_(PyGILState_Ensure()) {}
@@ -34,7 +35,7 @@ class WithGil {
 
 }  // namespace
 
-// Once per unpack in backward.
+// Called once for each unpack in a backward.
 void Engine::note_asking(TapeId tape) {
   const int graph_task = program::graph_task();
   ThreadState::current().asked = {this, tape, graph_task};
@@ -59,7 +60,6 @@ void Engine::await_end_of(int graph_task) {
   });
 }
 
-// Of graph tasks that failed, and what was not given back at the end of others. May block, as all below.
 void Engine::give_back_of_ended() {
   if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
   std::vector<int> ended;
@@ -72,7 +72,6 @@ void Engine::give_back_of_ended() {
   }
 }
 
-// Returns whether all of it was given back.
 bool Engine::give_back(int graph_task, Ahead ahead) {
   std::vector<TapeId> asked;
   for (const TapeInfo& tape : tapes_) {
@@ -85,7 +84,8 @@ bool Engine::give_back(int graph_task, Ahead ahead) {
   return is_all;
 }
 
-// A slot that I/O still writes to is waited for by nobody here: until it is complete the bytes stay.
+// A record whose slot is still being written is left as it is: no wait is made here, and its bytes stay on the device
+// until a later call.
 bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   std::vector<RecordId> reloaded;
   for (const Save& save : ledger_.tape(tape).saves) {
@@ -108,7 +108,7 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
     give_up(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
-  // Another graph task may have come to the tape meanwhile.
+  // Another graph task may have asked for the tape meanwhile.
   if (is_all && ledger_.has_tape(tape) && tapes_[tape.index].asked_by == graph_task)
     tapes_[tape.index].asked_by = kNoGraphTask;
   return is_all;

@@ -14,10 +14,10 @@ bool HeldRecord::was_resized(const Record& record, Backend& backend) const {
   return backend.origin_of(source.ref()).allocation != identity.allocation;
 }
 
-// Where a wrapper alone says that the bytes are the same, the tensor that the record was made of must be unchanged,
-// too.
+// A record may be joined because a save has the same wrapper. Then the tensor that the record was made of must be
+// unchanged too.
 bool HeldRecord::was_written_through_a_wrapper(const Record& record) const {
-  // A record whose copy was not enqueued yet stands for whatever the storage holds.
+  // A record whose copy is not enqueued yet stands for whatever the storage holds.
   if (record.state == RecordState::Resident || mutated(Mutant::IdentityChecksWrapper)) return false;
   return wrappers.changed() || (!wrappers.empty() && version.current() != record.identity.version);
 }
@@ -25,7 +25,7 @@ bool HeldRecord::was_written_through_a_wrapper(const Record& record) const {
 bool HeldRecord::slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams) {
   if (!record.has_slot) return false;
   const bool serves_source = bytes.memory && !bytes.is_buffer;
-  if (serves_source && was_resized(record, backend)) return false;  // perhaps under its copy (R10)
+  if (serves_source && was_resized(record, backend)) return false;  // perhaps while its copy was under way (R10)
   if (!streams.is_polled() || is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
   is_confirmed = backend.status(offload_end) == PointStatus::Reached && backend.failure(offload_end).empty();
   return is_confirmed;
@@ -45,7 +45,7 @@ std::optional<DeviceBytes> HeldRecord::lock_given_up(const Record& record) {
     given_up = {};
     return std::nullopt;
   }
-  // A source that the program emptied since is read from the slot, which was complete by then.
+  // A source that the program has emptied since is reloaded from the slot, which was complete before it was given up.
   if (!given_up_bytes.is_buffer && alive.nbytes() < record.span.end) return std::nullopt;
   DeviceBytes found = given_up_bytes;
   found.memory = std::move(alive);

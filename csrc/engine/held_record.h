@@ -1,7 +1,8 @@
-// HeldRecord: what the engine holds of one record, beside what its ledger knows of it.
+// HeldRecord: what the engine holds for one record, beside the state that the ledger has of it.
 // Ownership:     the source or the reload buffer, the slot, and what the record's identity compares.
 // Thread safety: needs the GIL.
-// What is asked of it is read anew from the memory each time, since the program may resize a storage at any time.
+//
+// Questions about the memory look at the storage anew each time, since the program may resize it at any time.
 #pragma once
 
 #include <cstdint>
@@ -21,41 +22,42 @@ namespace torchoffload {
 
 struct HeldRecord {
   DeviceBytes bytes;               // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
-  WeakMemory identity;             // while the tape is open
-  WeakMemory given_up;             // the last bytes handed out, if still alive
-  DeviceBytes given_up_bytes;      // of `given_up`, without the memory
-  VersionCounter version;          // of its identity
+  WeakMemory identity;             // the storage, while the tape is open
+  WeakMemory given_up;             // the memory that was given up last, for as long as a consumer holds it
+  DeviceBytes given_up_bytes;      // the rest of what is known of `given_up`
+  VersionCounter version;          // the saved tensor's, which the record's identity compares
   WrapperVersions wrappers;        // while the tape is open
-  StreamId packed_on = kNoStream;  // at its first save
-  StreamId allocated_on = kNoStream;  // its memory; kNoStream: not known
-  uint64_t address_modulo = 0;
+  StreamId packed_on = kNoStream;  // the current stream at its first save
+  StreamId allocated_on = kNoStream;  // the stream that its memory was allocated on; kNoStream: not known
+  uint64_t address_modulo = 0;        // of the source's address, modulo kAlignmentBytes
   Slot slot;
   Point offload_end;
   Point reload_end;
-  std::vector<Point> other_reload_ends;  // of reloads of several threads at once: they guard the slot too
+  std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
   uint64_t charged_bytes = 0;
-  uint64_t learned_bytes = 0;  // kept because of what was learned: they count towards the windows
-  uint32_t number = 0;         // in its tape
-  uint32_t module = 0;         // that saved it first
-  bool is_slot_lost = false;   // a copy of it has no known end: it is never used again
-  bool was_needed = false;     // by a backward
-  bool is_confirmed = false;   // I/O: the write is known to have succeeded
+  uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
+  uint32_t number = 0;         // counts the tape's records in the order of their first saves
+  uint32_t module = 0;         // the number of the module that saved it first
+  bool is_slot_lost = false;   // it is not known when a copy on the slot ends, so the slot is never used again
+  bool was_needed = false;     // a backward has asked for it
+  bool is_confirmed = false;   // where copies complete in the background: the write is known to have succeeded
 
-  // Is what the record stands for no longer in the source (R10)? The program resized it, or gave it other memory.
+  // Did the program resize the source's storage, or give it other memory, since the save (R10)?
   bool was_resized(const Record& record, Backend& backend) const;
 
-  // See Note [Versions of inner tensors].
+  // Was a wrapper subclass that the record was packed inside of written to since? See Note [Versions of inner tensors].
   bool was_written_through_a_wrapper(const Record& record) const;
 
-  // Is every byte of the record in its slot, so that the device may give up its own? Of I/O the answer is remembered.
+  // Is every byte of the record in its slot, so that the device may drop its own? Where copies complete in the
+  // background, the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
   bool slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams);
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }
 
-  // The bytes are not held any more, but for as long as somebody who was given them holds them they are found again.
-  // Returns them, with the share in them.
+  // From here on the bytes are held weakly. Returns them with the strong share, for the caller to retire.
   DeviceBytes give_up();
+  // The bytes that were given up, if a consumer still holds them.
   std::optional<DeviceBytes> lock_given_up(const Record& record);
 };
 

@@ -18,7 +18,6 @@ WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns
   return default_windows(options, 0);
 }
 
-// What the tape's next record is, and how much its operator saved by now.
 RecordKind Lessons::note_operator(OfTape& tape, const NewRecord& record) {
   const bool is_same_operator = std::exchange(tape.latest_operator, record.operator_number) == record.operator_number;
   tape.operator_bytes = is_same_operator ? tape.operator_bytes + record.nbytes : record.nbytes;
@@ -37,12 +36,13 @@ Lessons::Known Lessons::next(TapeId id, const NewRecord& record) {
   known.wants_times = tape.trace.is_timed;
   known.has_lost_way = was_known && !tape.trace.is_known();
   known.limits = learner_.windows(tape.trace).value_or(default_windows(tape.options, tape.largest_record_bytes));
-  // A part of a storage pins all of it where it is kept, and counts towards the windows with its own bytes alone.
+  // A part of a storage is kept for no learned reason but lives_on: it would pin all of the storage, while the windows
+  // would count the part's bytes alone.
   const bool is_part = record.nbytes < record.memory.nbytes();
   const bool is_bounded = known.why == Reason::TapeEnd || known.why == Reason::SmallCopy;
   const bool is_too_much = is_bounded && learned_bytes_ + record.nbytes > known.limits.reload_bytes;
   if (is_part || is_too_much) known.why = Reason::None;
-  // L1: what lives on elsewhere frees nothing by being moved.
+  // To move a storage that others hold until after backward would free nothing.
   if (tape.learns && lives_on_.contains(record.memory.storage())) known.why = Reason::LivesOn;
   return known;
 }

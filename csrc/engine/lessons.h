@@ -1,6 +1,6 @@
-// Lessons: what earlier steps say of the tapes and records of this one. It is told of events, and answers what a record
-// is to be, how large the windows are, and which tape comes next.
-// Ownership:     values, and storages that outlived their tapes, weakly.
+// Lessons: what earlier steps teach about the tapes and records of this one. It is told of events, and answers whether
+// a record is to be kept, how large the windows are, and which tape's backward comes next.
+// Ownership:     values, and weak references to storages that outlived their tapes.
 // Thread safety: needs the GIL.
 // Not handled:   carrying anything out: Lessons touches no device, ledger or window.
 #pragma once
@@ -25,83 +25,88 @@ class Lessons {
   struct NewRecord {
     MemoryRef memory;
     uint64_t nbytes = 0;           // of the record
-    uint8_t dtype = 0;             // PyTorch's number of it
-    uint8_t dim = 0;               // how many dimensions the tensor has
-    uint64_t operator_number = 0;  // tells one operator's records from another's
+    uint8_t dtype = 0;             // PyTorch's number for the dtype
+    uint8_t dim = 0;               // the number of dimensions
+    uint64_t operator_number = 0;  // records with the same number were saved by one operator
   };
-  // What is known of it.
+  // What earlier steps teach about it.
   struct Known {
-    Reason why = Reason::None;    // it is to stay; None: it moves
-    WindowBytes limits;           // of its tape from here on
-    uint64_t operator_bytes = 0;  // of its operator's records, this one among them
+    Reason why = Reason::None;    // why it is to be kept; None: it moves
+    WindowBytes limits;           // the windows of its tape from here on
+    uint64_t operator_bytes = 0;  // what its operator has saved so far, this record included
     bool wants_times = false;     // the tape is to be timed
-    bool has_lost_way = false;    // its tape went as a known one up to here
+    bool has_lost_way = false;    // the tape matched a known one up to the record before, and matches none any more
   };
 
-  // ---- Forward. ----
+  // ---- forward ----
 
-  // `learns`: the context's option; without it the tape goes as no known one. Returns its windows until a record comes.
+  // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one. Returns the
+  // tape's windows until its first record.
   WindowBytes opened(TapeId tape, const WindowOptions& options, bool learns);
+  // The tape's next record is about to be made.
   Known next(TapeId tape, const NewRecord& record);
 
-  // A record stays for a reason that was learned, and until it is released. What stays counts against the windows.
+  // A record is kept for a learned reason, until released() is called for it. What is kept counts against the windows.
   void kept(Reason why, uint64_t nbytes);
   void released(Reason why, uint64_t nbytes);
 
-  // At the end of its tape, this storage of a record that moved is held by others than the engine.
+  // The storage of a record that moved is held by others than the engine when its tape closes.
   void outlived(const WeakMemory& memory);
   // The tape is closed. `last_save`: the number of each record's last save.
   void closed(TapeId tape, std::vector<uint64_t> last_save);
+  // The tape's last record was released.
   void gone(TapeId tape);
 
-  // ---- Backward. ----
+  // ---- backward ----
 
   // A backward asks for the tape for the first time. Returns whether that was expected.
   bool backward_began(TapeId tape);
 
-  // Was its backward the latest to begin?
+  // Was the tape's backward the latest to begin?
   bool is_latest(TapeId tape) const { return order_.is_latest(of(tape).order_number); }
 
   // The tape that is expected to be asked for `places` after the next one; nullopt: not known, or not opened yet.
   std::optional<TapeId> coming(size_t places) const { return order_.coming(places); }
+  // Is a backward expected next, rather than another forward?
   bool is_backward_next() const { return order_.is_backward_next(); }
 
-  // Tapes that are alive and belong to no step any more.
+  // Tapes that are alive and belong to no step any more; see Note [Tapes that are left behind].
   size_t left_behind_count() const { return order_.left_behind_count(); }
 
-  // ---- Times. ----
+  // ---- times ----
 
-  // The number of what the closed tape was learned as; nullopt: it was not learned.
+  // The number of the shape that the closed tape was learned as; nullopt: it was not learned.
   std::optional<uint32_t> shape(TapeId tape) const { return of(tape).shape; }
-  // What a timed tape of this shape took.
+  // The times of a timed tape of this shape.
   void learn_times(uint32_t shape, StepTimes times) { learner_.learn_times(shape, std::move(times)); }
 
-  // ---- Tests. ----
+  // ---- for tests ----
 
   const Learner& learner() const { return learner_; }
-  void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // each known tape goes by this plan
-  void forget();                                              // as in a new process
+  void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // every known tape follows this plan
+  void forget();                                              // nothing is known, as in a new process
 
  private:
   struct OfTape {
     WindowOptions options;
     bool learns = false;
-    uint64_t order_number = 0;  // see TapeOrder
+    uint64_t order_number = 0;  // TapeOrder's number for the tape
     Learner::Trace trace;
     std::optional<uint32_t> shape;
-    uint64_t latest_record = 0;  // by records_seen_
+    uint64_t latest_record = 0;  // the value of records_seen_ at the tape's latest record
     uint64_t largest_record_bytes = 0;
     uint64_t latest_operator = UINT64_MAX;
-    uint64_t operator_bytes = 0;  // of the records of that operator
+    uint64_t operator_bytes = 0;  // what that operator has saved so far
   };
   OfTape& of(TapeId tape) { return tapes_[tape.index]; }
   const OfTape& of(TapeId tape) const { return tapes_[tape.index]; }
+  // Returns the kind of the tape's next record, and adds up what its operator has saved so far.
   RecordKind note_operator(OfTape& tape, const NewRecord& record);
 
   Learner learner_;
   TapeOrder order_;
-  MemorySet lived_on_, lives_on_;  // alive without us at the end of one tape, of two
-  uint64_t learned_bytes_ = 0;     // kept as tape_end or small_copy, of all tapes
+  MemorySet lived_on_, lives_on_;  // storages that others than the engine held at the end of one tape, and of two
+  uint64_t learned_bytes_ = 0;     // of all tapes: what is kept as tape_end or small_copy
   uint64_t records_seen_ = 0;
   ChunkedVector<OfTape> tapes_;  // by tape index
 };

@@ -1,15 +1,17 @@
-// Copies out: when one is enqueued, what is done before and after it, and how its source is given up.
+// Copies out: when a copy is enqueued, what is done before and after it, and how its source is dropped.
 //
 // Note [Copies that others come between]
-// A stream takes about a thousand commands. The call that adds one more blocks the host until the device has come to
-// some of them. With the GIL held that would stop every Python thread, and for good where the device waits for what one
-// of them is to launch. So a copy is enqueued in three parts: what it takes is read, its calls are made without the
-// GIL, and what came of them is entered with the GIL held again. Meanwhile the record is held, so that it, its slot and
-// its memory are there. All else may have happened to it, and the third part looks anew:
-// - The source of a copy out may have been used by a backward, or be kept. Then the copy came to nothing: its slot goes
-//   back guarded by the copy's end, and the source is busy until then.
-// - Another thread may have reloaded the record too. Then the second buffer came to nothing: it is dropped after its
-//   copy, whose end guards the slot beside the first one's.
+// A stream's queue takes about a thousand commands. A call that adds one more blocks the host until the device has
+// executed some of them. If the GIL were held then, every Python thread would stop, and the program would hang where
+// the device waits for something that one of these threads is to launch. So a copy is enqueued in three parts. The
+// first one reads, with the GIL held, what the copy needs. The second one makes the calls without the GIL. The third
+// one takes the GIL again and enters the copy into ledger and windows. Meanwhile the record is held, so that the
+// record, its slot and its memory still exist. Anything else may have happened to it, so the third part looks at its
+// state again:
+// - The source of a copy out may have been used by a backward, or the record may be kept by now. Then the copy is not
+//   used: its slot goes back to the store, guarded by the copy's end, and the source is busy until the copy's end.
+// - Another thread may have reloaded the record too. Then the second buffer is not used: it is dropped after its copy,
+//   whose end guards the slot beside the end of the first one.
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -24,7 +26,7 @@ namespace torchoffload {
 
 namespace {
 
-// A slot that goes back to its store, unless a record takes it.
+// Owns a slot until a record takes it. If none does, the slot goes back to its store.
 class SlotLoan {
  public:
   SlotLoan(SlotBudget& slots, Slot slot, std::vector<Point>& guards) : slots_(slots), slot_(slot), guards_(guards) {}
@@ -52,7 +54,7 @@ class SlotLoan {
 struct Engine::OffloadCopy {
   Slot slot;
   DeviceBytes source;
-  const std::byte* first = nullptr;  // of the source, as it was checked: the program may resize it meanwhile (R10)
+  const std::byte* first = nullptr;  // the source's address when it was checked: it may be resized meanwhile (R10)
   uint64_t nbytes = 0;
   StreamId stream = kNoStream;
   std::span<const Point> guards;
@@ -69,8 +71,8 @@ struct Engine::OffloadCopy {
 
 void Engine::flush_pending(const ContextState* leaving) {
   std::deque<PendingCopy>& pending = ThreadState::current().pending;
-  // R1: below autograd we are inside an operator, whatever the numbers say: the Python of a dispatch mode or subclass
-  // has its own autograd functions, and contexts.
+  // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
+  // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
   if (program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator)) return;
   if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
   const uint64_t now = program::sequence_number();
@@ -78,7 +80,7 @@ void Engine::flush_pending(const ContextState* leaving) {
   Engine* ordered_engine = nullptr;
   for (size_t next = 0; next < pending.size();) {
     const PendingCopy copy = pending[next];
-    // R1: the operator that saved this may not have filled it yet.
+    // R1: the operator that saved this tensor may not have filled it yet.
     const bool has_ended = copy.sequence_number != now || copy.context == leaving;
     const bool is_possible = has_ended && !copy.engine->backend_.is_capturing();
     if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
@@ -97,8 +99,8 @@ bool Engine::is_pending(RecordId id) {
   return record.state == RecordState::Resident && !record.is_kept() && record.live_handles > 0;
 }
 
-// `ordered_after`: the stream that offload_stream was ordered after in this flush already; its operators are the
-// same ones, so one point serves all copies of a flush.
+// `ordered_after`: the stream that offload_stream was already made to wait for in this flush. The operators that filled
+// the sources had been enqueued by then, so one point serves all copies of a flush.
 void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after) {
   const RecordId id = pending.record;
   if (is_inherited() || !ledger_.is_live(id)) return;
@@ -126,7 +128,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   try {
     streams_.without_gil(stream, [&] { enqueue(copy, waits); });
   } catch (const std::exception&) {
-    if (copy.is_enqueued && copy.end.is_beginning()) {  // it will end, but nobody will know when
+    if (copy.is_enqueued && copy.end.is_beginning()) {  // the copy will end at a time that cannot be known
       loan.keep_for_ever();
       (void)copy.source.memory.release();
     }
@@ -153,7 +155,7 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, StreamId stream, StreamId 
   copy.first = copy.source.memory.data() + ledger_.record(id).span.begin;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.stream = stream;
-  // A copy on that stream itself waits for nothing, and orders offload_stream after nothing.
+  // A copy on the source's own stream needs no wait, and makes offload_stream wait for nothing.
   const bool is_elsewhere = stream != copy.source.stream;
   copy.waits_for_operators = is_elsewhere && ordered_after != copy.source.stream;
   const StreamId allocated_on = held.allocated_on;
@@ -246,8 +248,6 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
   return slot;
 }
 
-// Those of the slot's guards that the copy's stream has to wait for come first, and are returned. Where the host waits,
-// which may take long, it does so here.
 std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
   if (streams_.is_polled()) {
     for (const Point& guard : guards) streams_.wait(Rule::OffloadWaitsForGuards, stream, guard);
@@ -266,7 +266,7 @@ void Engine::drain_window_of(RecordId id) {
   drain_window(windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape));
 }
 
-// R4: the compute stream is told to wait only when the window is full, oldest copy first.
+// R4: the compute stream is made to wait only when the window is full, for the oldest copy first.
 void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };
   while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
@@ -277,7 +277,7 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
     const Point offload_end = source.busy_until;
     if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
       streams_.synchronize(offload_end);
-    } else {  // the time that a stream of operators stands still is ours
+    } else {  // the wait is timed, so that its time can be subtracted from compute
       const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
       streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
     }
@@ -285,7 +285,6 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   }
 }
 
-// The copy out has ended, in the order of the source's stream: the source is given up.
 void Engine::finish_offload(RecordId id) {
   HeldRecord& held = this->held(id);
   leave_offload_window(id);

@@ -38,7 +38,7 @@ bool Operation::must_queue() {
 
 void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
 
-// Dropping may run Python and let further handles die, so it goes on until nothing is left.
+// Dropping memory may run Python code and so release further handles. Therefore it goes on until nothing is left.
 void Operation::finish_outermost(ThreadState& now) {
   while (!now.dropped.empty() || !now.releases.empty()) {
     auto dropped = std::exchange(now.dropped, {});

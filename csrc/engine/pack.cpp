@@ -1,4 +1,4 @@
-// A save: which record it joins, or what the record is that it makes.
+// A save: the record that it joins, or the new record that it makes.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -19,7 +19,7 @@ std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
   const std::optional<RecordId> id = ledger_.find(tape, identity, moved, saved.itemsize);
   const StreamId stream = backend_.current_stream();
   if (id && !held(*id).was_written_through_a_wrapper(ledger_.record(*id))) {
-    // What an external stream does with the storage is waited for through a record of its own.
+    // A save on an external stream needs a record of its own, whose copy waits for that stream.
     if (stream == held(*id).packed_on || streams_.is_lasting(stream)) return join(*id, saved, stream);
   }
   if (moved.nbytes() < tapes_[tape.index].context->options.min_offload_size) {
@@ -38,8 +38,8 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
     count(row(record.tape), &TapeRow::records_deduplicated, 1);
     count(row(record.tape), &TapeRow::bytes_deduplicated, saved.span.nbytes());
   }
-  // Another stream uses the storage now; its memory waits for that one too, whoever drops it last: without us the
-  // graph would hold it (R3).
+  // Another stream uses the storage now. Without us, autograd's graph would hold the storage until backward. So the
+  // allocator has to wait for that stream too before it hands the memory on (R3).
   if (stream != held(id).packed_on && !mutated(Mutant::NoteUseAtJoin)) backend_.note_use(saved.memory, stream);
   const std::byte* const first = saved.memory.data() + saved.span.begin;
   backend_.saw_pack(first, saved.span.nbytes(), stream, program::sequence_number());
@@ -47,8 +47,7 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
   return RecordHandle{id, ledger_.add_handle(id)};
 }
 
-// The record has its handle before anything else, so that whatever throws, both are undone in the one way that there
-// is.
+// The record gets its handle first. So whatever throws afterwards, release() undoes both.
 RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
                                 StreamId allocated_on, TapeId tape) {
   const Decision decision = decide(tape, saved, moved.nbytes());
@@ -80,7 +79,6 @@ Decision Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   return Decision::keep(Reason::TierFull);
 }
 
-// Why the tape's next record is to stay, or None.
 Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   TapeInfo& info = tapes_[tape.index];
   const Lessons::Known known =
@@ -93,7 +91,8 @@ Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nby
   return known.why;
 }
 
-// The tape that the context closed before tells how much there is: without one, and for a first, nothing is beyond.
+// The bytes of the tape that the context closed last are taken for the bytes of this one. Until a tape was closed, no
+// record is beyond the fraction.
 bool Engine::is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) {
   if (tape.context->options.fraction >= 1) return false;
   tape.eligible_bytes += nbytes;

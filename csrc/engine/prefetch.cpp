@@ -1,4 +1,4 @@
-// What is on the device ahead of its consumer: what is reloaded next, and what goes back to its slot unused.
+// Reloads ahead of the consumer: which records are reloaded next, and which ones go back to their slots unused.
 #include <algorithm>
 #include <utility>
 
@@ -9,13 +9,13 @@ namespace torchoffload {
 
 namespace {
 
-constexpr size_t kTapesAhead = 4;  // tapes smaller than the window follow each other
+constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, where each is smaller than the window
 
 }  // namespace
 
 // ---- ahead ----
 
-// The window may have room by now: what was kept has died, or was asked for.
+// The window may have room by now, because something that was kept was released.
 void Engine::go_on_reloading() {
   const auto [engine, tape, graph_task] = ThreadState::current().asked;
   if (engine == nullptr || graph_task != program::graph_task()) return;
@@ -39,8 +39,9 @@ bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, co
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
 
-// The ends of the tapes whose backwards come next, as far as the window goes. Of one whose end is still here, on its
-// way out or to be, nothing: what was reloaded before that would fill the window that its end will need first.
+// Reloads the ends of the tapes whose backwards come next, as far as the window goes. The search stops at a tape whose
+// end has not left the device yet: records reloaded from before that end would fill the window that the end needs
+// first.
 void Engine::prefetch_coming(uint64_t kept_bytes) {
   for (size_t places = 0; places < kTapesAhead; ++places) {
     const std::optional<TapeId> next = lessons_.coming(places);
@@ -51,8 +52,8 @@ void Engine::prefetch_coming(uint64_t kept_bytes) {
   }
 }
 
-// A forward ended. What it drove out of the offload window may be what the next backward, of an older tape, begins
-// with.
+// The copies of this forward may have pushed an older tape's end out of the offload window, and the next backward may
+// begin with that end.
 void Engine::forward_ended(TapeId tape) {
   if (is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape || backend_.is_capturing()) return;
   prefetch_coming(0);
@@ -60,13 +61,12 @@ void Engine::forward_ended(TapeId tape) {
 
 // ---- passed by ----
 
-// R11: what was reloaded ahead and then passed by goes back to its slot.
 void Engine::let_pass(TapeId tape, uint64_t place) {
   if (windows_.ahead().empty() || mutated(Mutant::PassedByReturnsToOffloaded)) return;
   for (const RecordId id : windows_.passed_by(tape, place, TapeRecords(ledger_, tape))) pass_by(id);
 }
 
-// Others may have passed it by, or used it, before.
+// Another thread may have passed the record by, or used it, before.
 void Engine::pass_by(RecordId id) {
   if (!ledger_.is_live(id) || !ledger_.record(id).prefetched) return;
   leave_reload_window(id);

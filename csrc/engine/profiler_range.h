@@ -1,7 +1,7 @@
 // ProfilerRange: a range that torch.profiler shows, as record_function in Python makes it.
 // Ownership:     a value of one scope.
-// Thread safety: any thread; it ends on the one that began it.
-// Cost:          a few nanoseconds where no profiler is on.
+// Thread safety: any thread; a range ends on the thread that began it.
+// Cost:          a few nanoseconds while no profiler is on.
 //
 // What is declared here is defined in autograd/profiler_range.cpp.
 #pragma once
@@ -14,7 +14,7 @@ namespace torchoffload {
 class ProfilerRange {
  public:
   explicit ProfilerRange(const char* name);
-  // Of a copy: its name ends in its bytes.
+  // For a copy: the number of bytes is appended to the name.
   ProfilerRange(const char* name, uint64_t nbytes);
   ~ProfilerRange();
   ProfilerRange(const ProfilerRange&) = delete;
@@ -22,7 +22,7 @@ class ProfilerRange {
 
  private:
   struct Range;
-  std::unique_ptr<Range> range_;  // made only where a profiler is on
+  std::unique_ptr<Range> range_;  // null while no profiler is on
 };
 
 }  // namespace torchoffload

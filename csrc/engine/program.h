@@ -1,5 +1,6 @@
-// What the engine asks of the program around it, which PyTorch runs: operators, graph tasks, errors and warnings.
-// Thread safety: of the calling thread, where nothing else is said.
+// program: what the engine asks of the program around it, which PyTorch runs: operators, graph tasks, errors, warnings.
+// Ownership:     none, but for the callback that at_end_of_graph_task() hands to the graph task.
+// Thread safety: any thread, with the GIL or without it. The answers are about the calling thread.
 //
 // What is declared here is defined in autograd/program.cpp: the engine is compiled without PyTorch's headers.
 #pragma once
@@ -16,7 +17,8 @@ inline constexpr int kNoGraphTask = -1;
 
 namespace program {
 
-// That autograd gives to the next node of its graph. Once it has moved on, the operator of before has ended.
+// The sequence number that autograd will give to the next node of its graph on this thread. Once it has grown, the
+// operator that ran before has ended.
 uint64_t sequence_number();
 
 // Is the thread below autograd, inside an operator?
@@ -25,17 +27,17 @@ bool is_inside_operator();
 // The graph task that the thread works for, or kNoGraphTask.
 int graph_task();
 
-// Of the current graph task: does it leave its graph for another one?
+// Does the current graph task leave its graph for a later one (retain_graph)?
 bool keeps_graph();
 
-// `call` is called at the end of the current graph task, on some thread and without the GIL, if that succeeds. It is
-// destroyed when the graph task is, however it ends.
+// Has autograd make `call` at the end of the current graph task if that succeeds, on some thread and without the GIL.
+// `call` is destroyed with the graph task, also if that fails.
 void at_end_of_graph_task(std::function<void()> call);
 
 // May this error of allocating device memory mean that there is none? True of each error that PyTorch raises.
 bool is_out_of_memory(const std::exception& error);
 
-// A warning from where no Python may run and nothing may be thrown.
+// Gives a warning from code that may neither run Python nor throw.
 void warn(const std::string& text) noexcept;
 
 }  // namespace program

@@ -1,4 +1,4 @@
-// How a record ends, and what is taken note of at each hook event.
+// How a record is released, and what is looked after at each hook event.
 #include <exception>
 #include <string>
 #include <utility>
@@ -7,7 +7,6 @@
 
 namespace torchoffload {
 
-// May block, unless I/O completes in the background.
 void Engine::reap() {
   if (streams_.is_polled()) {
     while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
@@ -22,7 +21,7 @@ void Engine::release(const RecordHandle& handle) {
   if (!is_inherited()) {
     try {
       reap();
-    } catch (const std::exception&) {  // it is for others; this record goes all the same
+    } catch (const std::exception&) {  // that concerned other records; this one is released all the same
     }
   }
   const RecordId id = handle.record;
@@ -62,22 +61,22 @@ void Engine::forget_learned(RecordId id) {
   lessons_.released(record.decision.why, nbytes);
 }
 
-// Slot, budget and tape are given back before the memory, which may have to wait for a copy.
+// The memory goes last, because it may have to wait for a copy.
 void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   HeldRecord held = std::exchange(held_[id.index], {});
   const bool is_reload = dropped.was == RecordState::Reloading || held.are_bytes_reloaded();
-  struct AtTheEnd {  // whichever way it comes
+  struct AtTheEnd {  // retires the memory, also where an exception leaves this function
     Engine& engine;
     DeviceBytes bytes;
     const Rule rule;
     ~AtTheEnd() { engine.streams_.retire(std::move(bytes), rule); }
   } memory{*this, std::exchange(held.bytes, {}),
            is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload};
-  if (is_inherited()) {  // no copy of ours touches it here, and no device may be called: it is left to the child's end
+  if (is_inherited()) {  // no copy touches the memory in a child, and no device may be called there: it is leaked
     (void)memory.bytes.memory.release();
     memory.bytes = {};
   }
-  // What it holds, not what its state says: an exception may have come between.
+  // The slot is looked at, and not the record's state, because an exception may have come between the two.
   if (held.slot.nbytes() > 0) release_slot(held);
   for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.forget(copy_end);
   slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);

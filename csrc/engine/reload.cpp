@@ -1,4 +1,5 @@
-// Copies in: how a record's bytes come back, asked for or ahead. See Note [Copies that others come between].
+// Copies in: how a record's bytes come back to the device, because a consumer asks for them or ahead of it. See
+// Note [Copies that others come between].
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -20,9 +21,9 @@ struct Engine::ReloadCopy {
   Slot slot = {};
   uint64_t nbytes = 0;
   uint64_t address_modulo = 0;
-  std::optional<Point> offload_end = {};      // that its stream has to wait for
-  std::optional<Point> previous_reload = {};  // likewise
-  Point latest_reload = {};                   // of the record, as this one was planned
+  std::optional<Point> offload_end = {};      // set where the copy's stream has to wait for it
+  std::optional<Point> previous_reload = {};  // set where the copy's stream has to wait for it
+  Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
   bool is_enqueued = false;
   Point end = {};
@@ -50,7 +51,7 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
 void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
   const StreamId consumer = backend_.current_stream();
   timeline_.set_origin();
-  // One or two, nearly always: these take no memory from the heap.
+  // There are nearly always one or two copies: these take no memory from the heap.
   alignas(ReloadCopy) std::array<std::byte, 2 * sizeof(ReloadCopy)> first_bytes;
   std::pmr::monotonic_buffer_resource memory(first_bytes.data(), first_bytes.size());
   std::pmr::vector<ReloadCopy> copies(&memory);
@@ -78,7 +79,7 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
   streams_.remember(waits);
   for (ReloadCopy& copy : copies) {
     if (!copy.is_enqueued) break;
-    if (copy.end.is_beginning()) {  // it will end, but nobody will know when
+    if (copy.end.is_beginning()) {  // the copy will end at a time that cannot be known
       held(copy.wanted.record).is_slot_lost = true;
       (void)copy.buffer.release();
     } else {
@@ -88,14 +89,13 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
   if (failure) std::rethrow_exception(failure);
 }
 
-// Without the GIL, as those below. Of what is loaded ahead only the first ones may find memory.
 void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
   for (ReloadCopy& copy : copies) {
     try {
       copy.buffer = backend_.allocate(copy.nbytes, copy.address_modulo);
     } catch (const std::exception& error) {
       if (why == Reload::AskedFor || !program::is_out_of_memory(error)) throw;
-      return;  // no memory: what is asked for later is loaded then
+      return;  // no memory: these records are loaded when they are asked for
     }
   }
 }
@@ -169,7 +169,8 @@ void Engine::finish_reload(RecordId id) {
   }
   ledger_.pass_by(id);
   Operation::drop_later(std::move(std::exchange(held(id).bytes, {}).memory));
-  // What failed ahead of its consumer, in a backward that may have ended long ago, is read again first.
+  // A reload ahead may have failed in a backward that ended long ago. So the record is read again before an error is
+  // raised.
   if (!was_ahead) throw std::runtime_error("torchoffload: a saved tensor could not be read back: " + failure);
 }
 

@@ -12,10 +12,10 @@ namespace torchoffload {
 
 namespace {
 
-uint64_t host_charged_bytes = 0;  // of the default budget
+uint64_t host_charged_bytes = 0;  // what slots in host memory take of the default budget, on all devices
 
 // After so many steps in a row with the same bytes in slots at once, the next step is expected to have as many. With
-// fewer steps the store would be fitted anew each time that something is learned.
+// fewer steps the store's size would be changed each time that something is learned.
 constexpr uint32_t kStepsUntilKnown = 3;
 
 }  // namespace
@@ -76,8 +76,8 @@ void SlotBudget::fit_to_steps(ContextState& context) {
   same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
   step_bytes_ = needed_bytes;
   const uint64_t limit_bytes = most_capacity_bytes(context);
-  // Of a step in which nothing moves the store is given back, once. Should a later one move something, it grows as the
-  // first one's did.
+  // Where steps move nothing any more, the store is given back, once. If a later step moves something, the store grows
+  // as in the first step.
   const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
   if (!is_known) return store_.grow_ahead(limit_bytes);
   const BlockingSection blocking;
@@ -92,7 +92,6 @@ void SlotBudget::hold_growth() {
   store_.grow_on_need();
 }
 
-// Of the store, as far as this context's budget goes.
 uint64_t SlotBudget::most_capacity_bytes(ContextState& context) {
   (void)fits(context, 0);
   if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;

@@ -1,8 +1,8 @@
 // SlotBudget: whether a record may have a slot, and how large the store of slots is to be.
-// Ownership:     borrows its store, which lives for the process. What the default budget has given out is one count for
-//                all engines, since all devices of the process share the host's memory.
-// Thread safety: needs the GIL. What may block releases it.
-// Failures:      grow() throws StoreFull; no other call of a store's does.
+// Ownership:     borrows its store, which lives for the process. The bytes charged to the default budget are one count
+//                for all engines, since all devices of the process share the host's memory.
+// Thread safety: needs the GIL. Calls that may block release it.
+// Failures:      grow() throws StoreFull, refuse() a std::runtime_error; no other call throws either.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 #pragma once
 
@@ -23,46 +23,51 @@ class SlotBudget {
 
   // ---- the budget ----
 
-  // Does a slot for `nbytes` fit the context's budget, with what was charged to it before?
+  // Is there room for a slot of `nbytes` in the context's budget, beside what was charged to it before?
   bool fits(ContextState& context, uint64_t nbytes);
 
-  // Charges a slot for `nbytes`. Returns what was charged, for uncharge().
+  // Charges a slot of `nbytes` to the context's budget. Returns what was charged, for uncharge().
   uint64_t charge(ContextState& context, uint64_t nbytes);
   void uncharge(ContextState& context, uint64_t charged_bytes);
 
-  // A slot was refused because of `why`: warns once for each context, or throws std::runtime_error where the user asked
-  // for an error. `remedy` says how to change that.
+  // Call it when a slot is refused because of `why`. Notes a warning, once for each context, or throws
+  // std::runtime_error where the user asked for an error. `remedy` says what the user can do.
   static void refuse(ContextState& context, const std::string& why, const std::string& remedy);
 
   // ---- slots ----
 
-  // Appends the points that guard the slot's first write. nullopt: grow() first.
+  // Takes a slot, and appends the points that guard its first write. Never blocks. nullopt: there is no room; call
+  // grow() and try again.
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards);
 
-  // Room for one slot at least. Blocks. Throws StoreFull.
+  // Makes room for at least one slot of `nbytes`. Blocks. Throws StoreFull.
   void grow(uint64_t nbytes);
 
+  // Returns a slot to the store. `guards`: the points after which it may be written again. Never blocks.
   void release(const Slot& slot, const std::vector<Point>& guards) { store_.release(slot, guards); }
 
   // ---- the store's size ----
 
-  // Between steps, while no tape is alive. Once several steps in a row have had the same number of bytes in slots, the
-  // next one is expected to have as many, and the store is brought to that size. May block.
+  // Call it between steps, while no tape is alive. Once several steps in a row have had the same number of bytes in
+  // slots, the next one is expected to have as many, and the store is brought to that size. May block.
   void fit_to_steps(ContextState& context);
 
-  // What the step needs is not known any more: the store grows ahead of it.
+  // Call it when the step's need is not known any more: the store then grows ahead of the step. Never blocks.
   void grow_ahead(ContextState& context) { store_.grow_ahead(most_capacity_bytes(context)); }
 
-  // A CUDA graph is being captured: nothing is taken from the system in the background until the next step. May block.
+  // Call it when a CUDA graph is being captured. Until the next step no memory is taken from the system in the
+  // background. May block.
   void hold_growth();
 
  private:
+  // How large the store may become under this context's budget. Reads the default budget anew where the store's size
+  // has changed.
   uint64_t most_capacity_bytes(ContextState& context);
 
   SlotStore& store_;
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
-  uint64_t step_bytes_ = 0;  // in slots at once, at most, in the last step
+  uint64_t step_bytes_ = 0;  // the most bytes that were in slots at once in the last step
   uint32_t same_step_count_ = 0;
   bool is_growth_held_ = false;
 };

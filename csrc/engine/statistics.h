@@ -1,5 +1,5 @@
 // Statistics: counts of what moved and what was kept, per tape and in total since the last reset.
-// Ownership:     rows of finished tapes are kept up to kRowLimit, newest last.
+// Ownership:     the rows of the last kRowLimit tapes that have finished, the newest last.
 // Thread safety: needs the GIL.
 #pragma once
 
@@ -16,13 +16,13 @@ struct TapeRow {
   uint64_t records_reloaded = 0, bytes_reloaded = 0;
   uint64_t records_deduplicated = 0, bytes_deduplicated = 0;
   std::array<uint64_t, kReasonCount> records_kept{}, bytes_kept{};
-  uint64_t bytes_away = 0;     // of device memory given up by the tape's end
-  uint64_t bytes_at_once = 0;  // of the records that one operator saved, at most
+  uint64_t bytes_away = 0;     // device memory that the tape had freed when it closed
+  uint64_t bytes_at_once = 0;  // the most bytes of records that one operator saved
   uint64_t window_waits = 0;
   uint64_t passed_by = 0;
 };
 
-// What was saved inside one module of offload_modules: a record counts where it was saved first.
+// What was saved inside one module of offload_modules. A record counts for the module that saved it first.
 struct ModuleRow {
   uint64_t records_offloaded = 0, bytes_offloaded = 0;
   std::array<uint64_t, kReasonCount> records_kept{}, bytes_kept{};
@@ -34,10 +34,10 @@ struct Statistics {
   TapeRow totals;
   uint64_t handles = 0;  // saved tensors seen
   uint64_t live_handles = 0, live_records = 0, live_slots = 0, live_tapes = 0;
-  uint64_t tapes_left_behind = 0;  // of the live ones: no step waits for them; see TapeOrder
+  uint64_t tapes_left_behind = 0;  // live tapes that belong to no step any more; see TapeOrder
   uint64_t slot_bytes = 0, peak_slot_bytes = 0;
   uint64_t peak_pinned_bytes = 0;
-  uint64_t charged_bytes = 0;  // of all budgets
+  uint64_t charged_bytes = 0;  // what slots take of all budgets together
   uint64_t peak_offload_window_bytes = 0, peak_reload_window_bytes = 0;
   std::deque<TapeRow> finished;
 
@@ -47,17 +47,17 @@ struct Statistics {
   void tape_finished(const TapeRow& row);
   void slot_acquired(uint64_t nbytes);
   void slot_released(uint64_t nbytes);
-  // Forgets totals, peaks and rows. What is alive stays counted.
+  // Sets totals, peaks and rows to zero. The counts of what is alive stay.
   void reset();
 };
 
-// Adds to one field of a row and of the totals.
+// Adds `amount` to one field of a row, and to the same field of the totals.
 template <typename Field>
 void count(TapeRow& row, Field field, uint64_t amount) {
   row.*field += amount;
   Statistics::global().totals.*field += amount;
 }
-// `module` may be null.
+// Counts a kept record for a row, for the totals, and for `module` unless that is null.
 void count_kept(TapeRow& row, ModuleRow* module, Reason reason, uint64_t nbytes);
 
 }  // namespace torchoffload

@@ -1,15 +1,15 @@
 // Note [Streams that may be destroyed]
-// PyTorch takes streams from outside (ExternalStream). Their owner may destroy one whenever it likes, and any call that
-// names a destroyed stream may fail, hang or reach another stream that got its handle. Such a stream is there for sure
-// only while it is the current one of the calling thread. So no call of ours names it at any other time:
-// - What was saved on it moves if it is still current when the copy is enqueued, and else it is kept.
-// - The allocator is not told that it used a source: it would ask the stream when the memory is freed. A source is
-//   dropped after the host has waited for its copy, which is after the operators that filled it; then no stream needs
-//   to wait.
-// - A reload buffer is dropped after the stream was told to wait for the copy, if it is current, and else after the
-//   host has waited.
-// - It is not remembered what such a stream has waited for, and a point of it says nothing of one that has its id
-//   later.
+// PyTorch accepts streams that others made (ExternalStream). The owner may destroy such a stream at any time, and any
+// call that names a destroyed stream may fail, hang, or reach another stream that was given the same handle. It is
+// certain to exist only while it is the current stream of the calling thread. So no call of ours names it at any other
+// time:
+// - What was saved on it moves if it is still current when the copy is enqueued. Otherwise it is kept.
+// - The allocator is not told that the stream used a source, because it would ask the stream when the memory is freed.
+//   Instead, a source is dropped after the host has waited for its copy, which runs after the operators that filled the
+//   source. Then no stream needs to wait.
+// - A reload buffer is dropped after the stream was told to wait for the copy, if the stream is current, and otherwise
+//   after the host has waited.
+// - The waits of such a stream are not remembered, because another stream may have its id later.
 #include "engine/stream_order.h"
 
 #include <algorithm>
@@ -20,8 +20,8 @@ namespace torchoffload {
 
 // ---- waits ----
 
-// Every consumer of what was reloaded comes by both of its waits, the first one too. So where the first is left out,
-// the second is as well: nothing would be missing else.
+// Every consumer of reloaded bytes makes both of the consumer's waits. So the mutant that leaves out the first one has
+// to leave out the second one as well, or the consumer would still wait.
 bool StreamOrder::is_left_out(Rule rule) {
   if (rule == Rule::LaterConsumerWaitsForReload && mutated(Mutant::ConsumerWaitsForReload)) return true;
   return mutated(static_cast<Mutant>(rule));
@@ -35,7 +35,8 @@ bool StreamOrder::is_ordered(StreamId waiter, Point point) const {
   });
 }
 
-// On I/O, where asking costs little and a wait of the host blocks, nothing is remembered.
+// For I/O the backend is asked, since asking costs little while a wait of the host blocks. No waits are remembered
+// then.
 bool StreamOrder::must_wait(Rule rule, StreamId waiter, Point point) const {
   if (is_left_out(rule) || point.is_beginning()) return false;
   if (is_polled()) return backend_.status(point) == PointStatus::Pending;
@@ -59,7 +60,7 @@ void StreamOrder::remember(const Made& made) {
     return before.waiter == made.waiter && before.producer == made.producer;
   });
   if (known != made_.end()) {
-    known->serial = std::max(known->serial, made.serial);  // another thread may have come further
+    known->serial = std::max(known->serial, made.serial);  // another thread may have made a later wait meanwhile
   } else {
     made_.push_back(made);
   }
@@ -93,14 +94,14 @@ void StreamOrder::retire(DeviceBytes bytes, Rule rule) noexcept {
     bool is_free = false;
     try {
       is_free = may_be_dropped(bytes, rule);
-    } catch (const std::exception&) {  // a failing device says so at the next call that matters
+    } catch (const std::exception&) {  // a failing device raises again at the next call that can report it
     }
     if (is_free) {
       Operation::drop_later(std::move(bytes.memory));
     } else {
       retired_.push_back({std::move(bytes), rule});
     }
-  } catch (const std::exception&) {  // no memory for the list: better held for ever than handed on too early
+  } catch (const std::exception&) {  // no memory for the list: leaked, which is safer than dropped too early
     if (bytes.memory) (void)bytes.memory.release();
   }
 }

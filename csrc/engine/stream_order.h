@@ -1,7 +1,7 @@
-// StreamOrder: the one place that makes a stream wait, and that drops what a copy still touches.
-// Ownership:     memory that was retired and may not be handed on yet.
-// Thread safety: needs the GIL, but for a Batch while its calls are made. What may block releases the GIL: what was
-//                read of the ledger before must be read again after.
+// StreamOrder: the only place that makes a stream wait, and that drops memory which a copy may still touch.
+// Ownership:     memory that was retired and may not be dropped yet.
+// Thread safety: needs the GIL, but for a Batch while its calls are made. Calls that may block release the GIL for that
+//                time, so the ledger must be read again after them.
 // Failures:      a wait that throws was not made, and is not remembered. retire() never throws.
 // Stream order:  each wait is named by its Rule. A wait that is known to have been made is not made again.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
@@ -22,43 +22,46 @@
 
 namespace torchoffload {
 
-// Every wait of one stream for another, with its rule in docs/design.md. The test build can leave each one out.
+// Every wait of one stream for another, with the number of its rule in docs/design.md. The test build can leave out
+// each of them.
 enum class Rule : uint8_t {
   // R2. offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it.
   OffloadWaitsForCompute = static_cast<uint8_t>(Mutant::OffloadWaitsForCompute),
   // R2. offload_stream waits for the stream that the source's memory was allocated on: a custom Function may fill what
   // it saves on a stream of its own, which the program joins later.
   OffloadWaitsForAllocation = static_cast<uint8_t>(Mutant::OffloadWaitsForAllocation),
-  // R5. offload_stream waits for the slot's former users: its bytes are being read, or written, until then.
+  // R5. offload_stream waits for the slot's former users: they read or write its bytes until then.
   OffloadWaitsForGuards = static_cast<uint8_t>(Mutant::OffloadWaitsForGuards),
-  // R3. The source's stream waits for the copy out where the window is full: later work there may be given the memory.
+  // R3. The source's stream waits for the copy out when the window is full: the allocator may give the source's memory
+  // to later work on that stream.
   ComputeWaitsForOffload = static_cast<uint8_t>(Mutant::ComputeWaitsForOffload),
   // R6. reload_stream waits for the stream that allocated the buffer: its memory may be in use there until then.
   ReloadWaitsForCompute = static_cast<uint8_t>(Mutant::ReloadWaitsForCompute),
   // R6. reload_stream waits for the copy out: the slot's bytes are complete only then.
   ReloadWaitsForOffload = static_cast<uint8_t>(Mutant::ReloadWaitsForOffload),
-  // R5. A reload on another stream than the last one waits for that one: the slot is guarded by the latest point alone.
+  // R5. A reload on another stream than the last one waits for that one: only the latest reload guards the slot.
   ReloadWaitsForReload = static_cast<uint8_t>(Mutant::ReloadWaitsForReload),
   // R7. The consumer's stream waits for the copy in: the buffer's bytes are there only then.
   ConsumerWaitsForReload = static_cast<uint8_t>(Mutant::ConsumerWaitsForReload),
   // R7. A consumer on another stream than the first one waits as the first did.
   LaterConsumerWaitsForReload = static_cast<uint8_t>(Mutant::LaterConsumerWaitsForReload),
-  // R7. A consumer that is given what an earlier one still holds waits for its copy in, too.
+  // R7. A consumer that is given bytes which an earlier one still holds waits for their copy in, too.
   ConsumerWaitsForGivenUp = static_cast<uint8_t>(Mutant::ConsumerWaitsForGivenUp),
-  // R9. The stream of a source that is dropped waits for the copy out: later work there may be given the memory.
+  // R9. The stream of a source that is dropped waits for the copy out: the allocator may give the memory to later work
+  // on that stream.
   DroppedSourceWaitsForOffload = static_cast<uint8_t>(Mutant::DroppedSourceWaitsForOffload),
-  // R9. The stream of a buffer that is dropped waits for the copy in, likewise.
+  // R9. The stream of a buffer that is dropped waits for the copy in, for the same reason.
   DroppedBufferWaitsForReload = static_cast<uint8_t>(Mutant::DroppedBufferWaitsForReload),
 };
 
 // Device memory with the point until which a copy in flight touches it, and the stream that must be told to wait for
-// that point before the memory may be handed on (R9).
+// that point before the memory may be dropped (R9).
 struct DeviceBytes {
   Memory memory;
-  uint64_t base_bytes = 0;  // where its first byte stands in the memory that was packed
+  uint64_t base_bytes = 0;  // the offset of its first byte in the memory that was packed
   StreamId stream = kNoStream;
   Point busy_until;
-  bool is_buffer = false;  // allocated by us on `stream`
+  bool is_buffer = false;  // a reload buffer, which we allocated on `stream`
 };
 
 class StreamOrder {
@@ -73,22 +76,25 @@ class StreamOrder {
 
   // ---- streams ----
 
-  // True for I/O: whether a copy has ended has to be asked for, since no stream order protects its memory.
+  // Do copies complete in the background, as I/O does? Then no stream order protects a copy's memory, and the backend
+  // is asked whether the copy has ended.
   bool is_polled() const { return backend_.completes_in_background(); }
 
+  // Does the stream exist for as long as the process?
   bool is_lasting(StreamId stream) const {
     return backend_.is_lasting(stream) || mutated(Mutant::StreamsMayBeDestroyed);
   }
 
-  // May a call of ours name it? See Note [Streams that may be destroyed].
+  // May a call of ours name the stream? See Note [Streams that may be destroyed].
   bool can_be_used(StreamId stream) const { return stream == backend_.current_stream() || is_lasting(stream); }
 
   // ---- waits ----
 
-  // `waiter` waits for `point`, unless it is known to have waited for it, or for a later one of that stream. May block.
+  // Makes `waiter` wait for `point`, unless it is known to have waited for that point or a later one of the same
+  // stream. May block.
   void wait(Rule rule, StreamId waiter, Point point);
 
-  // The host waits. Blocks.
+  // Makes the host wait for `point`. Blocks.
   void synchronize(Point point);
 
   // A wait that is to be made.
@@ -104,7 +110,7 @@ class StreamOrder {
   // Would wait() make a wait?
   bool must_wait(Rule rule, StreamId waiter, Point point) const;
 
-  // Waits that are made without the GIL, among the calls that they order. remember() takes note of them afterwards.
+  // Makes waits without the GIL, between the calls that they order. remember() notes them afterwards, with the GIL.
   class Batch {
    public:
     explicit Batch(Backend& backend) : backend_(backend) { made_.reserve(4); }
@@ -116,7 +122,7 @@ class StreamOrder {
    private:
     friend class StreamOrder;
     Backend& backend_;
-    // The first ones take no memory from the heap.
+    // The first four take no memory from the heap.
     alignas(Made) std::array<std::byte, 4 * sizeof(Made)> first_bytes_;
     std::pmr::monotonic_buffer_resource memory_{first_bytes_.data(), first_bytes_.size()};
     std::pmr::vector<Made> made_{&memory_};
@@ -124,7 +130,7 @@ class StreamOrder {
   Batch batch() const { return Batch(backend_); }
   void remember(const Batch& batch);
 
-  // Makes calls that may block on `stream`.
+  // Makes `call`, which enqueues on `stream`. Releases the GIL for it where that may block.
   template <typename Call>
   void without_gil(StreamId stream, Call call) {
     std::optional<BlockingSection> blocking;
@@ -134,15 +140,16 @@ class StreamOrder {
 
   // ---- memory ----
 
-  // Drops memory after its stream was told to wait for the copy that touches it (R9), as `rule` says. What cannot wait
-  // now, because I/O is in flight, a graph is being captured or the device fails, is tried again by reap(). May block,
-  // but not where is_polled().
+  // Drops memory after its stream was told to wait for the copy that touches it (R9); `rule` names the wait. The memory
+  // stays on a list, for reap(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is being
+  // captured, or the device fails. May block, but not where is_polled().
   void retire(DeviceBytes bytes, Rule rule) noexcept;
 
-  // Drops what was retired and may be dropped by now. May block, but not where is_polled().
+  // Tries again to drop the memory on the list. May block, but not where is_polled().
   void reap();
 
-  // Drops all that was retired where is_polled(): the host waits for the I/O. Blocks.
+  // Where is_polled(): waits on the host for all I/O on retired memory, and drops that memory. Blocks. Elsewhere it
+  // does nothing.
   void finish_retired();
 
  private:
@@ -151,14 +158,17 @@ class StreamOrder {
     Rule rule;
   };
 
+  // Does the mutant of this rule leave the wait out?
   static bool is_left_out(Rule rule);
+  // Does what is enqueued on `waiter` from now on run after `point`, by the waits that are known?
   bool is_ordered(StreamId waiter, Point point) const;
   void remember(const Made& made);
+  // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
 
   Backend& backend_;
-  std::vector<Made> made_;        // the latest of each pair of streams that last
-  std::vector<Retired> retired_;  // in the order in which it was retired
+  std::vector<Made> made_;        // the latest wait of each pair of streams, where the waiting one is lasting
+  std::vector<Retired> retired_;  // in the order in which the memory was retired
 };
 
 }  // namespace torchoffload

@@ -7,15 +7,15 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint64_t kTimedTapeLife = 64;                // in tapes: one that outlives as many later ones is not timed on
-constexpr double kLatencyS = 20e-6;                    // of a copy, beside its bytes
-constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // copies of that size tell the link's rate
+constexpr uint64_t kTimedTapeLife = 64;                // timing stops once so many later tapes were opened
+constexpr double kLatencyS = 20e-6;                    // of a copy, whatever its size
+constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // the link's rate is measured with copies of at least this size
 
 bool is_copy(const Timeline::Entry& entry) {
   return entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn;
 }
 
-// What a number of copies in one direction took.
+// The bytes and the time of several copies in one direction.
 struct Rate {
   double bytes = 0;
   double seconds = 0;
@@ -72,14 +72,13 @@ std::optional<TapeTimes::Taken> TapeTimes::take() {
   return taken;
 }
 
-// One step's times by the timeline's entries of a timed tape, our own waits taken out; its copies tell the link's rate.
 StepTimes TapeTimes::times_of(const Gone& tape) {
   StepTimes times;
   times.records.resize(tape.record_count);
   Rate out, in;
   double stalled_s = 0;
   std::optional<double> began_s;
-  uint64_t largest_bytes = 0;  // that was copied
+  uint64_t largest_bytes = 0;  // the size of the largest copy
   for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
     const Timeline::Entry& entry = timeline_.entry(number);
     if (is_copy(entry)) largest_bytes = std::max(largest_bytes, entry.nbytes);

@@ -1,6 +1,6 @@
-// TapeTimes: which tapes are timed, and what the timeline says of one that is.
+// TapeTimes: which tapes are timed, and the times of the records and copies of one that was.
 // Ownership:     borrows the timeline and its backend, which live for the process.
-// Thread safety: needs the GIL. Blocks nowhere.
+// Thread safety: needs the GIL. No call blocks.
 #pragma once
 
 #include <cstddef>
@@ -20,19 +20,19 @@ class TapeTimes {
  public:
   TapeTimes(Backend& backend, Timeline& timeline) : backend_(backend), timeline_(timeline) {}
 
-  // `number`: of the tape, as the timeline's entries name it. Tapes that are timed and have outlived very many later
-  // ones are timed no more.
+  // A tape was opened. `number` names it in the timeline's entries. An older tape that is being timed, and is still
+  // alive after very many later ones were opened, is timed no more.
   void opened(TapeId tape, uint64_t number);
 
-  // A record comes. `is_first`: of its tape. Timing begins with the first one where times are wanted, and is given up
-  // where they are not wanted any more.
+  // The tape's next record is about to be made; `is_first`: it is the tape's first one. Timing begins with the first
+  // record if times are wanted, and stops at the first record for which they are not.
   void next(TapeId tape, bool is_first, bool wants_times);
 
-  // The tape is gone. `shape`: what it was learned as; nullopt: its times are of no use.
+  // The tape's last record was released. `shape`: what the tape was learned as; nullopt: its times are of no use.
   void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count);
 
-  // The times of the earliest tape that has gone and whose times were not taken yet; nullopt: there is none, or the
-  // device has not come to its end. Asks the device only while there is such a tape.
+  // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its
+  // end yet. Asks the device only while there is such a tape.
   struct Taken {
     uint32_t shape = 0;
     StepTimes times;
@@ -45,7 +45,7 @@ class TapeTimes {
     uint64_t first_entry = 0;
     bool is_timed = false;
   };
-  // A timed tape that is gone, whose times the device may not have come to yet.
+  // A timed tape that is gone. The device may not have reached its end yet.
   struct Gone {
     uint32_t shape = 0;
     uint64_t number = 0;
@@ -53,14 +53,17 @@ class TapeTimes {
     uint64_t first_entry = 0;
     uint64_t end_entry = 0;
   };
+  // Times the tape no more, and tells the timeline that one user less wants entries.
   void give_up(OfTape& tape);
+  // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
+  // which a stream waited for us is subtracted.
   StepTimes times_of(const Gone& tape);
 
   Backend& backend_;
   Timeline& timeline_;
   ChunkedVector<OfTape> tapes_;  // by tape index
   std::deque<Gone> gone_;
-  LinkRates link_;  // as last measured
+  LinkRates link_;  // as measured last
 };
 
 }  // namespace torchoffload

@@ -1,6 +1,6 @@
-// ThreadState: all that the core remembers of the calling thread. Python keeps PyTorch's stack of hooks beside it.
-// Ownership:     one for each thread. It is leaked on purpose: handles may die while static destructors run.
-// Thread safety: its thread's own; needs the GIL.
+// ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
+// Ownership:     one for each thread, leaked on purpose: handles may die while static destructors run.
+// Thread safety: used by its own thread alone, with the GIL held.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,15 @@ namespace torchoffload {
 class Engine;
 struct ContextState;
 
-// What the thread has packed and not yet enqueued (R1).
+// A record that the thread has packed and whose copy it has not enqueued yet (R1).
 struct PendingCopy {
   Engine* engine;
   RecordId record;
-  uint64_t sequence_number;     // autograd's, at the pack
-  const ContextState* context;  // compared, never followed
+  uint64_t sequence_number;     // autograd's sequence number at the pack
+  const ContextState* context;  // compared, never dereferenced
 };
 
-// The tape that a backward of the thread asked for last.
+// The tape that a backward on the thread asked last.
 struct AskedTape {
   Engine* engine = nullptr;
   TapeId tape;
@@ -34,12 +34,12 @@ struct AskedTape {
 };
 
 struct ThreadState {
-  // The operations that are open, one inside the other, and what the outermost one does when it ends. See Operation.
+  // How many operations are open, one inside the other, and what the outermost one does when it ends. See Operation.
   int operation_depth = 0;
   std::vector<Memory> dropped;
   std::vector<std::function<void()>> releases;
 
-  std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread is in, the innermost last
+  std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
   std::deque<PendingCopy> pending;
   AskedTape asked;
 

@@ -42,7 +42,7 @@ void Timeline::set_origin() {
   const TimedPoint origin = record(backend_.current_stream());
   if (is_on() && !origin_.is_set()) {
     origin_ = origin;
-  } else {  // another thread set it meanwhile, or nobody wants it any more
+  } else {  // another thread has set it meanwhile, or the timeline was turned off
     backend_.give_back(origin);
   }
 }
@@ -77,20 +77,18 @@ void Timeline::note_close(uint64_t tape) {
   try {
     entry.device_bytes = backend_.allocated_bytes();
     entry.begin = now(backend_.current_stream());
-    if (!is_profiled_) return backend_.give_back(entry.begin);  // it ended while this waited
+    if (!is_profiled_) return backend_.give_back(entry.begin);  // profile() was turned off while this call waited
     closes_.push_back({entries_.size(), entry});
-  } catch (...) {  // tapes close in destructors, too; a failing device says so at the next call that matters
+  } catch (...) {  // tapes close in destructors, too; a failing device raises again at the next call that can report it
   }
 }
 
-// Has the device come to all that profile() noted?
 bool Timeline::read_profile() {
   const auto is_reached = [&](TimedPoint point) { return backend_.seconds_between(origin_, point).has_value(); };
   return read() == entries_.size() && is_reached(profile_origin_) &&
          std::all_of(closes_.begin(), closes_.end(), [&](const Close& close) { return is_reached(close.entry.begin); });
 }
 
-// Of a point that was reached, which goes back to its backend.
 double Timeline::take_seconds(TimedPoint& point) {
   const std::optional<double> seconds = backend_.seconds_between(origin_, point);
   if (!seconds) throw std::logic_error("Timeline: the device has not come to a point that it had come to before");

@@ -1,8 +1,9 @@
-// Timeline: when what happened on the device, for the Learner and for profile(). Off, it costs a test of a bool.
+// Timeline: at which times things happened on the device, for the Learner and for profile().
 // Ownership:     its entries, and the timed points of those that were not read yet. One for each engine.
-// Thread safety: needs the GIL. What takes a time may block, and lets other threads in.
+// Thread safety: needs the GIL. A call that records a timed point may block, and releases the GIL for that time.
 // Stream order:  adds points to streams, and no waits.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
+// Cost:          one test of a bool while it is off.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +15,13 @@
 namespace torchoffload {
 
 enum class EntryKind : uint8_t {
-  Ready,       // the copy of a record may start, or a kept one was packed: a moment
-  Needed,      // a record was asked for by a backward for the first time: a moment
+  Ready,       // a moment: the copy of a record may start, or a kept record was packed
+  Needed,      // a moment: a backward asks for a record for the first time
   CopyOut,     // a span on offload_stream
   CopyIn,      // a span on reload_stream
-  WindowWait,  // a span in which the compute_stream waits for a full window
-  ReloadWait,  // a span in which it waits for a record on its way back
-  Closed,      // a tape closed, and no record is meant: a moment, noted for profile() alone
+  WindowWait,  // a span in which the compute_stream waits because the offload window is full
+  ReloadWait,  // a span in which the compute_stream waits for a reload
+  Closed,      // a moment: a tape closed. Noted for profile() alone, and names no record
 };
 const char* to_string(EntryKind kind);
 
@@ -29,62 +30,69 @@ class Timeline {
   struct Entry {
     EntryKind kind = EntryKind::Ready;
     bool is_kept = false;
-    uint64_t tape = 0;          // number in the order of opening
-    uint32_t record = 0;        // its number in the tape
+    uint64_t tape = 0;          // the tape's number, in the order of opening
+    uint32_t record = 0;        // the record's number in the tape
     uint64_t nbytes = 0;        // of the record
     uint64_t out_bytes = 0;     // in the offload window, once this was enqueued
     uint64_t in_bytes = 0;      // in the reload window
-    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where nobody asked
+    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where profile() is off
     TimedPoint begin, end;
-    double begin_s =
-        0;  // since the origin, in what stop_profile() returns since start_profile(); once read() got there
+    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in what
+    // stop_profile() returns.
+    double begin_s = 0;
     double end_s = 0;
   };
 
   explicit Timeline(Backend& backend) : backend_(backend) {}
 
-  // Of those who want entries: a tape that is timed, profile(). Counted. The first time that is taken after the first
-  // start() is the origin.
+  // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while there is
+  // any. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
   void start();
-  void stop();  // the last one forgets all entries
+  void stop();
   bool is_on() const { return wanted_ > 0; }
 
-  // profile() is on: memory is noted with each entry, and nothing is forgotten until it is off. Does nothing where the
-  // backend tells no time.
+  // Turns profile() on: until it is off, the allocated memory is noted with each entry, and no entry is forgotten. Does
+  // nothing where the backend tells no time. May block.
   void start_profile();
-  // What was seen since start_profile(), in the order of the host. Blocks the host until the device has come to all of
-  // it.
+  // Turns profile() off. Returns the entries since start_profile(), in the order in which the host made them. Blocks
+  // the host until the device has reached all of them.
   std::vector<Entry> stop_profile();
   bool is_profiled() const { return is_profiled_; }
 
-  // For profile(): the tape of this number closed. Does nothing where profile() is off.
+  // Notes for profile() that the tape of this number closed. Does nothing while profile() is off. May block.
   void note_close(uint64_t tape);
 
+  // The present place of a stream. May block.
   TimedPoint now(StreamId stream);
 
-  // Before times are taken by others than now(), without the GIL.
+  // Sets the origin if there is none. Call it before timed points are recorded without now(), as copies do. May block.
   void set_origin();
 
-  // Takes both points over; `end` unset for a moment. Drops what has no begin, and what nobody wants by now.
+  // Adds an entry and takes over its points; a moment has no `end`. An entry without a begin is dropped, and so is one
+  // that comes when the timeline is off.
   void add(Entry entry);
 
   // Entries are numbered from 0 and kept until the last stop().
   uint64_t entry_count() const { return entries_.size(); }
   const Entry& entry(uint64_t number) const { return entries_.at(number); }
 
-  // Reads the times of entries, in order, as far as the device has come. Returns the number of those read. Never
-  // blocks.
+  // Reads the times of entries, in order, as far as the device has come. Returns how many were read since the timeline
+  // was turned on. Never blocks.
   uint64_t read();
 
  private:
   struct Close {
-    uint64_t entry_count = 0;  // when it came
+    uint64_t entry_count = 0;  // how many entries there were when the tape closed
     Entry entry;
   };
 
+  // Gives the points of entries that were not read back to the backend.
   void forget_unread();
+  // Reads on. Has the device come to everything that profile() noted?
   bool read_profile();
+  // The seconds from the origin to a point that was reached. The point goes back to the backend.
   double take_seconds(TimedPoint& point);
+  // Records a timed point, without the GIL where that may block.
   TimedPoint record(StreamId stream);
 
   Backend& backend_;
@@ -92,13 +100,14 @@ class Timeline {
   bool is_profiled_ = false;
   uint64_t profile_begin_ = 0;
   TimedPoint profile_origin_;
-  std::vector<Close> closes_;  // apart from the entries: the Learner knows none
+  std::vector<Close> closes_;  // apart from the entries, which TapeTimes reads
   TimedPoint origin_;
   std::deque<Entry> entries_;
   uint64_t read_count_ = 0;
 };
 
-// A span: its begin is taken when it is made, its end when it ends. Does nothing while the timeline is off.
+// Enters a span of time on a stream: its begin is recorded by the constructor, its end by the destructor. Both may
+// block. Does nothing while the timeline is off.
 class TimedSpan {
  public:
   TimedSpan(Timeline& timeline, StreamId stream, Timeline::Entry entry)
@@ -110,7 +119,7 @@ class TimedSpan {
     try {
       entry_.end = timeline_.now(stream_);
       timeline_.add(entry_);
-    } catch (...) {  // a failing device says so at the next call that matters
+    } catch (...) {  // a failing device raises again at the next call that can report it
     }
   }
   TimedSpan(const TimedSpan&) = delete;

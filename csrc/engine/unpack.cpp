@@ -1,4 +1,4 @@
-// What a consumer asks for: the bytes of a record, wherever they are.
+// Unpack: a consumer asks for the bytes of a record, wherever they are.
 #include <stdexcept>
 #include <utility>
 
@@ -6,13 +6,13 @@
 
 namespace torchoffload {
 
-// A handle that asks for its bytes.
+// One unpack: a handle that asks for its bytes.
 struct Engine::Ask {
   RecordHandle& handle;
   const StreamId consumer;
   const bool in_backward;
-  uint64_t place;          // of the consumer, in its tape
-  bool is_prefetched_for;  // what comes next was started
+  uint64_t place;          // the consumer's place in its tape
+  bool is_prefetched_for;  // the reloads ahead of this consumer were started
   bool has_made_room = false;
 
   RecordId id() const { return handle.record; }
@@ -27,7 +27,7 @@ DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
     throw std::runtime_error(
         "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
         "forward and backward together, or run the forward under torchoffload.NoOpManager().");
-  while (true) {  // read again after whatever may have blocked
+  while (true) {  // the state is read again after each call that may have blocked
     keep_if_resized(id);
     std::optional<DeviceBytes> bytes;
     switch (ledger_.record(id).state) {
@@ -60,20 +60,20 @@ void Engine::backward_asks(Ask& ask) {
   let_pass(tape, ask.place);
 }
 
-// Another backward may have been expected: what was reloaded for it goes back to its slots.
 void Engine::backward_begins(TapeId tape) {
   if (std::exchange(tapes_[tape.index].has_backward_begun, true)) return;
   if (!lessons_.backward_began(tape)) pass_by_others(tape);
 }
 
-// Once for each ask, where the record itself needs no reload any more. Returns whether it was done now: it may block.
+// Called where the record itself needs no further reload, so that its own reload comes before those ahead.
 bool Engine::prefetch_for(Ask& ask, const AlsoWait& also) {
   if (std::exchange(ask.is_prefetched_for, true)) return false;
   prefetch(ledger_.record(ask.id()).tape, also);
   return true;
 }
 
-// The source is still here: it is used. In backward its copy, if still pending, has become pointless.
+// The source is still on the device, and is used. In a backward its copy is not needed any more: if the copy is pending
+// it is not made.
 std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
   if (prefetch_for(ask)) return std::nullopt;
   const RecordId id = ask.id();
@@ -88,7 +88,8 @@ std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
   return std::nullopt;
 }
 
-// The bytes are in the slot: what an earlier consumer still holds serves, or a reload is started.
+// The bytes are in the slot. If an earlier consumer still holds the reloaded bytes they are used again; otherwise a
+// reload is started.
 std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
   const RecordId id = ask.id();
   if (const auto alive = lock_given_up(id)) {
@@ -99,10 +100,10 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
   try {
     start_reloads(only, Reload::AskedFor);
   } catch (const std::exception& error) {
-    // PyTorch's own error; nothing has changed.
+    // This is PyTorch's own error, and the failed call has changed nothing.
     if (ask.has_made_room || !program::is_out_of_memory(error)) throw;
     make_room();
-    // Nor is anything loaded ahead this once: the operator that asks needs memory too.
+    // Nothing is loaded ahead for this ask either, because the operator that asks needs memory too.
     ask.has_made_room = ask.is_prefetched_for = true;
     return std::nullopt;
   }
@@ -130,22 +131,21 @@ std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
   if (prefetch_for(ask)) return std::nullopt;
   const RecordId id = ask.id();
   const DeviceBytes bytes = held(id).bytes;
-  // The source, where it served, was never written by us.
+  // A source that was used instead of a reload needs no wait, since no copy wrote to it.
   if (held(id).are_bytes_reloaded()) streams_.wait(Rule::LaterConsumerWaitsForReload, ask.consumer, bytes.busy_until);
   const bool is_as_before =
       ledger_.record(id).state == RecordState::Reloaded && held(id).bytes.memory.ref() == bytes.memory.ref();
-  if (!is_as_before) return std::nullopt;  // another thread had it while this one waited
+  if (!is_as_before) return std::nullopt;  // another thread used the record while this one waited
   ask.handle.seen_epoch = ledger_.mark_seen(id, ask.handle.seen_epoch);
   DeviceBytes handed_out = hand_out(id, bytes);
   ask.in_backward ? give_up_if_seen(id) : give_up(id);
   return handed_out;
 }
 
-// The bytes go to a consumer on the current stream.
 DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
   const StreamId consumer = backend_.current_stream();
-  // The buffer may have been allocated on another stream: its memory then waits for the consumer's too (R3). A source
-  // is as without us; see Note [Streams that may be destroyed].
+  // The buffer may have been allocated on another stream. Then the allocator has to wait for the consumer's stream too
+  // before it hands the memory on (R3). For a source see Note [Streams that may be destroyed].
   if ((bytes.is_buffer || streams_.is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
     backend_.note_use(bytes.memory.ref(), consumer);
   const Span& span = ledger_.record(id).span;
@@ -153,8 +153,8 @@ DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
   return bytes;
 }
 
-// Of a source that was resized under its copy the slot has torn bytes, or none. The program's storage is what the saved
-// tensor is without us, once it is filled again.
+// If the program resized a source while its copy was under way, the slot's bytes are not usable. Without us, the saved
+// tensor would show what the program's storage holds at unpack. So the record is kept.
 void Engine::keep_if_resized(RecordId id) {
   if (mutated(Mutant::ResizeCheckedInFlight)) return;
   if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {
@@ -169,8 +169,8 @@ void Engine::keep_if_resized(RecordId id) {
         "with torchoffload.never_offload(tensor).");
 }
 
-// Drops what can be had again, of every tape: buffers reloaded ahead, and sources whose copies are on their way. May
-// block, and drops at once: read the ledger again after it.
+// Drops the buffers that were reloaded ahead, and the sources whose copies are on their way. The memory is dropped at
+// once, so the ledger must be read again afterwards.
 void Engine::make_room() {
   while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
   drain_window(0, 0);

@@ -1,9 +1,10 @@
-// VersionCounter: a share in a tensor's version counter, which each write to the tensor raises.
-// Ownership:     VersionRef borrows the counter. VersionCounter shares it, so that the address of one names it for as
-//                long as it is held.
+// VersionCounter: a share in a tensor's version counter, which autograd raises at each in-place write to the tensor.
+// Ownership:     VersionRef borrows the counter. VersionCounter shares it: while it lives, the counter's address is
+//                given to no other one.
 // Thread safety: as c10::VariableVersion.
 //
-// What is declared here is defined in autograd/version_counter.cpp, where both are seen to be a c10::VariableVersion.
+// VersionRef points to a c10::VariableVersion, and VersionCounter holds one. They are defined in
+// autograd/version_counter.cpp, since the engine is compiled without PyTorch's headers.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ class VersionRef {
 
   explicit operator bool() const { return version_ != nullptr; }
   uint32_t current() const;
-  const void* address() const;  // of the counter, whoever shares it
+  const void* address() const;  // of the counter: the same for all that share it
   const c10::VariableVersion* version() const { return version_; }
 
  private:

@@ -1,12 +1,12 @@
-// WrapperVersions: the wrapper subclasses that a record was packed inside of, with their versions of then.
-// Ownership:     shares the version counters, so that the address of one names it for as long as it is noted here.
+// WrapperVersions: the wrapper subclasses that a record was packed inside of, with their versions at the pack.
+// Ownership:     shares the version counters: while one is noted here, its address is given to no other one.
 // Thread safety: needs the GIL.
 //
 // Note [Versions of inner tensors]
-// What is written through a wrapper subclass raises the wrapper's version alone: its inner tensors are written below
-// autograd, where nobody counts. So a record is joined only while each wrapper that it was packed inside of has the
-// version of then. Inner tensors of a wrapper and of a view on it have a counter each, for the same reason; that the
-// wrappers share one says that they are the same bytes.
+// A write through a wrapper subclass raises only the wrapper's version. Its inner tensors are written below autograd,
+// where no version is raised. So a record is joined only while each wrapper that it was packed inside of still has the
+// version that it had at the pack. For the same reason the inner tensors of a wrapper and those of a view on it have
+// version counters of their own; that the two wrappers share one counter shows that the bytes are the same.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ class WrapperVersions {
     noted_.push_back({VersionCounter(version), version.current()});
   }
 
-  // Was one of them written to since it was noted?
+  // Was one of the wrappers written to since it was noted?
   bool changed() const {
     return std::any_of(noted_.begin(), noted_.end(),
                        [](const Noted& known) { return known.version.current() != known.at_pack; });

@@ -1,4 +1,6 @@
 // chunk.h: how much a store takes from the system when it grows.
+// Ownership:     values only.
+// Thread safety: immutable values; any thread.
 #pragma once
 
 #include <algorithm>

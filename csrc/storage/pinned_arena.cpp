@@ -15,12 +15,12 @@ constexpr char kStopped[] = "the process is about to end, and no host memory is 
 
 }  // namespace
 
-// While it lives, nobody else adds or removes chunks. Made and ended without the lock.
+// While a Turn lives, no other thread adds or removes chunks. It is made and ended without the lock.
 class PinnedArena::Turn {
  public:
   explicit Turn(PinnedArena& arena) : Turn(arena, [] { return false; }) {}
 
-  // `is_done`, asked with the lock held: another's turn may make this one unnecessary.
+  // `is_done` is asked with the lock held: another thread's turn may have made this one unnecessary.
   template <typename IsDone>
   Turn(PinnedArena& arena, IsDone is_done) : arena_(arena) {
     std::unique_lock lock(arena.mutex_);
@@ -29,7 +29,7 @@ class PinnedArena::Turn {
     --arena.waiting_count_;
     is_mine_ = !is_done();
     if (is_mine_) arena.is_turn_taken_ = true;
-    if (!is_mine_) arena.changed_.notify_all();  // who waited for those that wait
+    if (!is_mine_) arena.changed_.notify_all();  // wakes the arena's thread, which lets waiting threads go first
   }
 
   ~Turn() {
@@ -109,11 +109,11 @@ void PinnedArena::check_invariants() const {
 
 void PinnedArena::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kInherited);
-  // A system that promises more than it has would let it pass, and kill the process as the pages are touched.
+  // A system that overcommits memory would grant this request, and kill the process when the pages are touched.
   if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
     throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");
   const Turn turn(*this, [&] { return fits(nbytes); });
-  if (!turn.is_mine()) return;  // another thread grew it, or released a slot, meanwhile
+  if (!turn.is_mine()) return;  // another thread has made room meanwhile
   uint64_t request_bytes = 0;
   uint64_t least_bytes = 0;
   {
@@ -195,7 +195,7 @@ void PinnedArena::wake_if_wanted() {
   if (thread_) return changed_.notify_all();
   SignalBlock no_signals;
   pthread_t thread;
-  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;  // grown on need, then
+  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;  // without the thread, the arena grows on need
   pthread_setname_np(thread, "arena-growth");
   thread_ = thread;
 }
@@ -216,7 +216,7 @@ void PinnedArena::work() {
     try {
       take_chunk(nbytes);
     } catch (const std::exception&) {
-      // Remembered; see Note [Growing ahead].
+      // The plan remembers the refusal; see Note [Growing ahead].
     }
     lock.lock();
     is_turn_taken_ = false;
@@ -233,9 +233,9 @@ uint64_t PinnedArena::trim() {
   return give_back_chunks(take_idle_chunks());
 }
 
-// Removing the chunks that are too many would not do: what a step needs fits into chunks of other sizes only with gaps
-// at their ends, and the next step would grow again. In one chunk there are none: a step's slots lie side by side. So
-// all that is idle goes, and what is then missing comes back as one.
+// It would not be enough to remove some of the chunks: a step's slots fit into the others only with gaps at the chunks'
+// ends, and the next step would grow again. In a single chunk the slots lie side by side, without gaps. So all idle
+// chunks are given back, and what is missing then is taken again as one chunk.
 uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   if (fork_guard_.inherited()) return 0;
   const Turn turn(*this);
@@ -246,7 +246,7 @@ uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   try {
     if (missing_bytes > 0) take_chunk(missing_bytes);
   } catch (const StoreFull&) {
-    // The next step grows chunk by chunk, and tells where that is refused.
+    // The next step grows chunk by chunk, and says so where that is refused.
   }
   std::lock_guard lock(mutex_);
   plan_.saw_shrink(needed_bytes, ranges_.capacity_bytes());
@@ -275,7 +275,7 @@ PinnedArena::Idle PinnedArena::take_idle_chunks() {
   return idle;
 }
 
-// Out of the allocator's sight, so nothing new can touch them; the waits hold up nobody.
+// The chunks are no longer known to the allocator, so no new copy can touch them, and no lock is held during the waits.
 uint64_t PinnedArena::give_back_chunks(const Idle& idle) {
   uint64_t given_back_bytes = 0;
   for (const auto& [chunk, guards] : idle) {

@@ -32,23 +32,23 @@
 namespace torchoffload {
 
 // Note [No CUDA after main]
-// After main has returned, static destructors run in an order nobody controls, and the CUDA driver may be gone already:
-// a call into it then fails, hangs or crashes. The same holds in a forked child, which inherits a context that it
-// cannot use. Python adds its own: at interpreter exit, threads that hold tensors are stopped wherever they are. So
-// what lives as long as the process (stores, backends, queues and their threads, streams, events) is allocated once and
+// After main has returned, static destructors run in an order that no program controls, and the CUDA driver may be gone
+// already: a call into it then fails, hangs or crashes. The same holds in a forked child, which inherits a context that
+// it cannot use. Besides, Python stops threads that hold tensors wherever they are when the interpreter exits. So what
+// lives as long as the process (stores, backends, queues and their threads, streams, events) is allocated once and
 // never destroyed: no destructor, no atexit handler and no child of ours ever calls the driver. The system takes the
 // memory, the threads and the unlinked file back when the process ends, whichever way it ends. What is given back
 // earlier is given back by trim(), which the user calls while all is alive. A thread of ours that calls the driver by
-// itself is stopped before the interpreter goes down, in what it does not do next: stop() waits for the call that is
-// under way.
+// itself makes no further call once stop() was called, before the interpreter goes down; stop() waits for the call that
+// is under way.
 
 // Note [Growing ahead]
-// A chunk takes the time of some copies (its pages are cleared, then locked), so while copies go on it is taken before
-// it is needed: by one thread of the arena's own, started at first use, that takes no signal and touches no Python.
-// GrowthPlan says when and how much. A copy that finds no room waits for the chunk in the making, and takes one itself
-// only if that did not do. Who waits for a turn comes before the next chunk ahead.
-// Ahead of need nobody is told of a refusal: it is remembered, nothing more is taken ahead, and a copy that finds no
-// room asks by itself and gets the reason.
+// To take a chunk lasts as long as some copies (its pages are cleared, then locked), so while copies go on it is taken
+// before it is needed: by one thread of the arena's own, which is started at first use, takes no signal and touches no
+// Python. GrowthPlan says when and how much. A copy that finds no room waits for the chunk that is being taken, and
+// takes one itself only if there is still no room then. Threads that wait for a turn come before the next chunk ahead.
+// If the system refuses a chunk ahead, no error is raised: the refusal is remembered, and nothing more is taken ahead.
+// A copy that finds no room then asks the system itself, and is told the reason.
 
 class PinnedArena final : public SlotStore {
  public:
@@ -78,28 +78,37 @@ class PinnedArena final : public SlotStore {
   uint64_t shrink(uint64_t needed_bytes) override;
   void stop() override;
 
-  // Is a chunk in the making, or wanted ahead? False in a forked child.
+  // Is a chunk being taken, or wanted ahead? False in a forked child.
   bool is_growing() const;
 
-  // As RangeAllocator's, for tests.
+  // For tests; see RangeAllocator::check_invariants().
   void check_invariants() const;
 
  private:
   class Turn;
   using Idle = std::vector<std::pair<PinnedChunk, std::vector<Point>>>;
 
-  // With the lock held.
+  // ---- called with the lock held ----
+
+  // Is there room for a slot of `nbytes`?
   bool fits(uint64_t nbytes) const;
+  // Is a chunk wanted ahead of need, and may the arena still grow?
   bool may_grow_ahead() const;
+  // Wakes the arena's thread if it may grow ahead. Starts the thread at first use.
   void wake_if_wanted();
 
-  // In a turn, without the lock.
-  void take_chunk(uint64_t nbytes);  // throws StoreFull
+  // ---- called in a turn, without the lock ----
+
+  // Takes a chunk from the system and adds it. Blocks. Throws StoreFull.
+  void take_chunk(uint64_t nbytes);
   bool should_shrink(uint64_t needed_bytes) const;
   bool is_stopped() const;
+  // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
   Idle take_idle_chunks();
+  // Gives such chunks back to the system once the host has waited for their guards. Blocks. Returns their bytes.
   uint64_t give_back_chunks(const Idle& idle);
 
+  // The arena's thread: takes the chunks that are wanted ahead.
   static void* thread_main(void* arena);
   void work();
 
@@ -114,8 +123,8 @@ class PinnedArena final : public SlotStore {
   std::map<BlockId, PinnedChunk> chunks_;  // the keys are ranges_' blocks
   GrowthPlan plan_;
   uint64_t peak_bytes_ = 0;
-  bool is_turn_taken_ = false;  // by who adds or removes blocks
-  uint32_t waiting_count_ = 0;  // for a turn
+  bool is_turn_taken_ = false;  // a thread is adding or removing blocks
+  uint32_t waiting_count_ = 0;  // how many threads wait for a turn
   bool is_stopped_ = false;
   std::optional<pthread_t> thread_;
 

@@ -1,4 +1,5 @@
 // HostMemory: what this process may take of the machine's memory, by the kernel and by its control group.
+// Ownership:     values only; the files that are read are closed again.
 // Thread safety: every function, any thread.
 // Not handled:   swap; memory.high (it slows, and kills nobody); limits of a process (mmap tells them).
 //

@@ -1,4 +1,5 @@
 // LocalWorld: how many processes of this job share this machine, as their launcher tells them.
+// Ownership:     none; the environment is read anew by each call.
 // Thread safety: every function, any thread, as long as none changes the environment meanwhile.
 // Not handled:   processes of other jobs; several job steps of SLURM on one node.
 //

@@ -1,4 +1,5 @@
 // Numa: memory near a device. On a machine with several nodes a copy across them runs below the link's rate.
+// Ownership:     values only. prefer_node() sets a policy of memory that stays the caller's.
 // Thread safety: every function, any thread.
 //
 // Sources: the kernel's ABI/testing/sysfs-bus-pci (numa_node) and ABI/stable/sysfs-devices-node (cpulist, has_memory);

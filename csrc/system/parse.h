@@ -1,4 +1,6 @@
 // parse.h: what the readers of the system's files and of environment variables share.
+// Ownership:     strip() and parse_number() borrow the text that they are given.
+// Thread safety: every function, any thread.
 #pragma once
 
 #include <charconv>

@@ -1,5 +1,6 @@
 // process.h: what the storage floor must know of its process: that it was forked, and which threads take signals.
-// Thread safety: everything here, any thread.
+// Ownership:     one count of forks for the process. A ForkGuard remembers a number, a SignalBlock the mask of before.
+// Thread safety: everything here, any thread; a SignalBlock ends on the thread that it was made on.
 #pragma once
 
 #include <signal.h>

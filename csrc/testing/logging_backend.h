@@ -3,7 +3,8 @@
 // Thread safety: every method, any thread; one leaf mutex.
 // Stream order:  adds none.
 // Shutdown:      never destroyed; see Note [No CUDA after main].
-// In the test build only.
+//
+// It is part of the test build only.
 //
 // Before each call that enqueues, allocates or notes a use it calls the hook that a test set: which may throw, as a
 // device that fails would, or let another thread in.

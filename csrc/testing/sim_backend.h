@@ -3,7 +3,8 @@
 // Thread safety: every method, any thread; see SimWorld.
 // Stream order:  as Backend; a copy on a compute_stream runs at once.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
-// In the test build only.
+//
+// It is part of the test build only.
 //
 // While a simulation runs, SimAllocator stands in for the process's CPU allocator: each CPU tensor allocated then is on
 // the allocating thread's current simulated device. Older tensors, and memory that came from elsewhere, are on none.

@@ -2,7 +2,7 @@
 // Ownership:     values only; addresses are numbers, nothing is read through them.
 // Thread safety: none; SimWorld locks.
 // Stream order:  none of its own: an access is ordered after another if the clock that it comes with says so.
-// Invariant:     two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] lets be.
+// Invariants:    two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] lets be.
 // Not handled:   bytes that an operator touches beyond what the engine saw of them.
 #pragma once
 

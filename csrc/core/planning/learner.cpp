@@ -7,9 +7,9 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint32_t kTimedAgain = 64;  // in sightings
+constexpr uint32_t kTimedAgain = 64;  // after so many tapes of a shape, the next one is timed again
 
-// After so many earlier sightings, are times wanted?
+// Is the next tape of a shape or structure to be timed, once `sightings` of its tapes were learned?
 bool are_times_wanted(uint32_t sightings) {
   return sightings == 1 || sightings == 4 || (sightings > 0 && sightings % kTimedAgain == 0);
 }
@@ -19,7 +19,7 @@ bool is_prefix(const std::vector<Value>& prefix, const std::vector<Value>& of) {
   return prefix.size() <= of.size() && std::equal(prefix.begin(), prefix.end(), of.begin());
 }
 
-// Makes room for one more, of so many records: those go first that were not seen for the longest.
+// Makes room for one more that has `record_count` records. Those that were not seen for the longest time go first.
 template <typename Known, typename RecordsOf>
 void make_room(std::vector<Known>& known, size_t record_count, RecordsOf records_of) {
   for (const Known& each : known) record_count += records_of(each);
@@ -81,7 +81,6 @@ Reason Learner::next(Trace& trace, uint64_t nbytes, RecordKind kind) {
   return reason;
 }
 
-// The known shape that the tape goes as, with its latest record; null: it goes as none.
 Learner::Shape* Learner::follow_shape(Trace& trace) {
   if (trace.candidates == 0) return nullptr;
   if (trace.known_since != changes_) {
@@ -100,7 +99,6 @@ Learner::Shape* Learner::follow_shape(Trace& trace) {
   return known != nullptr ? &shapes_[static_cast<size_t>(known - shapes_.data())] : nullptr;
 }
 
-// No known shape goes as the tape does. Does a structure?
 Reason Learner::follow_structure(Trace& trace) {
   const size_t position = trace.nbytes.size() - 1;
   const bool may_expect_anew = trace.expected_count < kExpectedLimit;
@@ -110,7 +108,7 @@ Reason Learner::follow_structure(Trace& trace) {
   if (!may_expect_anew) return Reason::None;
   Structure* const structure = latest_structure(trace);
   if (structure == nullptr) {
-    trace.expected_count = kExpectedLimit;  // what differs now differs for good
+    trace.expected_count = kExpectedLimit;  // no structure is looked for again in this tape
     return Reason::None;
   }
   ++trace.expected_count;
@@ -123,7 +121,7 @@ std::optional<WindowBytes> Learner::windows(const Trace& trace) const {
   if (trace.nbytes.empty()) return std::nullopt;
   const size_t position = trace.nbytes.size() - 1;
   if (trace.scaled) return trace.scaled->plan().windows(position);
-  if (trace.known_since != changes_) return std::nullopt;  // until its next record
+  if (trace.known_since != changes_) return std::nullopt;  // not known until the tape's next record
   const Shape* const shape = latest(trace.candidates);
   if (shape == nullptr) return std::nullopt;
   const std::optional<Plan>& plan = shape->plans[trace.keeps_end.value_or(shape->keeps_end) ? 1 : 0];
@@ -151,7 +149,8 @@ Structure* Learner::latest_structure(const Trace& trace) {
 
 std::optional<uint32_t> Learner::learn(const Trace& trace, std::vector<uint64_t> last_save) {
   if (trace.is_long || trace.nbytes.empty()) return std::nullopt;
-  // A record was refused with an error after it had been told of. The tape has one less, so nothing fits together.
+  // next() was told of a record that was then refused with an error. The numbers of the tape's records do not match
+  // then.
   if (trace.nbytes.size() != last_save.size()) return std::nullopt;
   ++clock_;
   const uint32_t structure = learn_structure(trace, last_save);
@@ -234,7 +233,7 @@ Structure* Learner::find_structure(uint32_t number) { return find_in(structures_
 const Plan& Learner::plan(Shape& shape, bool keeps_end) {
   std::optional<Plan>& plan = shape.plans[keeps_end ? 1 : 0];
   if (plan) return *plan;
-  // Of a shape that was not timed itself, another length of its structure tells the times.
+  // A shape that was not timed itself takes its times from another length of the same structure, scaled.
   std::optional<StepTimes> times = shape.times;
   const Structure* const structure = find_structure(shape.structure);
   if (!times && structure != nullptr) times = structure->times_for(shape.records);

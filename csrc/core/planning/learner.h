@@ -1,16 +1,16 @@
-// Learner: what one step teaches the next. It knows tapes by their shapes, the bytes of their records in order, and by
-// their structures, the kinds of their records in order. It says of each record of a tape that goes as a known one
-// whether it is to be kept.
-// Ownership:     values only; at most kShapeLimit shapes and as many structures, kRecordLimit records of shapes in all,
-//                and of structures. The one that was not seen for the longest goes first.
+// Learner: what one step teaches about the next. It recognises tapes by their shapes (the bytes of their records, in
+// order) and by their structures (the kinds of their records, in order). For each record of a tape that it recognises
+// it says whether the record is to be kept.
+// Ownership:     values only: at most kShapeLimit shapes with kRecordLimit records in all, and as many structures with
+//                as many records. Those that were not seen for the longest time are forgotten first.
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   the order of several tapes among each other; see TapeOrder.
 //
-// A shape is learned when its tape is closed. Its second sighting is timed, and the third goes by a plan that knows the
-// times; the fifth is timed once more, since a second step is not yet a usual one, and after that each 64th, since a
-// device may become slower. Structures are timed likewise. A tape goes as a known shape where there is one, and where
-// there is none as a known structure, with sizes and times that scale. One that goes as neither is on its own from that
-// record on: what was kept of it stays kept, and it is learned anew.
+// A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on a plan is
+// followed that knows the times. The fifth is timed once more, since a second step is not yet a usual one, and after
+// that each 64th, since a device may become slower. Structures are timed in the same way. A tape follows a known shape
+// if one matches. If none does, it follows a known structure, whose sizes and times are scaled. A tape that matches
+// neither is unknown from that record on: what was kept of it stays kept, and its shape is learned as a new one.
 #pragma once
 
 #include <array>
@@ -28,52 +28,53 @@ class Learner {
  public:
   static constexpr size_t kShapeLimit = 16;
   static constexpr size_t kRecordLimit = size_t{1} << 20;
-  static constexpr uint32_t kExpectedLimit = 8;  // how often a tape is expected anew
+  static constexpr uint32_t kExpectedLimit = 8;  // how often the expectation of a tape's sizes may be scaled anew
 
-  // A tape as far as it has come.
+  // A tape with the records that it has so far.
   struct Trace {
     WindowOptions options;
-    std::optional<bool>
-        keeps_end;  // its backward is expected right behind it; nullopt: as at the shape's last sighting
+    // Is its backward expected right behind it? nullopt: as at the shape's last sighting.
+    std::optional<bool> keeps_end;
     std::vector<uint64_t> nbytes;
     std::vector<RecordKind> kinds;
-    uint32_t candidates = 0;                   // known shapes that went the same way so far, as bits
-    uint64_t known_since = 0;                  // the bits mean the shapes of then
-    std::shared_ptr<const ScaledTape> scaled;  // where no known shape goes as it does
-    uint32_t expected_count = 0;               // how often it was expected anew
-    bool is_long = false;                      // past the limit: not learned
-    bool is_timed = false;                     // its times are wanted
+    uint32_t candidates = 0;                   // known shapes that match the tape so far: one bit for each
+    uint64_t known_since = 0;                  // the value of changes_ that the bits refer to
+    std::shared_ptr<const ScaledTape> scaled;  // what the tape follows where no known shape matches
+    uint32_t expected_count = 0;               // how often the expectation was scaled
+    bool is_long = false;                      // the tape has too many records to be learned
+    bool is_timed = false;                     // the tape's times are wanted
 
     bool is_known() const { return candidates != 0 || scaled != nullptr; }
   };
 
   Trace begin(const WindowOptions& options, std::optional<bool> keeps_end = std::nullopt) const;
 
-  // The next record of the tape; why it is to be kept, or None.
+  // Tells of the tape's next record. Returns why it is to be kept, or None.
   Reason next(Trace& trace, uint64_t nbytes, RecordKind kind = {});
 
-  // The windows from the latest record on, of the shape or structure that the tape goes as; nullopt: it goes as none.
+  // The windows from the latest record on, by the shape or structure that the tape follows; nullopt: it follows none.
   std::optional<WindowBytes> windows(const Trace& trace) const;
 
-  // The tape is closed. `last_save` as in StepShape, one for each record that the tape has. Returns the number of its
-  // shape, or nullopt where it is not learned: too long, empty, or of another number of records than next() was told.
+  // The tape is closed. `last_save` is as in StepShape, with one number for each record of the tape. Returns the number
+  // of the tape's shape. nullopt: it is not learned, because it is too long, is empty, or has another number of records
+  // than next() was told of.
   std::optional<uint32_t> learn(const Trace& trace, std::vector<uint64_t> last_save);
 
-  // Backward of a tape of this shape has begun. `is_next`: no other tape was packed in between. Learned numbers of
-  // shapes that were forgotten since do nothing.
+  // The backward of a tape of this shape has begun. `is_next`: no other tape was packed in between. Does nothing for a
+  // shape that was forgotten.
   void backward_began(uint32_t shape, bool is_next);
 
-  // What a timed tape of this shape took.
+  // The times of a timed tape of this shape. Does nothing for a shape that was forgotten.
   void learn_times(uint32_t shape, StepTimes times);
 
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
-  const Plan* plan_of(uint32_t shape);  // as at its last sighting; null: forgotten
-  void plan_as(const Plan& plan);       // for tests: the shapes of as many records have it, until they are timed
+  const Plan* plan_of(uint32_t shape);  // the plan for the shape's latest tape; null: the shape was forgotten
+  void plan_as(const Plan& plan);       // for tests: shapes with as many records follow this plan, until they are timed
 
  private:
   struct Shape {
-    uint32_t number = 0;  // names it for good, while its place is another's later
+    uint32_t number = 0;  // names the shape for ever; its place in shapes_ may be given to another one
     uint32_t structure = 0;
     uint32_t sightings = 0;
     uint64_t seen_at = 0;
@@ -81,22 +82,30 @@ class Learner {
     StepShape records;
     std::optional<StepTimes> times;
     bool keeps_end = false;
-    std::array<std::optional<Plan>, 2> plans;  // without its end and with it; made when first gone by
+    std::array<std::optional<Plan>, 2> plans;  // without keeping the tape's end, and with it; made at first use
   };
   Shape* find(uint32_t number);
   Structure* find_structure(uint32_t number);
+  // Of these shapes the one that was seen last; null where there is none.
   const Shape* latest(uint32_t candidates) const;
+  // Of the structures that match the tape so far the one that was seen last; null where there is none.
   Structure* latest_structure(const Trace& trace);
+  // The shapes that match the tape so far and were learned under the same options, as bits.
   uint32_t all_like(const Trace& trace) const;
+  // The known shape that the tape matches, its latest record included; null where there is none.
   Shape* follow_shape(Trace& trace);
+  // Why the tape's latest record is to be kept by a known structure, or None. Looks for a structure where the tape
+  // follows none, and scales it anew where a record is not as large as expected.
   Reason follow_structure(Trace& trace);
+  // Notes the tape for its structure, which is made if it is new. Returns the structure's number.
   uint32_t learn_structure(const Trace& trace, const std::vector<uint64_t>& last_save);
+  // The shape's plan, which is made at first use.
   const Plan& plan(Shape& shape, bool keeps_end);
 
   std::vector<Shape> shapes_;
   std::vector<Structure> structures_;
-  uint64_t clock_ = 0;    // counts sightings
-  uint64_t changes_ = 0;  // of the set of shapes
+  uint64_t clock_ = 0;    // counts the tapes that were learned
+  uint64_t changes_ = 0;  // counts the changes of the set of shapes
   uint32_t next_number_ = 0;
 };
 

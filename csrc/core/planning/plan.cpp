@@ -10,20 +10,21 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// The windows that are tried go up to so many of the largest record, and at least so far.
+// The windows that are tried go up to so many times the largest record, or up to so many bytes if that is more.
 constexpr uint64_t kMostWindowRecords = 4;
 constexpr uint64_t kMostWindowBytes = 2048 * kMiB;
 
-// Copies below it stay well under the link's rate (1 MiB: nine tenths of it): they are the first to be kept, out of
-// this share of the window.
+// Smaller copies do not reach the link's rate (one of 1 MiB reaches nine tenths of it). So they are the first records
+// to be kept, within one kShareForSmall-th of the window.
 constexpr uint64_t kSmallCopyBytes = kMiB;
 constexpr uint64_t kShareForSmall = 8;
 
-// Of the best use of compute and link that any window reaches, a chosen one may miss this much.
+// A window is good enough if it reaches this share of the best efficiency of any window. The tried windows grow by
+// kWindowStep.
 constexpr double kSaturated = 0.99;
 constexpr double kWindowStep = 1.25;
 
-// largest_sum_within: what bounds its work.
+// These bound the work of largest_sum_within().
 constexpr size_t kExactSizes = 64;
 constexpr size_t kMostSums = 16'384;
 constexpr size_t kMostWays = 1'000'000;
@@ -41,7 +42,8 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
     taken.assign(sizes.size(), true);
     return taken;
   }
-  // Each sum that was reached, and by which size from which other: the first way to reach one takes the earliest sizes.
+  // A sum that was reached: by adding the size of this number to the sum that stands at `from`. The first way to reach
+  // a sum takes the earliest sizes.
   struct Reached {
     uint64_t sum;
     size_t size;
@@ -69,7 +71,7 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
       if (sum > ways[best].sum) best = ways.size() - 1;
     }
     while (known < known_count) merged.push_back(frontier[known++]);
-    if (merged.size() > most_sums) {  // of sums that lie close together the largest stays
+    if (merged.size() > most_sums) {  // of sums that lie close together only the largest is kept
       frontier.clear();
       const uint64_t width = cap / (most_sums / 2) + 1;
       for (size_t place = 0; place < merged.size(); ++place) {
@@ -95,8 +97,8 @@ constexpr int kMostTries = 8;
 // What a plan may hold; see Note [What a learned step may hold].
 struct Bound {
   HeldBytes first;                    // what the first step holds
-  std::vector<uint64_t> after_bytes;  // kept and in flight once a record's operator has ended
-  uint64_t reload_bytes = 0;          // the first step's window
+  std::vector<uint64_t> after_bytes;  // by record: what may be kept and in flight once its operator has ended
+  uint64_t reload_bytes = 0;          // the first step's reload window
 };
 
 Bound bound_of(const StepShape& shape, const StepTimes& times, const WindowOptions& options) {
@@ -126,8 +128,9 @@ uint64_t excess_bytes(const StepShape& shape, const std::vector<Reason>& kept, c
   return excess_bytes;
 }
 
-// L2: a record that is asked for again before it could be out and back saves nothing while it is away. Those at the
-// tape's end are asked for first: they come first where the bound does not admit all.
+// Keeps as needed_soon the records that backward asks for before they could be out and back, since moving them would
+// save no memory. Where the bound does not admit all of them, those at the tape's end come first: backward asks for
+// them first.
 std::vector<Reason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times, const Bound& bound) {
   std::vector<Reason> kept(shape.count(), Reason::None);
   if (times == nullptr) return kept;
@@ -154,8 +157,9 @@ uint64_t kept_bytes(const StepShape& shape, const std::vector<Reason>& kept) {
   return sum;
 }
 
-// L3: `room_bytes` of the tape stay. What is too small for the link's rate goes first, then the tape's end, which would
-// be brought back as backward starts. `is_exact`: the gap that the end leaves is filled as far as any choice can.
+// Keeps up to `room_bytes` of the tape. First, as small_copy, what is too small for the link's rate; then, as tape_end,
+// the tape's end, which backward would begin by reloading. `is_exact`: the records of the end are chosen so that they
+// fill the room as far as possible.
 void keep_within(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_bytes, bool is_exact) {
   uint64_t small_bytes = room_bytes / kShareForSmall;
   for (size_t record = kept.size(); record-- > 0;) {
@@ -182,7 +186,7 @@ void keep_within(std::vector<Reason>& kept, const StepShape& shape, uint64_t roo
   }
 }
 
-// As much of `room_bytes` as the bound admits.
+// Keeps the tape's end, with as much of `room_bytes` as the bound admits.
 void keep_end(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_bytes, const Bound& bound,
               bool is_exact) {
   const uint64_t soon_bytes = kept_bytes(shape, kept);
@@ -199,7 +203,7 @@ void keep_end(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_b
   }
 }
 
-// The parts of a step that all plans for it share.
+// What all plans for one step are made from.
 struct Planning {
   const StepShape& shape;
   const StepTimes& times;
@@ -208,7 +212,8 @@ struct Planning {
   const std::vector<Reason>& returns_soon;
 };
 
-// A plan with windows of `window_bytes` where the user set none, beside what returns soon.
+// A plan whose windows have `window_bytes` beside what is kept as needed_soon. Windows that the user set are taken as
+// they are.
 Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool is_exact) {
   const auto& [shape, times, options, bound, returns_soon] = step;
   const uint64_t soon_bytes = kept_bytes(shape, returns_soon);
@@ -223,14 +228,14 @@ Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool 
   return plan;
 }
 
-// Windows that the user set are within whatever they hold.
+// Is what a plan holds within the bound? What is held because of windows that the user set is not compared.
 bool is_within(const HeldBytes& held, const WindowOptions& options, const Bound& bound) {
   const bool is_forward_within = held.forward <= bound.first.forward && held.forward_late <= bound.first.forward_late;
   return (options.sets_offload() || is_forward_within) &&
          (options.reload_window_bytes || held.backward <= std::max(bound.first.forward, bound.first.backward));
 }
 
-// The least window at which compute or link is as busy as any window makes it that holds no more than it may.
+// The smallest window that is good enough, among those whose plans are within the bound.
 uint64_t choose_window(const Planning& step, bool keeps_end) {
   uint64_t largest_bytes = 0;
   for (size_t record = 0; record < step.shape.count(); ++record) {
@@ -261,7 +266,8 @@ uint64_t choose_window(const Planning& step, bool keeps_end) {
   return largest_bytes;
 }
 
-// The plan with as much of its reload window as the bound admits; nullopt: it holds too much all the same.
+// The plan, with a reload window that is made smaller until the plan is within the bound; nullopt: no such window
+// helps.
 std::optional<Plan> within_bound(const Planning& step, Plan plan) {
   for (int tries = 0; tries < kMostTries; ++tries) {
     const HeldBytes held = simulate(step.shape, step.times, plan).held;

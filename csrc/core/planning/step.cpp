@@ -7,8 +7,8 @@ namespace torchoffload {
 
 namespace {
 
-// A window of a few of the largest record keeps the link busy while one of them is waited for; above a GiB more than
-// one brings nothing that memory is worth.
+// A window of a few times the largest record keeps the link busy while one such record is waited for. Above a GiB more
+// would cost memory and gain little: the window is then a GiB, or one such record if that is larger.
 constexpr uint64_t kDefaultWindowRecords = 4;
 constexpr uint64_t kDefaultWindowCapBytes = uint64_t{1} << 30;
 
@@ -61,12 +61,13 @@ StepTimes times_in_order(size_t record_count) {
 
 namespace {
 
-// The only tape of a step.
+// A simulated step has one tape.
 constexpr TapeId kTape{0, 0};
 
 RecordId id_of(size_t record) { return {static_cast<uint32_t>(record), 0}; }
 
-// One step, from its first record to the end of its backward. It carries out in numbers what Windows decides.
+// Simulates one step, from its first record to the end of its backward, with numbers in place of copies. Windows
+// decides, as it does for the engine.
 class Walk {
  public:
   Walk(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events)
@@ -96,10 +97,10 @@ class Walk {
   enum class State : uint8_t { Resident, Offloading, Offloaded, Reloading, Done };
   struct Live {
     State state = State::Resident;
-    double copied_s = 0;  // out, then in
+    double copied_s = 0;  // the end of its copy out, and later of its copy in
   };
 
-  // What Windows asks of a tape's records; see Windows::take_reloads. Each record stands at its last save alone.
+  // Answers what Windows asks about a tape's records; see Windows::take_reloads(). Each record has its last save alone.
   struct Records {
     const Walk& walk;
 
@@ -124,8 +125,8 @@ class Walk {
   }
 
   void forward() {
-    uint64_t held_bytes = 0;       // as the operator before had ended
-    uint64_t held_late_bytes = 0;  // as the one before that had, and what it saved
+    uint64_t held_bytes = 0;       // what was held when the operator before this one had ended
+    uint64_t held_late_bytes = 0;  // the same if the copies of that operator are enqueued only now
     for (size_t record = 0; record < shape_.count(); ++record) {
       const bool begins = record == 0 || !shape_.joins_operator(record);
       const bool ends = record + 1 == saves_.end[record];
@@ -175,7 +176,7 @@ class Walk {
     by_last_save_ = uses;
     std::stable_sort(uses.begin(), uses.end(),
                      [&](size_t a, size_t b) { return times_.records[a].needed_s < times_.records[b].needed_s; });
-    std::ranges::reverse(by_last_save_);  // of those with the same last save the first record is reloaded first
+    std::ranges::reverse(by_last_save_);  // of records with the same last save the first one is reloaded first
     std::stable_sort(by_last_save_.begin(), by_last_save_.end(),
                      [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; });
     windows_.close(kTape, by_last_save_.size());
@@ -184,12 +185,12 @@ class Walk {
 
   void use(size_t used) {
     const uint64_t nbytes = shape_.nbytes[used];
-    uint64_t in_use_bytes = 0;  // beside what is counted as kept, or as on its way
+    uint64_t in_use_bytes = 0;  // what is in use and is counted neither as kept nor as on its way
     advance(times_.records[used].needed_s);
     windows_.released(kTape, std::exchange(released_bytes_, 0));
     note(StepEvent::What::Ask, used);
     switch (live_[used].state) {
-      case State::Resident:  // a handle dies after its operator ran
+      case State::Resident:  // the record was kept; its handle dies after the operator has run
         released_bytes_ = nbytes;
         break;
       case State::Offloading:  // the source is still here
@@ -237,11 +238,11 @@ class Walk {
   std::vector<StepEvent>* const events_;
   const OperatorSaves saves_;
   std::vector<Live> live_;
-  std::vector<size_t> by_last_save_;  // the records that are asked for: the last one is reloaded first
+  std::vector<size_t> by_last_save_;  // the records that are asked for; the last one in this list is reloaded first
   Windows windows_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;
-  uint64_t released_bytes_ = 0;  // of what was kept, by the next use
+  uint64_t released_bytes_ = 0;  // what was kept and is released before the next use
   uint64_t moved_out_bytes_ = 0, moved_in_bytes_ = 0;
 };
 

@@ -1,16 +1,16 @@
-// Step: what a tape's records are, when they are wanted, and what the device holds while a step goes through them.
+// Step: the sizes and the times of a tape's records, and a simulation of the step that uses them under a plan.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
-// Not handled:   several tapes that share the link at once: each is gone through as if it were alone.
+// Not handled:   several tapes that share the link at once: each is simulated as if it were alone.
 //
 // Note [What a learned step may hold]
 // A program that fits the device in its first step must fit it in all later ones. So a plan is bounded by the first
-// step of a tape of the same sizes, gone through by the same simulation: in forward it holds at most as much as that
-// step's most in forward, in backward at most as much as that step's most. What is held is what was kept, what is on
-// its way out or back, and what an operator makes or uses at that moment. What one operator saves exists as a whole
-// before any of it can leave, and so it is counted as a whole. A copy is enqueued at the next hook event, and that may
-// be one operator later. Both cases are gone through, and a plan must be within the first step's peak in both. Windows
-// that the user set are obeyed as they are, whatever the first step held.
+// step of a tape of the same sizes, as the same simulation computes it: in forward it holds at most the most that that
+// step held in forward, and in backward at most the most that that step held. What is held is what was kept, what is on
+// its way out or back, and what an operator makes or uses at that moment. All that one operator saves exists before any
+// of it can leave, and so it is counted as a whole. A copy is enqueued at the next hook event, which may be one
+// operator later. Both cases are simulated, and a plan must be within the first step's peak in both. Windows that the
+// user set are obeyed as they are, whatever the first step held.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 
 namespace torchoffload {
 
-// What the user set, under the names of OffloadActivations; nullopt where it is to be chosen from what was seen.
+// The windows that the user set, under the names of OffloadActivations; nullopt where they are to be chosen.
 struct WindowOptions {
   std::optional<uint64_t> offload_window_bytes;
   std::optional<uint64_t> max_fwd_stash_size;  // the offload window as a count of the tape's largest record
@@ -32,10 +32,10 @@ struct WindowOptions {
   friend bool operator==(const WindowOptions&, const WindowOptions&) = default;
 };
 
-// What the largest record of the tape so far says: used while nothing is known of the tape.
+// The windows of a tape of which nothing is known, by its largest record so far.
 WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
 
-// What a copy costs each way: nbytes / rate + latency.
+// The time of a copy in either direction is nbytes / rate + latency.
 struct LinkRates {
   double out_bytes_per_s = 0;
   double in_bytes_per_s = 0;
@@ -44,21 +44,22 @@ struct LinkRates {
   bool is_known() const { return out_bytes_per_s > 0 && in_bytes_per_s > 0; }
 };
 
-// One step's compute, our own waits taken out of it: the times of a run that never waits for us.
+// The times of one step's compute, in seconds since the tape's first entry in the timeline. The time in which compute
+// waited for us is subtracted.
 struct StepTimes {
   struct Record {
-    double ready_s = 0;    // its copy could start
-    double needed_s = -1;  // it was first asked for; negative: never
+    double ready_s = 0;    // when its copy could start
+    double needed_s = -1;  // when backward first asked for it; negative: never
   };
   std::vector<Record> records;  // as in StepShape
   double compute_s = 0;
   LinkRates link;
 };
 
-// What a record is, whatever its size: the same for each length of a sequence.
+// The properties of a record that do not depend on its size: they are the same for each length of a sequence.
 struct RecordKind {
   uint8_t dtype = 0;
-  uint8_t dim = 0;                // how many dimensions
+  uint8_t dim = 0;                // the number of dimensions
   bool is_same_operator = false;  // it was saved by the operator that saved the record before it
 
   friend bool operator==(const RecordKind&, const RecordKind&) = default;
@@ -68,7 +69,7 @@ struct RecordKind {
 struct StepShape {
   std::vector<uint64_t> nbytes;
   std::vector<uint64_t> last_save;  // the number of a record's last save: reloads go from the highest to the lowest
-  std::vector<RecordKind> kinds;    // empty: each record was saved by an operator of its own
+  std::vector<RecordKind> kinds;    // may be empty: then each record was saved by an operator of its own
 
   size_t count() const { return nbytes.size(); }
   uint64_t largest_bytes() const;
@@ -76,50 +77,51 @@ struct StepShape {
 };
 
 struct Plan {
-  std::vector<Reason> kept;             // None: it moves
-  std::vector<uint64_t> offload_bytes;  // the offload window from each record to the next
+  std::vector<Reason> kept;             // by record: why it is kept; None: it moves
+  std::vector<uint64_t> offload_bytes;  // by record: the offload window from this record to the next
   uint64_t reload_bytes = 0;
-  uint64_t window_bytes = 0;  // what the windows have beside what returns soon
+  uint64_t window_bytes = 0;  // the size of the windows beside what is kept as needed_soon
 
   WindowBytes windows(size_t record) const { return {offload_bytes[record], reload_bytes}; }
 };
 
-// The most that is held on the device; see Note [What a learned step may hold].
+// The most bytes that are held on the device; see Note [What a learned step may hold].
 struct HeldBytes {
   uint64_t forward = 0;
-  uint64_t forward_late = 0;  // where each copy is enqueued one operator late
+  uint64_t forward_late = 0;  // if each copy is enqueued one operator late
   uint64_t backward = 0;
 };
 
-// What a step under a plan takes, by the rules that the engine follows, at the link's rates.
+// The time and the memory of a step under a plan, as simulated.
 struct PlannedStep {
   double step_s = 0;
-  double bound_s = 0;  // of forward and of backward each the longer one, compute or the link
+  double bound_s = 0;  // the least time possible: for forward and for backward the longer of compute and link
   uint64_t moved_bytes = 0;
-  uint64_t kept_bytes = 0;  // of this plan's records
+  uint64_t kept_bytes = 0;
   HeldBytes held;
 };
 
-// What happens in a step that is gone through, for who compares it with what an engine does.
+// An event of a simulated step, for tests that compare it with what an engine does.
 struct StepEvent {
   enum class What : uint8_t { WaitForOffload, Ask, ReloadAskedFor, ReloadAhead };
   What what;
   size_t record = 0;
 };
-// `events`: where to note what happens, in order; null: nowhere.
+// Simulates a step under a plan by the rules that the engine follows, at the link's rates. `events`: a list to which
+// the events are appended in their order, or null.
 PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan,
                      std::vector<StepEvent>* events = nullptr);
 
-// Times that say nothing but the order: records are made one after the other, and asked for in reverse.
+// Times that stand for an order alone: records are made one after the other, and asked for in reverse.
 StepTimes times_in_order(size_t record_count);
 
-// What the first step of such a tape does, of which nothing is known: all moves, by the windows of the largest record.
+// The plan of a tape's first step, of which nothing is known: all records move, with the windows of default_windows().
 Plan first_plan(const StepShape& shape, const WindowOptions& options);
 
-// For each operator's records, by number: their end, and the bytes of all of them together.
+// For each record, by its number: which records the operator that saved it has saved.
 struct OperatorSaves {
-  std::vector<size_t> end;
-  std::vector<uint64_t> nbytes;
+  std::vector<size_t> end;       // the number behind the operator's last record
+  std::vector<uint64_t> nbytes;  // the bytes of all of the operator's records
 };
 OperatorSaves operator_saves(const StepShape& shape);
 

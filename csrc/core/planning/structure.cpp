@@ -8,7 +8,8 @@ namespace torchoffload {
 
 namespace {
 
-// A record is nearly as expected where it differs by at most this share of what was expected of it, or of the largest.
+// A record is nearly as large as expected if it differs by at most an eighth of its expected size, or by at most a 64th
+// of the largest record.
 constexpr uint64_t kShareOfItself = 8;
 constexpr uint64_t kShareOfLargest = 64;
 
@@ -22,7 +23,7 @@ double sum_of(const std::vector<uint64_t>& nbytes) {
   return sum;
 }
 
-// How much larger than the sample's the record is that was seen last of those that grow.
+// The ratio of the latest record that grows to the sample's record of the same number.
 double ratio_of(const Structure& structure, const std::vector<uint64_t>& seen) {
   for (size_t record = seen.size(); record-- > 0;) {
     const bool is_fixed = !structure.is_fixed.empty() && structure.is_fixed[record];
@@ -72,8 +73,8 @@ std::optional<StepTimes> Structure::times_for(const StepShape& shape) const {
 
 ScaledTape::ScaledTape(Structure& structure, const std::vector<uint64_t>& seen, bool keeps_end)
     : structure_(structure.number), expected_(expected_of(structure, seen)), largest_bytes_(expected_.largest_bytes()) {
-  // The window that keeps the link busy is searched for once, at the sample's length: it holds for times and bytes that
-  // grow together.
+  // The window that keeps the link busy is searched for once, at the sample's length. It is scaled, since times and
+  // bytes grow together.
   if (!structure.window_bytes) {
     const StepTimes* const times = structure.times ? &*structure.times : nullptr;
     structure.window_bytes = make_plan(structure.sample, times, structure.options, keeps_end).window_bytes;

@@ -28,7 +28,7 @@ uint64_t TapeOrder::opened(TapeId tape) {
 
 void TapeOrder::begin_step(std::vector<Event> ended) {
   const bool had_backward = std::ranges::any_of(ended, &Event::is_backward);
-  if (had_backward) last_ = std::move(ended);  // an evaluation in between is no step
+  if (had_backward) last_ = std::move(ended);  // an evaluation, which has no backward, is not a step
   events_.clear();
   tapes_.clear();
   latest_.reset();
@@ -37,9 +37,9 @@ void TapeOrder::begin_step(std::vector<Event> ended) {
   round_alive_.clear();
 }
 
-// A tape is opened while others are alive. See Note [Tapes that are left behind].
+// See Note [Tapes that are left behind].
 void TapeOrder::look_at_round() {
-  if (alive_.back() + 1 == next_number_) return;  // the latest tape is alive: nothing has come and gone since
+  if (alive_.back() + 1 == next_number_) return;  // the latest tape is alive, so the round goes on
   if (round_alive_ != alive_) {
     round_alive_ = alive_;
     round_count_ = 0;
@@ -56,7 +56,6 @@ void TapeOrder::look_at_round() {
   round_number_ = next_number_;
 }
 
-// What happened since the round began, as a step of its own; nullopt: it is none.
 std::optional<std::vector<TapeOrder::Event>> TapeOrder::latest_round() const {
   std::vector<Event> round(events_.begin() + static_cast<ptrdiff_t>(round_event_), events_.end());
   const uint64_t first_place = round_number_ - first_number_;
@@ -79,7 +78,7 @@ void TapeOrder::gone(uint64_t number) {
 
 bool TapeOrder::backward_began(uint64_t number) {
   latest_ = number;
-  if (number < first_number_) return false;  // of a tape that was left behind
+  if (number < first_number_) return false;  // the tape was left behind
   return note({static_cast<uint32_t>(std::min(number - first_number_, uint64_t{kTapeLimit})), true});
 }
 

@@ -1,18 +1,20 @@
-// TapeOrder: in which order a step's tapes are opened and asked for, learned from the step before. So where several are
-// alive at once (micro-batches, pipeline stages) the next one's end can be on its way back while one is still used.
+// TapeOrder: in which order a step opens its tapes and asks for them, as learned from the step before. So where several
+// tapes are alive at once (micro-batches, pipeline stages) the next one's end can be reloaded while one is still used.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
-// A step begins where a tape is opened and no other is alive. Where it goes another way than the last one did, nothing
-// more is expected of it.
+//
+// A step begins when a tape is opened while no other is alive. Once its order differs from that of the last step,
+// nothing more is expected of it.
 //
 // Note [Tapes that are left behind]
-// One graph that is kept alive (a rollout, the forward of an evaluation) must not make one endless step of all that
-// follows. So the openings are looked at where the tapes that are alive are older than one that has gone already. While
-// the tapes alive there are the same each time, each time round may be a step of its own. It is one at once where it
-// goes as the last known step went, and else after a few rounds; never while the tape is opened as the last step says.
-// What is alive then is left behind: it belongs to no step any more. In a pipeline's step with several chunks the tapes
-// of the first chunk are alive meanwhile, too, but there are as many of them as rounds, or more. A forward that more
-// than a few inner steps run beside (an encoder's, say) is taken for one that is kept.
+// One graph that is kept alive (a rollout, the forward of an evaluation) must not join all that follows into one
+// endless step. So each time that a tape is opened while others are alive, and a later tape than these has gone
+// already, a round ends. If the same tapes are alive at the end of each round, each round may be a step of its own. A
+// round is taken for a step at once if its order is that of the last known step, and otherwise after a few such rounds;
+// but never while the tape that is opened is the one that the last step leads to expect. The tapes that are alive then
+// are left behind: they belong to no step any more. In a step of a pipeline with several chunks the tapes of the first
+// chunk are alive during the others, too, but there are at least as many of them as rounds. A forward beside which more
+// than a few inner steps run (that of an encoder, say) is taken for one that is kept.
 #pragma once
 
 #include <cstdint>
@@ -25,18 +27,18 @@ namespace torchoffload {
 
 class TapeOrder {
  public:
-  static constexpr size_t kTapeLimit = 4096;  // of a step; past it nothing is expected, nor learned
+  static constexpr size_t kTapeLimit = 4096;  // a step with more tapes is not learned
 
-  // How often the same tapes must be found alive, with others come and gone meanwhile, to be left behind.
+  // After how many rounds at whose ends the same tapes are alive these are left behind.
   static size_t rounds_until_left(size_t alive_count) { return alive_count + 2; }
 
-  // Returns the tape's number, in the order of opening.
+  // A tape was opened. Returns its number, in the order of opening.
   uint64_t opened(TapeId tape);
 
-  // The tape has gone.
+  // The tape's last record was released.
   void gone(uint64_t number);
 
-  // The first unpack of its backward. Returns whether that was expected.
+  // A backward asked for the tape for the first time. Returns whether that was expected.
   bool backward_began(uint64_t number);
 
   // Was this tape's backward the latest to begin?
@@ -45,7 +47,7 @@ class TapeOrder {
   // The tape that is expected to be asked for `places` after the next one; nullopt: not known, or not opened yet.
   std::optional<TapeId> coming(size_t places) const;
 
-  // Is a backward the next thing to be expected? And this tape's? nullopt: not known.
+  // Is a backward what is expected next? Is it this tape's backward? nullopt: not known.
   bool is_backward_next() const;
   std::optional<bool> is_own_backward_next(uint64_t number) const;
 
@@ -58,13 +60,18 @@ class TapeOrder {
     bool is_backward = false;
     friend bool operator==(const Event&, const Event&) = default;
   };
+  // Adds an event to this step. Returns whether the step still goes as the last one did.
   bool note(Event event);
+  // Begins a step; `ended` are the events of the one before.
   void begin_step(std::vector<Event> ended);
+  // Called when a tape is opened while others are alive: ends a round, and perhaps leaves tapes behind.
   void look_at_round();
+  // The events since the round began, as those of a step of its own; nullopt: they are none.
   std::optional<std::vector<Event>> latest_round() const;
+  // Is the opening of another tape what the last step leads to expect now?
   bool is_opening_expected() const;
 
-  std::vector<TapeId> tapes_;    // of this step, in their order
+  std::vector<TapeId> tapes_;    // of this step, in the order of opening
   uint64_t first_number_ = 0;    // of the step's first tape
   uint64_t next_number_ = 0;     // of the next tape
   std::vector<uint64_t> alive_;  // of this step, by number
@@ -75,10 +82,10 @@ class TapeOrder {
   std::optional<uint64_t> latest_;
 
   // See Note [Tapes that are left behind].
-  std::vector<uint64_t> round_alive_;  // what was alive as the round began
-  size_t round_event_ = 0;             // the first of the round
-  uint64_t round_number_ = 0;          // of the round's first tape
-  size_t round_count_ = 0;             // of those with the same tapes alive
+  std::vector<uint64_t> round_alive_;  // the tapes that were alive when the round began
+  size_t round_event_ = 0;             // the place of the round's first event in events_
+  uint64_t round_number_ = 0;          // the number of the round's first tape
+  size_t round_count_ = 0;             // how many rounds in a row had the same tapes alive
 };
 
 }  // namespace torchoffload
