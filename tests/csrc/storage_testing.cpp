@@ -319,8 +319,8 @@ void bind_host_memory(py::module_& m) {
 
 void bind_disk_backend(py::module_& m) {
   using Self = DiskBackend;
-  py::class_<c10::DataPtr>(m, "DeviceMemory").def_property_readonly("address", [](const c10::DataPtr& self) {
-    return reinterpret_cast<uintptr_t>(self.get());
+  py::class_<Memory>(m, "DeviceMemory").def_property_readonly("address", [](const Memory& self) {
+    return reinterpret_cast<uintptr_t>(self.data());
   });
   py::class_<Self>(m, "DiskBackend")
       .def(py::init([](std::string directory, unsigned thread_count) {
