@@ -38,20 +38,16 @@ std::vector<SlotStore*>& stores() {
 }
 
 void add_store(SlotStore& store) {
+  if (std::find(stores().begin(), stores().end(), &store) != stores().end()) return;
   stores().push_back(&store);
   if (Operation::is_shut_down()) store.stop();  // a thread that outlives the others came after stop_stores()
 }
 
-[[maybe_unused]] PinnedArena& make_arena(HostRegistration registration, std::function<void(Point)> synchronize) {
-  auto* const arena = new PinnedArena(registration, std::move(synchronize));
-  add_store(*arena);
-  return *arena;
-}
-
 bool is_profiling = false;
 
-Engine* make_engine(Backend& backend, SlotStore& store) {
-  engines().push_back(new Engine(backend, store));
+Engine* make_engine(const Backend& backend) {
+  add_store(backend.store);
+  engines().push_back(new Engine(backend));
   if (is_profiling) engines().back()->timeline().start_profile();
   return engines().back();
 }
@@ -95,8 +91,7 @@ Engine* disk_engine(const std::string& path) {
   const auto found = std::find_if(known.begin(), known.end(), is_it);
   if (found == known.end()) {
     auto* const backend = new DiskBackend(path);
-    add_store(backend->store());
-    Engine* const engine = make_engine(*backend, backend->store());
+    Engine* const engine = make_engine(backend->parts());
     known.insert(known.begin(), {path, fork_generation(), backend, engine});
   } else {
     std::rotate(known.begin(), found, found + 1);
@@ -111,8 +106,8 @@ Engine* disk_engine(const std::string& path) {
 
 #ifdef TORCHOFFLOAD_WITH_CUDA
 PinnedArena& cuda_arena(bool is_pinned) {
-  static PinnedArena* const pinned = &make_arena(cuda_host_registration(), cuda_synchronize);
-  static PinnedArena* const plain = &make_arena({}, cuda_synchronize);
+  static auto* const pinned = new PinnedArena(cuda_host_registration(), cuda_synchronize);
+  static auto* const plain = new PinnedArena({}, cuda_synchronize);
   return is_pinned ? *pinned : *plain;
 }
 
@@ -120,29 +115,24 @@ Engine* cuda_engine(int device_index, bool is_pinned) {
   static auto* const by_device = new std::array<std::array<Engine*, 2>, C10_COMPILE_TIME_MAX_GPUS>{};
   Engine*& engine = by_device->at(static_cast<size_t>(device_index))[is_pinned ? 1 : 0];
   if (engine == nullptr) {
-    Backend* backend = &cuda_backend(device_index);
+    const Backend backend = cuda_backend(device_index, cuda_arena(is_pinned));
 #ifdef TORCHOFFLOAD_TESTING
-    backend = new LoggingBackend(*backend, device_index);
+    engine = make_engine((new LoggingBackend(backend, device_index))->parts());
+#else
+    engine = make_engine(backend);
 #endif
-    engine = make_engine(*backend, cuda_arena(is_pinned));
   }
   return engine;
 }
 #endif
 
 #ifdef TORCHOFFLOAD_TESTING
-PinnedArena& simulated_arena() {
-  static PinnedArena* const arena = &make_arena({simulated_register, simulated_unregister},
-                                                [](Point point) { simulated_backend(0)->synchronize(point); });
-  return *arena;
-}
-
 Engine* simulated_engine(const void* data) {
-  Backend* const backend = simulated_backend_for(data);
+  const Backend* const backend = simulated_backend_for(data);
   if (backend == nullptr) return nullptr;
-  static auto* const by_backend = new std::map<Backend*, Engine*>;
+  static auto* const by_backend = new std::map<const Backend*, Engine*>;
   Engine*& engine = (*by_backend)[backend];
-  if (engine == nullptr) engine = make_engine(*backend, simulated_arena());
+  if (engine == nullptr) engine = make_engine(*backend);
   return engine;
 }
 #endif
@@ -166,7 +156,7 @@ Engine* find_engine(const at::Tensor& tensor, const ContextOptions& options) {
 
 void start_profile() {
   for (Engine* const engine : all_engines()) {
-    TORCH_CHECK(engine->is_inherited() || !engine->backend().is_capturing(),
+    TORCH_CHECK(engine->is_inherited() || !engine->backend().streams.is_capturing(),
                 "torchoffload: profile() cannot be entered while a CUDA graph is being captured.");
   }
   is_profiling = true;
@@ -180,7 +170,7 @@ std::vector<EngineProfile> stop_profile() {
   std::vector<EngineProfile> profiles;
   for (Engine* const engine : all_engines()) {
     if (engine->is_inherited() || !engine->timeline().is_profiled()) continue;
-    profiles.push_back({engine->backend().device(), engine->timeline().stop_profile()});
+    profiles.push_back({engine->backend().device, engine->timeline().stop_profile()});
   }
   return profiles;
 }

@@ -1,6 +1,6 @@
 // Engine: carries out, for one device and tier, what its parts say: the sequence of a save, its copies, and its end.
-// Ownership:     what each record holds, by the record's index. Backends and stores are borrowed and live for the
-//                process; so does the engine.
+// Ownership:     what each record holds, by the record's index. The parts of its backend are borrowed and live for
+//                the process; so does the engine.
 // Thread safety: needs the GIL. What may block, enqueueing among it, runs in a BlockingSection: operations of other
 //                threads may come between, so the ledger is read again after it. A record whose copy is being enqueued
 //                is held (Ledger::hold) so that it is not released meanwhile.
@@ -67,16 +67,14 @@ struct SavedBytes {
 
 class Engine {
  public:
-  Engine(Backend& backend, SlotStore& store)
+  explicit Engine(const Backend& backend)
       : backend_(backend),
-        store_(store),
-        streams_(backend),
-        slots_(store),
-        timeline_(backend),
-        times_(backend, timeline_) {}
+        streams_(backend.streams),
+        slots_(backend.store),
+        timeline_(backend.streams, backend.memory),
+        times_(backend.streams, timeline_) {}
 
-  Backend& backend() { return backend_; }
-  SlotStore& store() { return store_; }
+  const Backend& backend() const { return backend_; }
   const Ledger& ledger() const { return ledger_; }
   Lessons& lessons() { return lessons_; }
   Timeline& timeline() { return timeline_; }
@@ -161,7 +159,7 @@ class Engine {
 
   HeldRecord& held(RecordId id) { return held_[id.index]; }
   ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
-  bool was_resized(RecordId id) { return held(id).was_resized(ledger_.record(id), backend_); }
+  bool was_resized(RecordId id) { return held(id).was_resized(ledger_.record(id), backend_.memory); }
 
   // Tapes and times: engine.cpp.
   void tell_closed(TapeId tape);   // what of its memory is away, and what lives on without us
@@ -251,8 +249,7 @@ class Engine {
   void release_slot(HeldRecord& held);
 
   const ForkGuard fork_guard_;
-  Backend& backend_;
-  SlotStore& store_;
+  const Backend backend_;
   StreamOrder streams_;
   SlotBudget slots_;
   Ledger ledger_;

@@ -10,7 +10,8 @@
 
 #include "core/ledger.h"
 #include "core/types.h"
-#include "device/backend.h"
+#include "device/device_memory.h"
+#include "device/link.h"
 #include "device/memory.h"
 #include "engine/stream_order.h"
 #include "engine/version_counter.h"
@@ -42,13 +43,13 @@ struct HeldRecord {
   bool is_confirmed = false;   // I/O: the write is known to have succeeded
 
   // Is what the record stands for no longer in the source (R10)? The program resized it, or gave it other memory.
-  bool was_resized(const Record& record, Backend& backend) const;
+  bool was_resized(const Record& record, DeviceMemory& memory) const;
 
   // See Note [Versions of inner tensors].
   bool was_written_through_a_wrapper(const Record& record) const;
 
   // Is every byte of the record in its slot, so that the device may give up its own? Of I/O the answer is remembered.
-  bool slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams);
+  bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }

@@ -25,7 +25,7 @@ void Engine::go_on_reloading() {
 }
 
 void Engine::prefetch(TapeId tape) {
-  if (backend_.is_capturing()) return;
+  if (backend_.streams.is_capturing()) return;
   const uint64_t kept_bytes = windows_.kept_bytes(tape);
   const bool goes_on = tapes_[tape.index].context->options.learn && lessons_.is_latest(tape);
   if (reload_ahead(tape, kept_bytes, AtSource::GoesOn) && goes_on) prefetch_coming(kept_bytes);
@@ -54,7 +54,8 @@ void Engine::prefetch_coming(uint64_t kept_bytes) {
 // A forward ended. What it drove out of the offload window may be what the next backward, of an older tape, begins
 // with.
 void Engine::forward_ended(TapeId tape) {
-  if (is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape || backend_.is_capturing()) return;
+  if (is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape || backend_.streams.is_capturing())
+    return;
   prefetch_coming(0);
 }
 
@@ -92,7 +93,7 @@ void Engine::give_up_if_seen(RecordId id) {
 
 void Engine::give_up(RecordId id) {
   HeldRecord& held = this->held(id);
-  if (!held.slot_is_complete(ledger_.record(id), backend_, streams_)) return;
+  if (!held.slot_is_complete(ledger_.record(id), backend_.memory, backend_.link, streams_)) return;
   const Rule rule = held.are_bytes_reloaded() ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload;
   DeviceBytes bytes = held.give_up();
   ledger_.give_up(id);

@@ -16,8 +16,8 @@
 
 #include "core/mutant.h"
 #include "core/types.h"
-#include "device/backend.h"
 #include "device/memory.h"
+#include "device/streams.h"
 #include "engine/operation.h"
 
 namespace torchoffload {
@@ -69,19 +69,23 @@ class StreamOrder {
   };
 
  public:
-  explicit StreamOrder(Backend& backend) : backend_(backend) {}
+  explicit StreamOrder(Streams& streams) : streams_(streams) {}
 
   // ---- streams ----
 
-  // True for I/O: whether a copy has ended has to be asked for, since no stream order protects its memory.
-  bool is_polled() const { return backend_.completes_in_background(); }
+  // Of a point on I/O: whether it was reached has to be asked for, since no stream order protects what is touched until
+  // then.
+  bool is_polled(Point point) const { return streams_.completion(point.stream) == Completion::ByPolling; }
+
+  // Is it known, without any wait, that this point was reached? Never of a point that is not polled.
+  bool is_seen_reached(Point point) const { return is_polled(point) && is_reached(point); }
 
   bool is_lasting(StreamId stream) const {
-    return backend_.is_lasting(stream) || mutated(Mutant::StreamsMayBeDestroyed);
+    return streams_.is_lasting(stream) || mutated(Mutant::StreamsMayBeDestroyed);
   }
 
   // May a call of ours name it? See Note [Streams that may be destroyed].
-  bool can_be_used(StreamId stream) const { return stream == backend_.current_stream() || is_lasting(stream); }
+  bool can_be_used(StreamId stream) const { return stream == streams_.current_stream() || is_lasting(stream); }
 
   // ---- waits ----
 
@@ -97,25 +101,25 @@ class StreamOrder {
   // Waits that are made without the GIL, among the calls that they order. remember() takes note of them afterwards.
   class Batch {
    public:
-    explicit Batch(Backend& backend) : backend_(backend) { made_.reserve(4); }
+    explicit Batch(Streams& streams) : streams_(streams) { made_.reserve(4); }
     void wait(Rule rule, StreamId waiter, Point point);
 
    private:
     friend class StreamOrder;
-    Backend& backend_;
+    Streams& streams_;
     // The first ones take no memory from the heap.
     alignas(Made) std::array<std::byte, 4 * sizeof(Made)> first_bytes_;
     std::pmr::monotonic_buffer_resource memory_{first_bytes_.data(), first_bytes_.size()};
     std::pmr::vector<Made> made_{&memory_};
   };
-  Batch batch() const { return Batch(backend_); }
+  Batch batch() const { return Batch(streams_); }
   void remember(const Batch& batch);
 
   // Makes calls that may block on `stream`.
   template <typename Call>
   void without_gil(StreamId stream, Call call) {
     std::optional<BlockingSection> blocking;
-    if (backend_.may_block(stream)) blocking.emplace();
+    if (streams_.may_block(stream)) blocking.emplace();
     call();
   }
 
@@ -123,13 +127,13 @@ class StreamOrder {
 
   // Drops memory after its stream was told to wait for the copy that touches it (R9), as `rule` says. What cannot wait
   // now, because I/O is in flight, a graph is being captured or the device fails, is tried again by reap(). May block,
-  // but not where is_polled().
+  // but not where that point is polled.
   void retire(DeviceBytes bytes, Rule rule) noexcept;
 
-  // Drops what was retired and may be dropped by now. May block, but not where is_polled().
+  // Drops what was retired and may be dropped by now. May block, but not for what is polled.
   void reap();
 
-  // Drops all that was retired where is_polled(): the host waits for the I/O. Blocks.
+  // Drops all that was retired and is polled: the host waits for the I/O. Blocks.
   void finish_retired();
 
  private:
@@ -139,11 +143,12 @@ class StreamOrder {
   };
 
   static bool is_left_out(Rule rule);
+  bool is_reached(Point point) const { return streams_.status(point) == PointStatus::Reached; }  // where it is polled
   bool is_ordered(StreamId waiter, Point point) const;
   void remember(const Made& made);
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
 
-  Backend& backend_;
+  Streams& streams_;
   std::vector<Made> made_;        // the latest of each pair of streams that last
   std::vector<Retired> retired_;  // in the order in which it was retired
 };

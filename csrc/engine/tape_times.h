@@ -1,5 +1,5 @@
 // TapeTimes: which tapes are timed, and what the timeline says of one that is.
-// Ownership:     borrows the timeline and its backend, which live for the process.
+// Ownership:     borrows the timeline and the streams, which live for the process.
 // Thread safety: needs the GIL. Blocks nowhere.
 #pragma once
 
@@ -11,14 +11,14 @@
 #include "core/chunked_vector.h"
 #include "core/step.h"
 #include "core/types.h"
-#include "device/backend.h"
+#include "device/streams.h"
 #include "engine/timeline.h"
 
 namespace torchoffload {
 
 class TapeTimes {
  public:
-  TapeTimes(Backend& backend, Timeline& timeline) : backend_(backend), timeline_(timeline) {}
+  TapeTimes(Streams& streams, Timeline& timeline) : streams_(streams), timeline_(timeline) {}
 
   // `number`: of the tape, as the timeline's entries name it. Tapes that are timed and have outlived very many later
   // ones are timed no more.
@@ -56,7 +56,7 @@ class TapeTimes {
   void give_up(OfTape& tape);
   StepTimes times_of(const Gone& tape);
 
-  Backend& backend_;
+  Streams& streams_;
   Timeline& timeline_;
   ChunkedVector<OfTape> tapes_;  // by tape index
   std::deque<Gone> gone_;

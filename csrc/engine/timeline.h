@@ -9,7 +9,8 @@
 #include <deque>
 #include <vector>
 
-#include "device/backend.h"
+#include "device/device_memory.h"
+#include "device/streams.h"
 
 namespace torchoffload {
 
@@ -41,7 +42,7 @@ class Timeline {
     double end_s = 0;
   };
 
-  explicit Timeline(Backend& backend) : backend_(backend) {}
+  Timeline(Streams& streams, DeviceMemory& memory) : streams_(streams), memory_(memory) {}
 
   // Of those who want entries: a tape that is timed, profile(). Counted. The first time that is taken after the first
   // start() is the origin.
@@ -50,7 +51,7 @@ class Timeline {
   bool is_on() const { return wanted_ > 0; }
 
   // profile() is on: memory is noted with each entry, and nothing is forgotten until it is off. Does nothing where the
-  // backend tells no time.
+  // device tells no time.
   void start_profile();
   // What was seen since start_profile(), in the order of the host. Blocks the host until the device has come to all of
   // it.
@@ -87,7 +88,8 @@ class Timeline {
   double take_seconds(TimedPoint& point);
   TimedPoint record(StreamId stream);
 
-  Backend& backend_;
+  Streams& streams_;
+  DeviceMemory& memory_;  // asked how much of it is in use
   uint32_t wanted_ = 0;
   bool is_profiled_ = false;
   uint64_t profile_begin_ = 0;
