@@ -5,6 +5,7 @@
 // Shutdown:      see Note [No CUDA after main].
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 #include "device/device_memory.h"
@@ -15,6 +16,9 @@
 
 namespace torchoffload {
 
+// The next number of a backend, from the one counter of the process. Thread-safe.
+size_t next_backend_number();
+
 struct Backend {
   std::string device;  // as PyTorch writes it: "cuda:0"
   DeviceMemory& memory;
@@ -22,6 +26,7 @@ struct Backend {
   Link& link;        // between the device and `store`
   SlotStore& store;  // of the tier
   Observer& observer = no_observer();
+  size_t number = next_backend_number();  // in the process, from 0, so that what belongs to a backend is found quickly
 };
 
 }  // namespace torchoffload

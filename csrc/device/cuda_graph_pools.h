@@ -1,6 +1,6 @@
 // Memory that PyTorch's CUDA graph trees (torch.compile, mode="reduce-overhead") manage by themselves.
 // Ownership:     addresses only; they live for the process.
-// Thread safety: every function, any thread.
+// Thread safety: every function and method, any thread.
 //
 // Note [Memory of graph trees]
 // A region's saved tensors stay where they are when a tree made them. Its backward is recorded for saved tensors at the
@@ -10,21 +10,11 @@
 // holds may be written anew by the next replay, with no new storage or version, to let go of one tells the tree so.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Device.h>
-
-#include <utility>
-#include <vector>
+#include "device/graph_pools.h"
 
 namespace torchoffload {
 
-using GraphPool = std::pair<c10::DeviceIndex, c10::MempoolId_t>;
-
-// May the allocator's segments, on any device, have changed since this thread asked last?
-bool graph_pools_may_have_changed();
-
-// The memory that these pools, and those named before, have now is a tree's.
-void add_graph_pools(const std::vector<GraphPool>& pools);
+GraphPools& cuda_graph_pools();
 
 bool is_in_graph_pool(const void* address);
 

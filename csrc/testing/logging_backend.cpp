@@ -1,8 +1,8 @@
 #include "testing/logging_backend.h"
 
-#ifdef TORCHOFFLOAD_TESTING
-
 #include <utility>
+
+#include "device/backends.h"
 
 namespace torchoffload {
 
@@ -19,6 +19,13 @@ std::function<void(const std::string&)>& seam_hook() {
 void call_hook(const char* call) {
   if (seam_hook()) seam_hook()(call);
 }
+
+const Backend& logged(const Backend& backend, int device_index) {
+  auto* const logging = new LoggingBackend(backend, device_index);
+  return *new Backend(logging->parts());
+}
+
+const RegisterBackendWrapper log_is_registered(&logged);
 
 }  // namespace
 
@@ -175,5 +182,3 @@ void LoggingBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId s
 }
 
 }  // namespace torchoffload
-
-#endif

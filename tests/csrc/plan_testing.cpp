@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/registry.h"
 #include "core/learner.h"
 #include "core/plan.h"
 #include "core/tape_order.h"
+#include "engine/registry.h"
 
 namespace py = pybind11;
 
