@@ -2,6 +2,7 @@
 # core/, system/, storage/ and engine/ are compiled without torch's headers in reach, so an include that does not belong
 # there fails.
 # TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus csrc/testing (the simulated device, the log of seam calls) and tests/csrc.
+# Which kinds of backend there are is decided here alone, by which sources are linked: each registers itself.
 
 function(torchoffload_add_module name)
   cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
@@ -49,22 +50,13 @@ function(torchoffload_add_module name)
   endforeach()
 endfunction()
 
-# torchoffload_add_cuda_check(): the target cuda_check compiles, on a CPU torch, whatever a CUDA torch would compile
-# differently: the CUDA backend and the sources that ask for TORCHOFFLOAD_WITH_CUDA. Nothing is linked.
+# torchoffload_add_cuda_check(): the target cuda_check compiles, on a CPU torch, what only a CUDA torch would compile:
+# the CUDA backend. No other source asks which torch it is compiled for. Nothing is linked.
 function(torchoffload_add_cuda_check)
   if(NOT TARGET TargetTorch::cuda_check)
     return()
   endif()
-  file(GLOB candidates CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/device/*.cpp" "${PROJECT_SOURCE_DIR}/csrc/autograd/*.cpp")
-  foreach(candidate IN LISTS candidates)
-    file(STRINGS "${candidate}" uses REGEX "TORCHOFFLOAD_WITH_CUDA")
-    if(uses OR candidate MATCHES "/cuda_[^/]*$")
-      list(APPEND sources "${candidate}")
-    endif()
-  endforeach()
-  if(NOT sources)
-    return()
-  endif()
+  file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/device/cuda_*.cpp")
   add_library(cuda_check OBJECT EXCLUDE_FROM_ALL ${sources})
   target_include_directories(cuda_check PRIVATE "${PROJECT_SOURCE_DIR}/csrc")
   target_compile_definitions(cuda_check PRIVATE TORCHOFFLOAD_MODULE_NAME=_C)

@@ -7,10 +7,11 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/registry.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/user_code.h"
+#include "device/backends.h"
 #include "engine/operation.h"
+#include "engine/registry.h"
 #include "engine/statistics.h"
 #include "system/host_memory.h"
 #include "system/local_world.h"
@@ -174,11 +175,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
-#ifdef TORCHOFFLOAD_WITH_CUDA
-  m.attr("built_with_cuda") = true;
-#else
-  m.attr("built_with_cuda") = false;
-#endif
+  m.attr("built_with_cuda") = find_backend_kind("cuda") != nullptr;
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
   if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());

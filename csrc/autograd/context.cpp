@@ -6,11 +6,12 @@
 
 #include <algorithm>
 
-#include "autograd/registry.h"
 #include "autograd/user_code.h"
 #include "core/mutant.h"
+#include "device/backends.h"
 #include "device/torch_memory.h"
 #include "engine/operation.h"
+#include "engine/registry.h"
 #include "engine/thread_state.h"
 
 namespace torchoffload {
@@ -50,10 +51,21 @@ uint64_t bytes_of(const at::Tensor& tensor) {
 
 // Whose memory it is may write it anew, or hand it on, with no new version or storage; or at once, when it is dropped,
 // whatever streams still do with it.
-bool is_borrowed(const at::Tensor& tensor, Backend& backend) {
+bool is_borrowed(const at::Tensor& tensor, DeviceMemory& memory) {
   const c10::DataPtr& data = storage_of(tensor)->data_ptr();
-  return data.get_context() == nullptr || !backend.owns(memory_of(tensor.storage())) ||
-         backend.is_graph_memory(data.get());
+  return data.get_context() == nullptr || !memory.owns(memory_of(tensor.storage())) ||
+         memory.is_graph_memory(data.get());
+}
+
+// Of a tensor that has a storage.
+Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
+  const c10::Device device = tensor.device();
+  return {.device_type = static_cast<int8_t>(device.type()),
+          .device_index = device.index(),
+          .memory = memory_of(tensor.storage()),
+          .tier = options.tier,
+          .use_pin_memory = options.use_pin_memory,
+          .disk_dir = options.disk_dir};
 }
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
@@ -203,7 +215,7 @@ Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_vie
 
 std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent extent,
                                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why) {
-  Engine* const engine = find_engine(tensor, state_->options);
+  Engine* const engine = find_engine(place_of(tensor, state_->options));
   if (engine == nullptr) {
     why = Reason::Device;
     if (!tensor.is_meta())
@@ -212,13 +224,13 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
                                                "\" does not move them.");
     return std::nullopt;
   }
-  if (engine->backend().is_capturing()) {
+  if (engine->backend().streams.is_capturing()) {
     // The graph would write to this slot at each replay, long after the slot was another's.
     why = Reason::Capturing;
     engine->hold_growth();
     return std::nullopt;
   }
-  if (is_borrowed(tensor, engine->backend()) && !mutated(Mutant::BorrowedStays)) {
+  if (is_borrowed(tensor, engine->backend().memory) && !mutated(Mutant::BorrowedStays)) {
     why = Reason::Borrowed;
     return std::nullopt;
   }
@@ -245,8 +257,8 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
     auto saved = std::make_unique<SavedTensor>(tensor);
     std::optional<c10::VariableVersion> version;
     if (wrapper != nullptr) version = *wrapper;
-    Engine* const engine = find_engine(tensor, state_->options);
-    const StreamId stream = engine != nullptr ? engine->backend().current_stream() : kNoStream;
+    Engine* const engine = find_engine(place_of(tensor, state_->options));
+    const StreamId stream = engine != nullptr ? engine->backend().streams.current_stream() : kNoStream;
     on_this_thread().candidates[storage_of(tensor)].push_back(
         {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
     return saved;
@@ -295,8 +307,8 @@ void Context::admit(const at::Tensor& tensor) {
     if (*candidate.saved == nullptr) continue;
     const at::Tensor kept = (*candidate.saved)->kept();
     // R2: its copy would wait for the stream that is current now, which may not wait for the one that fills it yet.
-    Engine* const engine = find_engine(kept, state_->options);
-    if (engine != nullptr && engine->backend().current_stream() != candidate.stream) {
+    Engine* const engine = find_engine(place_of(kept, state_->options));
+    if (engine != nullptr && engine->backend().streams.current_stream() != candidate.stream) {
       count_kept_here(Reason::NotAnInput, candidate.nbytes, candidate.module);
       continue;
     }

@@ -1,13 +1,11 @@
 #include "autograd/graph_trees.h"
 
-#ifdef TORCHOFFLOAD_WITH_CUDA
-
 #include <Python.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <vector>
 
-#include "device/cuda_graph_pools.h"
+#include "device/backends.h"
 
 namespace torchoffload {
 
@@ -24,7 +22,7 @@ bool read_pools(PyObject* trees, std::vector<GraphPool>& pools) {
     unsigned long long first = 0;
     unsigned long long second = 0;
     if (PyArg_ParseTuple(PyList_GET_ITEM(found.get(), next), "i(KK)", &device, &first, &second) == 0) return false;
-    pools.push_back({static_cast<c10::DeviceIndex>(device), {first, second}});
+    pools.push_back({device, {first, second}});
   }
   return true;
 }
@@ -32,24 +30,16 @@ bool read_pools(PyObject* trees, std::vector<GraphPool>& pools) {
 }  // namespace
 
 bool look_for_graph_trees() {
+  static GraphPools* const graph_memory = graph_pools();
+  if (graph_memory == nullptr) return true;
   static PyObject* const name = PyUnicode_InternFromString("torch._inductor.cudagraph_trees");
   THPObjectPtr trees(PyImport_GetModule(name));
   if (!trees) return PyErr_Occurred() == nullptr;
-  if (!graph_pools_may_have_changed()) return true;
+  if (!graph_memory->may_have_changed()) return true;
   std::vector<GraphPool> pools;
   if (!read_pools(trees.get(), pools)) return false;
-  add_graph_pools(pools);
+  graph_memory->add(pools);
   return true;
 }
 
 }  // namespace torchoffload
-
-#else
-
-namespace torchoffload {
-
-bool look_for_graph_trees() { return true; }
-
-}  // namespace torchoffload
-
-#endif

@@ -226,8 +226,8 @@ at::Tensor SavedTensor::unpack(Versions versions) {
   if (versions == Versions::Check && !mutated(Mutant::VersionCheckedAtUnpack)) {
     version_check_.check([this] {
       return engine_ == nullptr ? kept_.detach()
-                                : layout_.build(c10::Storage::create_legacy(c10::Device(engine_->backend().device())),
-                                                0, version_check_.version());
+                                : layout_.build(c10::Storage::create_legacy(c10::Device(engine_->backend().device)), 0,
+                                                version_check_.version());
     });
   }
   drop_unheld();

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -211,15 +212,19 @@ const c10::DataPtr& allocation_of(MemoryRef memory) {
   return shifted != nullptr ? *shifted : data;
 }
 
-class CudaBackend final : public Backend {
+class CudaDevice final : public DeviceMemory, public Streams, public Link {
  public:
-  explicit CudaBackend(c10::DeviceIndex device)
+  explicit CudaDevice(c10::DeviceIndex device)
       : device_(device),
         timed_(device),
         offload_(StreamTable::instance().make_own(device)),
         reload_(StreamTable::instance().make_own(device)) {}
 
-  std::string device() const override { return c10::Device(c10::kCUDA, device_).str(); }
+  Backend with(SlotStore& store) {
+    const std::string device = c10::Device(c10::kCUDA, device_).str();
+    return {.device = device, .memory = *this, .streams = *this, .link = *this, .store = store};
+  }
+
   StreamId offload_stream() override { return offload_; }
   StreamId reload_stream() override { return reload_; }
 
@@ -316,7 +321,7 @@ class CudaBackend final : public Backend {
     const cudaStream_t raw = StreamTable::instance().at(stream).raw();
     return raw != nullptr && is_capturing_raw(raw);
   }
-  bool completes_in_background() const override { return false; }
+  Completion completion(StreamId) const override { return Completion::ByStreamOrder; }
   bool may_block(StreamId) const override { return true; }
 
   bool tells_time() const override { return true; }
@@ -355,11 +360,11 @@ bool cuda_available() { return c10::cuda::device_count() > 0; }
 
 void note_entry_on_cuda() { (void)listen_to_cuda_allocator(); }
 
-Backend& cuda_backend(int device_index) {
-  static auto* const backends = new std::array<CudaBackend*, C10_COMPILE_TIME_MAX_GPUS>{};
-  CudaBackend*& backend = backends->at(static_cast<size_t>(device_index));
-  if (backend == nullptr) backend = new CudaBackend(static_cast<c10::DeviceIndex>(device_index));
-  return *backend;
+Backend cuda_backend(int device_index, SlotStore& store) {
+  static auto* const devices = new std::array<CudaDevice*, C10_COMPILE_TIME_MAX_GPUS>{};
+  CudaDevice*& device = devices->at(static_cast<size_t>(device_index));
+  if (device == nullptr) device = new CudaDevice(static_cast<c10::DeviceIndex>(device_index));
+  return device->with(store);
 }
 
 void cuda_synchronize(Point point) {

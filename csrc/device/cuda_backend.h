@@ -1,8 +1,9 @@
-// CudaBackend: one CUDA device and pinned (or plain) host memory, over c10/cuda and the CUDA runtime.
-// Ownership:     one backend per device; its two streams and all events live for the process.
+// CudaBackend: a CUDA device and host memory, pinned or plain, over c10/cuda and the CUDA runtime.
+// Ownership:     the parts are one device's, whatever store they are put together with. Its two streams and all events
+//                live for the process.
 // Thread safety: every method, any thread. No mutex that another stream's users need is held over a call that may
 //                block, and none is held while the GIL is asked for.
-// Stream order:  as told; see Backend. Pageable memory makes copies block the calling host thread, as CUDA documents.
+// Stream order:  as told; see Streams. Pageable memory makes copies block the calling host thread, as CUDA documents.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
 // Not handled:   copies under stream capture; memory that is not the caching allocator's (owns() denies it).
 //
@@ -26,8 +27,8 @@ bool cuda_available();
 // Call it when a context is entered: from then on the allocator's allocations are noted. Does not initialise CUDA.
 void note_entry_on_cuda();
 
-// The backend of a device, made at first use.
-Backend& cuda_backend(int device_index);
+// The parts of a device, made at first use, with a store of host memory. Needs the GIL.
+Backend cuda_backend(int device_index, SlotStore& store);
 
 // Blocks the host until a point of any CUDA stream is reached.
 void cuda_synchronize(Point point);

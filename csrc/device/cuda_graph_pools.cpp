@@ -15,14 +15,23 @@ namespace torchoffload {
 
 namespace {
 
-class GraphPools {
+class CudaGraphPools final : public GraphPools {
  public:
-  static GraphPools& instance() {
-    static GraphPools* const leaked = new GraphPools;
+  static CudaGraphPools& instance() {
+    static auto* const leaked = new CudaGraphPools;
     return *leaked;
   }
 
-  void add(const std::vector<GraphPool>& pools) {
+  bool may_have_changed() override {
+    // Before CUDA is initialised there are no trees; and another allocator has no private pools that could be looked
+    // at.
+    if (!listen_to_cuda_allocator()) return false;
+    thread_local uint64_t seen = 0;  // by each thread, which has trees of its own
+    const uint64_t now = cuda_segment_changes();
+    return std::exchange(seen, now) != now;
+  }
+
+  void add(const std::vector<GraphPool>& pools) override {
     const std::lock_guard lock(mutex_);
     pools_.insert(pools.begin(), pools.end());
     ranges_.clear();
@@ -51,15 +60,7 @@ class GraphPools {
 
 }  // namespace
 
-bool graph_pools_may_have_changed() {
-  // Before CUDA is initialised there are no trees. Another allocator has no private pools that could be looked at.
-  if (!listen_to_cuda_allocator()) return false;
-  thread_local uint64_t seen = 0;  // for each thread, since each has trees of its own
-  const uint64_t now = cuda_segment_changes();
-  return std::exchange(seen, now) != now;
-}
-
-void add_graph_pools(const std::vector<GraphPool>& pools) { GraphPools::instance().add(pools); }
-bool is_in_graph_pool(const void* address) { return GraphPools::instance().contains(address); }
+GraphPools& cuda_graph_pools() { return CudaGraphPools::instance(); }
+bool is_in_graph_pool(const void* address) { return CudaGraphPools::instance().contains(address); }
 
 }  // namespace torchoffload

@@ -1,6 +1,6 @@
 // cuda_graph_pools: which memory PyTorch's CUDA graph trees (torch.compile, mode="reduce-overhead") manage by
 // themselves.
-// Ownership:     ids of pools and addresses, which are kept for the life of the process.
+// Ownership:     addresses, which are kept for the life of the process.
 // Thread safety: every function, any thread.
 //
 // Note [Memory of graph trees]
@@ -12,21 +12,11 @@
 // new storage or version. To drop the source of such a saved tensor would tell the tree that it may.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Device.h>
-
-#include <utility>
-#include <vector>
+#include "device/graph_pools.h"
 
 namespace torchoffload {
 
-using GraphPool = std::pair<c10::DeviceIndex, c10::MempoolId_t>;
-
-// May the allocator's segments have changed, on any device, since this thread asked last?
-bool graph_pools_may_have_changed();
-
-// Adds pools of trees. From here on the memory that all known pools have now counts as a tree's.
-void add_graph_pools(const std::vector<GraphPool>& pools);
+GraphPools& cuda_graph_pools();
 
 bool is_in_graph_pool(const void* address);
 

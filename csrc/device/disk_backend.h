@@ -25,7 +25,7 @@ struct DiskBackendOptions {
   ChunkPolicy chunks;
 };
 
-class DiskBackend final : public Backend {
+class DiskBackend final : public DeviceMemory, public Streams, public Link {
  public:
   // Throws std::runtime_error when no spill file can be made in `directory`. Threads start with the first copy.
   explicit DiskBackend(std::string directory, DiskBackendOptions options = {});
@@ -34,6 +34,7 @@ class DiskBackend final : public Backend {
   ~DiskBackend() override;
 
   SpillFile& store() { return store_; }
+  Backend parts() { return {.device = "cpu", .memory = *this, .streams = *this, .link = *this, .store = store_}; }
 
   // Is no slot in use, and no copy on its way? False in a forked child of the process that made the backend.
   bool is_idle() const;
@@ -43,7 +44,6 @@ class DiskBackend final : public Backend {
   // meanwhile.
   uint64_t trim();
 
-  std::string device() const override { return "cpu"; }
   StreamId current_stream() override { return host_; }
   StreamId offload_stream() override { return offload_; }
   StreamId reload_stream() override { return reload_; }
@@ -62,7 +62,8 @@ class DiskBackend final : public Backend {
   PointStatus status(Point point) override;
   std::string failure(Point point) override;
   void forget(Point point) override;
-  bool completes_in_background() const override { return true; }
+  // Also of the host's stream, where asking costs nothing: each of its points was reached before it was known.
+  Completion completion(StreamId) const override { return Completion::ByPolling; }
   bool may_block(StreamId stream) const override { return stream == host_; }
 
  private:

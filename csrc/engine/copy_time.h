@@ -5,7 +5,7 @@
 
 #include <exception>
 
-#include "device/backend.h"
+#include "device/streams.h"
 #include "engine/timeline.h"
 
 namespace torchoffload {
@@ -22,17 +22,17 @@ struct CopyTime {
   }
 };
 
-inline TimedPoint time_if(bool is_wanted, Backend& backend, StreamId stream) {
-  return is_wanted ? backend.record_timed(stream) : TimedPoint{};
+inline TimedPoint time_if(bool is_wanted, Streams& streams, StreamId stream) {
+  return is_wanted ? streams.record_timed(stream) : TimedPoint{};
 }
 
 // The point at the end of a copy that was enqueued just now. Without this point it is not known when the copy's memory
 // may be used again, so recording it is tried a second time where the first one fails.
-inline Point end_of_copy(Backend& backend, StreamId stream) {
+inline Point end_of_copy(Streams& streams, StreamId stream) {
   try {
-    return backend.record(stream);
+    return streams.record(stream);
   } catch (const std::exception&) {
-    return backend.record(stream);
+    return streams.record(stream);
   }
 }
 

@@ -8,9 +8,9 @@ namespace torchoffload {
 // ---- tapes ----
 
 void Engine::settle() {
-  if (!backend_.must_settle()) return;
+  if (!backend_.memory.must_settle()) return;
   const BlockingSection blocking;
-  backend_.settle();
+  backend_.memory.settle();
 }
 
 void Engine::fit_store(ContextState& context) {
@@ -129,7 +129,7 @@ Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {
 }
 
 void Engine::mark(EntryKind kind, RecordId id, StreamId stream) {
-  if (!timeline_.is_on() || backend_.is_capturing()) return;
+  if (!timeline_.is_on() || backend_.streams.is_capturing()) return;
   Timeline::Entry moment = entry(kind, id);
   moment.begin = timeline_.now(stream);
   if (moment.begin.is_set()) timeline_.add(moment);

@@ -1,7 +1,7 @@
 // Engine: moves what is saved on one device to one tier and back. Its parts decide; the engine carries their decisions
 // out, from the pack of a saved tensor to the release of its record.
-// Ownership:     what each record holds, by the record's index. Backends and stores are borrowed and live for the
-//                process; so does the engine.
+// Ownership:     what each record holds, by the record's index. The parts of its backend are borrowed and live for
+//                the process; so does the engine.
 // Thread safety: needs the GIL. A call that may block, such as one that enqueues a copy, releases the GIL for that time
 //                (BlockingSection). Operations of other threads may run meanwhile, so the ledger is read again after
 //                it. A record whose copy is being enqueued is held (Ledger::hold), and is not released meanwhile.
@@ -69,16 +69,14 @@ struct SavedBytes {
 
 class Engine {
  public:
-  Engine(Backend& backend, SlotStore& store)
+  explicit Engine(const Backend& backend)
       : backend_(backend),
-        store_(store),
-        streams_(backend),
-        slots_(store),
-        timeline_(backend),
-        times_(backend, timeline_) {}
+        streams_(backend.streams),
+        slots_(backend.store),
+        timeline_(backend.streams, backend.memory),
+        times_(backend.streams, timeline_) {}
 
-  Backend& backend() { return backend_; }
-  SlotStore& store() { return store_; }
+  const Backend& backend() const { return backend_; }
   const Ledger& ledger() const { return ledger_; }
   Lessons& lessons() { return lessons_; }
   Timeline& timeline() { return timeline_; }
@@ -176,7 +174,7 @@ class Engine {
 
   HeldRecord& held(RecordId id) { return held_[id.index]; }
   ContextState& context(RecordId id) { return *tapes_[ledger_.record(id).tape.index].context; }
-  bool was_resized(RecordId id) { return held(id).was_resized(ledger_.record(id), backend_); }
+  bool was_resized(RecordId id) { return held(id).was_resized(ledger_.record(id), backend_.memory); }
 
   // ---- tapes and times: engine.cpp ----
 
@@ -354,8 +352,7 @@ class Engine {
   void release_slot(HeldRecord& held);
 
   const ForkGuard fork_guard_;
-  Backend& backend_;
-  SlotStore& store_;
+  const Backend backend_;
   StreamOrder streams_;
   SlotBudget slots_;
   Ledger ledger_;

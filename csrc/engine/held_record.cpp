@@ -6,12 +6,12 @@
 
 namespace torchoffload {
 
-bool HeldRecord::was_resized(const Record& record, Backend& backend) const {
+bool HeldRecord::was_resized(const Record& record, DeviceMemory& memory) const {
   const Memory& source = bytes.memory;
   const Identity& identity = record.identity;
   if (source.data() != identity.data || source.nbytes() != identity.nbytes) return true;
   if (mutated(Mutant::ResizeSeesAllocation)) return false;
-  return backend.origin_of(source.ref()).allocation != identity.allocation;
+  return memory.origin_of(source.ref()).allocation != identity.allocation;
 }
 
 // A record may be joined because a save has the same wrapper. Then the tensor that the record was made of must be
@@ -22,12 +22,12 @@ bool HeldRecord::was_written_through_a_wrapper(const Record& record) const {
   return wrappers.changed() || (!wrappers.empty() && version.current() != record.identity.version);
 }
 
-bool HeldRecord::slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams) {
+bool HeldRecord::slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams) {
   if (!record.has_slot) return false;
   const bool serves_source = bytes.memory && !bytes.is_buffer;
-  if (serves_source && was_resized(record, backend)) return false;  // perhaps while its copy was under way (R10)
-  if (!streams.is_polled() || is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
-  is_confirmed = backend.status(offload_end) == PointStatus::Reached && backend.failure(offload_end).empty();
+  if (serves_source && was_resized(record, memory)) return false;  // perhaps while its copy was under way (R10)
+  if (!streams.is_polled(offload_end) || is_confirmed || mutated(Mutant::UnwrittenSourceStays)) return true;
+  is_confirmed = streams.is_seen_reached(offload_end) && link.failure(offload_end).empty();
   return is_confirmed;
 }
 

@@ -11,7 +11,8 @@
 
 #include "core/ledger.h"
 #include "core/types.h"
-#include "device/backend.h"
+#include "device/device_memory.h"
+#include "device/link.h"
 #include "device/memory.h"
 #include "engine/stream_order.h"
 #include "engine/version_counter.h"
@@ -43,14 +44,14 @@ struct HeldRecord {
   bool is_confirmed = false;   // where copies complete in the background: the write is known to have succeeded
 
   // Did the program resize the source's storage, or give it other memory, since the save (R10)?
-  bool was_resized(const Record& record, Backend& backend) const;
+  bool was_resized(const Record& record, DeviceMemory& memory) const;
 
   // Was a wrapper subclass that the record was packed inside of written to since? See Note [Versions of inner tensors].
   bool was_written_through_a_wrapper(const Record& record) const;
 
   // Is every byte of the record in its slot, so that the device may drop its own? Where copies complete in the
   // background, the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
-  bool slot_is_complete(const Record& record, Backend& backend, const StreamOrder& streams);
+  bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }

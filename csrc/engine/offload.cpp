@@ -74,7 +74,7 @@ void Engine::flush_pending(const ContextState* leaving) {
   // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
   // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
   if (program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator)) return;
-  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.saw_operators_end();
+  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.observer.saw_operators_end();
   const uint64_t now = program::sequence_number();
   StreamId ordered_after = kNoStream;
   Engine* ordered_engine = nullptr;
@@ -82,7 +82,7 @@ void Engine::flush_pending(const ContextState* leaving) {
     const PendingCopy copy = pending[next];
     // R1: the operator that saved this tensor may not have filled it yet.
     const bool has_ended = copy.sequence_number != now || copy.context == leaving;
-    const bool is_possible = has_ended && !copy.engine->backend_.is_capturing();
+    const bool is_possible = has_ended && !copy.engine->backend_.streams.is_capturing();
     if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
       ++next;
       continue;
@@ -115,7 +115,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   const std::optional<Slot> slot = acquire_slot(id, guards);
   if (!slot) return;
   SlotLoan loan(slots_, *slot, guards);
-  const StreamId stream = context(id).options.use_streams ? backend_.offload_stream() : held(id).bytes.stream;
+  const StreamId stream = context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
   const std::span<const Point> waited_for = guards_to_wait_for(stream, guards);
   timeline_.set_origin();
   if (!is_pending(id)) return;
@@ -140,8 +140,8 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
     guards.clear();
     if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
     if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.end;
-    backend_.forget(copy.end);
-    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.give_back(point);
+    backend_.link.forget(copy.end);
+    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.streams.give_back(point);
     return;
   }
   (void)loan.take();
@@ -160,7 +160,7 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, StreamId stream, StreamId 
   copy.waits_for_operators = is_elsewhere && ordered_after != copy.source.stream;
   const StreamId allocated_on = held.allocated_on;
   const bool is_filled_here = allocated_on == copy.source.stream || allocated_on == stream;
-  if (allocated_on != kNoStream && !is_filled_here && !backend_.is_capturing_on(allocated_on))
+  if (allocated_on != kNoStream && !is_filled_here && !backend_.streams.is_capturing_on(allocated_on))
     copy.also_filled_on = allocated_on;
   copy.time.is_wanted = timeline_.is_on();
   if (!copy.time.is_wanted) plan_window_waits(id, copy);  // a wait that is timed is made by itself
@@ -185,16 +185,16 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
 void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
   for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
   if (copy.waits_for_operators)
-    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.record(copy.source.stream));
+    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.streams.record(copy.source.stream));
   if (copy.also_filled_on != kNoStream)
-    waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.record(copy.also_filled_on));
-  copy.ready = time_if(copy.time.is_wanted, backend_, copy.source.stream);
+    waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.streams.record(copy.also_filled_on));
+  copy.ready = time_if(copy.time.is_wanted, backend_.streams, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
-  copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
-  backend_.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
   copy.is_enqueued = true;
-  copy.end = end_of_copy(backend_, copy.stream);
-  copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
+  copy.end = end_of_copy(backend_.streams, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
   for (const auto& wait : copy.window_waits) waits.wait(wait);
 }
 
@@ -241,7 +241,7 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
                          is_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
       return std::nullopt;
     }
-    backend_.saw_growth();
+    backend_.observer.saw_growth();
     if (!is_pending(id)) return std::nullopt;
     slot = slots_.try_acquire(nbytes, guards);
   }
@@ -249,13 +249,12 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
 }
 
 std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
-  if (streams_.is_polled()) {
-    for (const Point& guard : guards) streams_.wait(Rule::OffloadWaitsForGuards, stream, guard);
-    return {};
-  }
   const auto end = std::partition(guards.begin(), guards.end(), [&](const Point& guard) {
-    return streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard);
+    return !streams_.is_polled(guard) && streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard);
   });
+  for (const Point& guard : std::span(end, guards.end())) {
+    if (streams_.is_polled(guard)) streams_.wait(Rule::OffloadWaitsForGuards, stream, guard);
+  }
   return {guards.begin(), end};
 }
 
@@ -292,7 +291,7 @@ void Engine::finish_offload(RecordId id) {
     keep(id, Reason::Resized);
     return;
   }
-  const std::string failure = backend_.failure(held.offload_end);
+  const std::string failure = backend_.link.failure(held.offload_end);
   if (!failure.empty() && !mutated(Mutant::FailedWriteKeepsRecord)) {
     context(id).warn_once(Warning::WriteFailed,
                           "torchoffload: a saved tensor stays in memory because writing it failed: " + failure);

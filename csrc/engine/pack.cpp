@@ -8,7 +8,7 @@
 namespace torchoffload {
 
 std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
-  const MemoryOrigin origin = backend_.origin_of(saved.memory);
+  const MemoryOrigin origin = backend_.memory.origin_of(saved.memory);
   Identity identity{saved.memory.storage(), saved.version.address(), saved.version.current(),
                     saved.memory.data(),    saved.memory.nbytes(),   origin.allocation};
   if (saved.wrapper) {
@@ -17,7 +17,7 @@ std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
   }
   Span moved = saved.extent == Extent::Storage ? Span{0, identity.nbytes} : saved.span;
   const std::optional<RecordId> id = ledger_.find(tape, identity, moved, saved.itemsize);
-  const StreamId stream = backend_.current_stream();
+  const StreamId stream = backend_.streams.current_stream();
   if (id && !held(*id).was_written_through_a_wrapper(ledger_.record(*id))) {
     // A save on an external stream needs a record of its own, whose copy waits for that stream.
     if (stream == held(*id).packed_on || streams_.is_lasting(stream)) return join(*id, saved, stream);
@@ -40,9 +40,9 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
   }
   // Another stream uses the storage now. Without us, autograd's graph would hold the storage until backward. So the
   // allocator has to wait for that stream too before it hands the memory on (R3).
-  if (stream != held(id).packed_on && !mutated(Mutant::NoteUseAtJoin)) backend_.note_use(saved.memory, stream);
+  if (stream != held(id).packed_on && !mutated(Mutant::NoteUseAtJoin)) backend_.memory.note_use(saved.memory, stream);
   const std::byte* const first = saved.memory.data() + saved.span.begin;
-  backend_.saw_pack(first, saved.span.nbytes(), stream, program::sequence_number());
+  backend_.observer.saw_pack(first, saved.span.nbytes(), stream, program::sequence_number());
   if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
   return RecordHandle{id, ledger_.add_handle(id)};
 }
@@ -115,12 +115,12 @@ void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocate
   held.address_modulo = reinterpret_cast<uintptr_t>(first) % kAlignmentBytes;
   held.number = static_cast<uint32_t>(tape.record_count++);
   held.module = context.module;
-  held.packed_on = backend_.current_stream();
+  held.packed_on = backend_.streams.current_stream();
   held.allocated_on = allocated_on;
   held.bytes = {Memory(saved.memory), 0, held.packed_on, {}};
   // See Note [Streams that may be destroyed].
   if (streams_.is_lasting(held.packed_on) && !mutated(Mutant::NoteUseAtPack))
-    backend_.note_use(saved.memory, held.packed_on);
+    backend_.memory.note_use(saved.memory, held.packed_on);
   if (record.is_kept()) {
     count_kept_from_start(id);
     if (record.decision.why == Reason::TierFull) return;
@@ -128,7 +128,7 @@ void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocate
     held.charged_bytes = slots_.charge(context, record.nbytes());
   }
   const uint64_t sequence_number = program::sequence_number();
-  backend_.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
+  backend_.observer.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
   ThreadState::current().pending.push_back({this, id, sequence_number, &context});
 }
 

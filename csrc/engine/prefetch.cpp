@@ -25,7 +25,7 @@ void Engine::go_on_reloading() {
 }
 
 void Engine::prefetch(TapeId tape, const AlsoWait& also) {
-  if (backend_.is_capturing()) return;
+  if (backend_.streams.is_capturing()) return;
   const uint64_t kept_bytes = windows_.kept_bytes(tape);
   const bool goes_on = tapes_[tape.index].context->options.learn && lessons_.is_latest(tape);
   if (reload_ahead(tape, kept_bytes, AtSource::GoesOn, also) && goes_on) prefetch_coming(kept_bytes);
@@ -55,7 +55,8 @@ void Engine::prefetch_coming(uint64_t kept_bytes) {
 // The copies of this forward may have pushed an older tape's end out of the offload window, and the next backward may
 // begin with that end.
 void Engine::forward_ended(TapeId tape) {
-  if (is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape || backend_.is_capturing()) return;
+  if (is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape || backend_.streams.is_capturing())
+    return;
   prefetch_coming(0);
 }
 
@@ -92,7 +93,7 @@ void Engine::give_up_if_seen(RecordId id) {
 
 void Engine::give_up(RecordId id) {
   HeldRecord& held = this->held(id);
-  if (!held.slot_is_complete(ledger_.record(id), backend_, streams_)) return;
+  if (!held.slot_is_complete(ledger_.record(id), backend_.memory, backend_.link, streams_)) return;
   const Rule rule = held.are_bytes_reloaded() ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload;
   DeviceBytes bytes = held.give_up();
   ledger_.give_up(id);

@@ -8,11 +8,9 @@
 namespace torchoffload {
 
 void Engine::reap() {
-  if (streams_.is_polled()) {
-    while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
-      if (backend_.status(held(*oldest).offload_end) == PointStatus::Pending) break;
-      finish_offload(*oldest);
-    }
+  while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+    if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
+    finish_offload(*oldest);
   }
   streams_.reap();
 }
@@ -78,7 +76,7 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   }
   // The slot is looked at, and not the record's state, because an exception may have come between the two.
   if (held.slot.nbytes() > 0) release_slot(held);
-  for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.forget(copy_end);
+  for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.link.forget(copy_end);
   slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
 }

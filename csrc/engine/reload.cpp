@@ -34,7 +34,7 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
   const RecordId id = wanted.record;
   const HeldRecord& held = this->held(id);
   ReloadCopy copy{wanted, Hold(*this, id)};
-  copy.stream = context(id).options.use_streams ? backend_.reload_stream() : consumer;
+  copy.stream = context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
   copy.slot = held.slot;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
@@ -49,7 +49,7 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
 }
 
 void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
-  const StreamId consumer = backend_.current_stream();
+  const StreamId consumer = backend_.streams.current_stream();
   timeline_.set_origin();
   // There are nearly always one or two copies: these take no memory from the heap.
   alignas(ReloadCopy) std::array<std::byte, 2 * sizeof(ReloadCopy)> first_bytes;
@@ -92,7 +92,7 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
 void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
   for (ReloadCopy& copy : copies) {
     try {
-      copy.buffer = backend_.allocate(copy.nbytes, copy.address_modulo);
+      copy.buffer = backend_.memory.allocate(copy.nbytes, copy.address_modulo);
     } catch (const std::exception& error) {
       if (why == Reload::AskedFor || !program::is_out_of_memory(error)) throw;
       return;  // no memory: these records are loaded when they are asked for
@@ -102,7 +102,7 @@ void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
 
 void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const {
   if (!copies.front().buffer) return;
-  const Point allocated = backend_.record(consumer);
+  const Point allocated = backend_.streams.record(consumer);
   for (ReloadCopy& copy : copies) {
     if (!copy.buffer) return;
     if (copy.stream != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.stream, allocated);
@@ -114,11 +114,11 @@ void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const {
   if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
   if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
-  copy.time.begin = time_if(copy.time.is_wanted, backend_, copy.stream);
-  backend_.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  backend_.link.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
   copy.is_enqueued = true;
-  copy.end = end_of_copy(backend_, copy.stream);
-  copy.time.end = time_if(copy.time.is_wanted, backend_, copy.stream);
+  copy.end = end_of_copy(backend_.streams, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
 }
 
 void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
@@ -133,11 +133,11 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   };
   if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
     guard_slot(copy.end);
-    backend_.forget(copy.end);
+    backend_.link.forget(copy.end);
     return streams_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload);
   }
   if (!is_alone) guard_slot(held.reload_end);
-  backend_.forget(held.reload_end);
+  backend_.link.forget(held.reload_end);
   held.reload_end = copy.end;
   held.bytes = std::move(bytes);
   begin_reload(copy.wanted, why);
@@ -160,7 +160,7 @@ void Engine::begin_reload(const Windows::Ahead& started, Reload why) {
 }
 
 void Engine::finish_reload(RecordId id) {
-  const std::string failure = backend_.failure(held(id).reload_end);
+  const std::string failure = backend_.link.failure(held(id).reload_end);
   const bool was_ahead = ledger_.record(id).prefetched;
   if (was_ahead) leave_reload_window(id);
   if (failure.empty() || mutated(Mutant::FailedReadRaises)) {

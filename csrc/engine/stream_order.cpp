@@ -39,23 +39,23 @@ bool StreamOrder::is_ordered(StreamId waiter, Point point) const {
 // then.
 bool StreamOrder::must_wait(Rule rule, StreamId waiter, Point point) const {
   if (is_left_out(rule) || point.is_beginning()) return false;
-  if (is_polled()) return backend_.status(point) == PointStatus::Pending;
+  if (is_polled(point)) return !is_reached(point);
   return !is_ordered(waiter, point);
 }
 
 std::optional<StreamOrder::Wanted> StreamOrder::wanted(Rule rule, StreamId waiter, Point point) const {
-  if (is_polled() || !is_lasting(waiter) || !must_wait(rule, waiter, point)) return std::nullopt;
+  if (is_polled(point) || !is_lasting(waiter) || !must_wait(rule, waiter, point)) return std::nullopt;
   return Wanted{rule, waiter, point};
 }
 
 void StreamOrder::wait(Rule rule, StreamId waiter, Point point) {
   if (!must_wait(rule, waiter, point)) return;
-  without_gil(waiter, [&] { backend_.wait(waiter, point); });
+  without_gil(waiter, [&] { streams_.wait(waiter, point); });
   remember({waiter, point.stream, point.serial});
 }
 
 void StreamOrder::remember(const Made& made) {
-  if (is_polled() || !is_lasting(made.waiter)) return;
+  if (is_polled({made.producer, made.serial}) || !is_lasting(made.waiter)) return;
   const auto known = std::find_if(made_.begin(), made_.end(), [&](const Made& before) {
     return before.waiter == made.waiter && before.producer == made.producer;
   });
@@ -76,14 +76,14 @@ void StreamOrder::Batch::wait(Rule rule, StreamId waiter, Point point) {
     return made.waiter == waiter && made.producer == point.stream && made.serial >= point.serial;
   });
   if (is_known) return;
-  backend_.wait(waiter, point);
+  streams_.wait(waiter, point);
   made_.push_back({waiter, point.stream, point.serial});
 }
 
 void StreamOrder::synchronize(Point point) {
   if (point.is_beginning()) return;
   const BlockingSection blocking;
-  backend_.synchronize(point);
+  streams_.synchronize(point);
 }
 
 // ---- memory ----
@@ -107,12 +107,10 @@ void StreamOrder::retire(DeviceBytes bytes, Rule rule) noexcept {
 }
 
 bool StreamOrder::may_be_dropped(const DeviceBytes& bytes, Rule rule) {
-  if (is_polled()) {
-    return mutated(Mutant::IoMemoryHeldUntilDone) || bytes.busy_until.is_beginning() ||
-           backend_.status(bytes.busy_until) == PointStatus::Reached;
-  }
+  if (bytes.busy_until.is_beginning()) return true;
+  if (is_polled(bytes.busy_until)) return mutated(Mutant::IoMemoryHeldUntilDone) || is_reached(bytes.busy_until);
   if (is_ordered(bytes.stream, bytes.busy_until)) return true;
-  if (backend_.is_capturing()) return false;
+  if (streams_.is_capturing()) return false;
   if (bytes.is_buffer ? can_be_used(bytes.stream) : is_lasting(bytes.stream)) {
     wait(rule, bytes.stream, bytes.busy_until);
   } else if (!is_left_out(rule)) {
@@ -122,27 +120,19 @@ bool StreamOrder::may_be_dropped(const DeviceBytes& bytes, Rule rule) {
 }
 
 void StreamOrder::reap() {
-  if (retired_.empty()) return;
-  if (!is_polled()) {
-    if (backend_.is_capturing()) return;
-    for (Retired& retired : std::exchange(retired_, {})) retire(std::move(retired.bytes), retired.rule);
-    return;
-  }
-  for (Retired& retired : retired_) {
-    if (backend_.status(retired.bytes.busy_until) == PointStatus::Reached)
-      Operation::drop_later(std::move(retired.bytes.memory));
-  }
-  std::erase_if(retired_, [](const Retired& retired) { return !retired.bytes.memory; });
+  if (retired_.empty() || streams_.is_capturing()) return;
+  for (Retired& retired : std::exchange(retired_, {})) retire(std::move(retired.bytes), retired.rule);
 }
 
 void StreamOrder::finish_retired() {
-  if (!is_polled() || retired_.empty()) return;
   std::vector<Point> busy;
-  busy.reserve(retired_.size());
-  for (const Retired& retired : retired_) busy.push_back(retired.bytes.busy_until);
+  for (const Retired& retired : retired_) {
+    if (is_polled(retired.bytes.busy_until)) busy.push_back(retired.bytes.busy_until);
+  }
+  if (busy.empty()) return;
   {
     const BlockingSection blocking;
-    for (const Point& point : busy) backend_.synchronize(point);
+    for (const Point& point : busy) streams_.synchronize(point);
   }
   reap();
 }

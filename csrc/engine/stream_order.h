@@ -16,8 +16,8 @@
 
 #include "core/mutant.h"
 #include "core/types.h"
-#include "device/backend.h"
 #include "device/memory.h"
+#include "device/streams.h"
 #include "engine/operation.h"
 
 namespace torchoffload {
@@ -72,21 +72,24 @@ class StreamOrder {
   };
 
  public:
-  explicit StreamOrder(Backend& backend) : backend_(backend) {}
+  explicit StreamOrder(Streams& streams) : streams_(streams) {}
 
   // ---- streams ----
 
-  // Do copies complete in the background, as I/O does? Then no stream order protects a copy's memory, and the backend
-  // is asked whether the copy has ended.
-  bool is_polled() const { return backend_.completes_in_background(); }
+  // Does the copy that ends at this point complete in the background, as I/O does? Then no stream order protects its
+  // memory, and the stream is asked whether the copy has ended.
+  bool is_polled(Point point) const { return streams_.completion(point.stream) == Completion::ByPolling; }
+
+  // Is it known, without any wait, that this point was reached? Never of a point that is not polled.
+  bool is_seen_reached(Point point) const { return is_polled(point) && is_reached(point); }
 
   // Does the stream exist for as long as the process?
   bool is_lasting(StreamId stream) const {
-    return backend_.is_lasting(stream) || mutated(Mutant::StreamsMayBeDestroyed);
+    return streams_.is_lasting(stream) || mutated(Mutant::StreamsMayBeDestroyed);
   }
 
   // May a call of ours name the stream? See Note [Streams that may be destroyed].
-  bool can_be_used(StreamId stream) const { return stream == backend_.current_stream() || is_lasting(stream); }
+  bool can_be_used(StreamId stream) const { return stream == streams_.current_stream() || is_lasting(stream); }
 
   // ---- waits ----
 
@@ -113,7 +116,7 @@ class StreamOrder {
   // Makes waits without the GIL, between the calls that they order. remember() notes them afterwards, with the GIL.
   class Batch {
    public:
-    explicit Batch(Backend& backend) : backend_(backend) { made_.reserve(4); }
+    explicit Batch(Streams& streams) : streams_(streams) { made_.reserve(4); }
     void wait(Rule rule, StreamId waiter, Point point);
     void wait(const std::optional<Wanted>& wanted) {
       if (wanted) wait(wanted->rule, wanted->waiter, wanted->point);
@@ -121,20 +124,20 @@ class StreamOrder {
 
    private:
     friend class StreamOrder;
-    Backend& backend_;
+    Streams& streams_;
     // The first four take no memory from the heap.
     alignas(Made) std::array<std::byte, 4 * sizeof(Made)> first_bytes_;
     std::pmr::monotonic_buffer_resource memory_{first_bytes_.data(), first_bytes_.size()};
     std::pmr::vector<Made> made_{&memory_};
   };
-  Batch batch() const { return Batch(backend_); }
+  Batch batch() const { return Batch(streams_); }
   void remember(const Batch& batch);
 
   // Makes `call`, which enqueues on `stream`. Releases the GIL for it where that may block.
   template <typename Call>
   void without_gil(StreamId stream, Call call) {
     std::optional<BlockingSection> blocking;
-    if (backend_.may_block(stream)) blocking.emplace();
+    if (streams_.may_block(stream)) blocking.emplace();
     call();
   }
 
@@ -142,14 +145,13 @@ class StreamOrder {
 
   // Drops memory after its stream was told to wait for the copy that touches it (R9); `rule` names the wait. The memory
   // stays on a list, for reap(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is being
-  // captured, or the device fails. May block, but not where is_polled().
+  // captured, or the device fails. May block, but not where the copy is polled.
   void retire(DeviceBytes bytes, Rule rule) noexcept;
 
-  // Tries again to drop the memory on the list. May block, but not where is_polled().
+  // Tries again to drop the memory on the list. May block, but not for what is polled.
   void reap();
 
-  // Where is_polled(): waits on the host for all I/O on retired memory, and drops that memory. Blocks. Elsewhere it
-  // does nothing.
+  // Waits on the host for all I/O on retired memory, and drops that memory. Blocks, where there is any.
   void finish_retired();
 
  private:
@@ -160,13 +162,14 @@ class StreamOrder {
 
   // Does the mutant of this rule leave the wait out?
   static bool is_left_out(Rule rule);
+  bool is_reached(Point point) const { return streams_.status(point) == PointStatus::Reached; }  // where it is polled
   // Does what is enqueued on `waiter` from now on run after `point`, by the waits that are known?
   bool is_ordered(StreamId waiter, Point point) const;
   void remember(const Made& made);
   // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
 
-  Backend& backend_;
+  Streams& streams_;
   std::vector<Made> made_;        // the latest wait of each pair of streams, where the waiting one is lasting
   std::vector<Retired> retired_;  // in the order in which the memory was retired
 };

@@ -40,7 +40,7 @@ void TapeTimes::opened(TapeId id, uint64_t number) {
 
 void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
   OfTape& tape = tapes_[id.index];
-  if (is_first && wants_times && !tape.is_timed && backend_.tells_time()) {
+  if (is_first && wants_times && !tape.is_timed && streams_.tells_time()) {
     tape.is_timed = true;
     timeline_.start();
     tape.first_entry = timeline_.entry_count();
@@ -63,7 +63,7 @@ void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_cou
 }
 
 std::optional<TapeTimes::Taken> TapeTimes::take() {
-  if (gone_.empty() || backend_.is_capturing()) return std::nullopt;
+  if (gone_.empty() || streams_.is_capturing()) return std::nullopt;
   if (gone_.front().end_entry > timeline_.read()) return std::nullopt;
   const Gone& tape = gone_.front();
   Taken taken{tape.shape, times_of(tape)};

@@ -1,5 +1,5 @@
 // TapeTimes: which tapes are timed, and the times of the records and copies of one that was.
-// Ownership:     borrows the timeline and its backend, which live for the process.
+// Ownership:     borrows the timeline and the streams, which live for the process.
 // Thread safety: needs the GIL. No call blocks.
 #pragma once
 
@@ -11,14 +11,14 @@
 #include "core/chunked_vector.h"
 #include "core/planning/step.h"
 #include "core/types.h"
-#include "device/backend.h"
+#include "device/streams.h"
 #include "engine/timeline.h"
 
 namespace torchoffload {
 
 class TapeTimes {
  public:
-  TapeTimes(Backend& backend, Timeline& timeline) : backend_(backend), timeline_(timeline) {}
+  TapeTimes(Streams& streams, Timeline& timeline) : streams_(streams), timeline_(timeline) {}
 
   // A tape was opened. `number` names it in the timeline's entries. An older tape that is being timed, and is still
   // alive after very many later ones were opened, is timed no more.
@@ -59,7 +59,7 @@ class TapeTimes {
   // which a stream waited for us is subtracted.
   StepTimes times_of(const Gone& tape);
 
-  Backend& backend_;
+  Streams& streams_;
   Timeline& timeline_;
   ChunkedVector<OfTape> tapes_;  // by tape index
   std::deque<Gone> gone_;

@@ -33,17 +33,17 @@ void Timeline::start() { ++wanted_; }
 
 TimedPoint Timeline::record(StreamId stream) {
   std::optional<BlockingSection> blocking;
-  if (backend_.may_block(stream)) blocking.emplace();
-  return backend_.record_timed(stream);
+  if (streams_.may_block(stream)) blocking.emplace();
+  return streams_.record_timed(stream);
 }
 
 void Timeline::set_origin() {
-  if (!is_on() || origin_.is_set() || !backend_.tells_time()) return;
-  const TimedPoint origin = record(backend_.current_stream());
+  if (!is_on() || origin_.is_set() || !streams_.tells_time()) return;
+  const TimedPoint origin = record(streams_.current_stream());
   if (is_on() && !origin_.is_set()) {
     origin_ = origin;
   } else {  // another thread has set it meanwhile, or the timeline was turned off
-    backend_.give_back(origin);
+    streams_.give_back(origin);
   }
 }
 
@@ -57,52 +57,52 @@ void Timeline::stop() {
   forget_unread();
   entries_.clear();
   read_count_ = 0;
-  backend_.give_back(origin_);
+  streams_.give_back(origin_);
   origin_ = {};
 }
 
 void Timeline::start_profile() {
-  if (is_profiled_ || !backend_.tells_time()) return;
+  if (is_profiled_ || !streams_.tells_time()) return;
   start();
   is_profiled_ = true;
   profile_begin_ = entries_.size();
-  profile_origin_ = now(backend_.current_stream());
+  profile_origin_ = now(streams_.current_stream());
 }
 
 void Timeline::note_close(uint64_t tape) {
-  if (!is_profiled_ || backend_.is_capturing()) return;
+  if (!is_profiled_ || streams_.is_capturing()) return;
   Entry entry;
   entry.kind = EntryKind::Closed;
   entry.tape = tape;
   try {
-    entry.device_bytes = backend_.allocated_bytes();
-    entry.begin = now(backend_.current_stream());
-    if (!is_profiled_) return backend_.give_back(entry.begin);  // profile() was turned off while this call waited
+    entry.device_bytes = memory_.allocated_bytes();
+    entry.begin = now(streams_.current_stream());
+    if (!is_profiled_) return streams_.give_back(entry.begin);  // profile() was turned off while this call waited
     closes_.push_back({entries_.size(), entry});
   } catch (...) {  // tapes close in destructors, too; a failing device raises again at the next call that can report it
   }
 }
 
 bool Timeline::read_profile() {
-  const auto is_reached = [&](TimedPoint point) { return backend_.seconds_between(origin_, point).has_value(); };
+  const auto is_reached = [&](TimedPoint point) { return streams_.seconds_between(origin_, point).has_value(); };
   return read() == entries_.size() && is_reached(profile_origin_) &&
          std::all_of(closes_.begin(), closes_.end(), [&](const Close& close) { return is_reached(close.entry.begin); });
 }
 
 double Timeline::take_seconds(TimedPoint& point) {
-  const std::optional<double> seconds = backend_.seconds_between(origin_, point);
+  const std::optional<double> seconds = streams_.seconds_between(origin_, point);
   if (!seconds) throw std::logic_error("Timeline: the device has not come to a point that it had come to before");
-  backend_.give_back(std::exchange(point, {}));
+  streams_.give_back(std::exchange(point, {}));
   return *seconds;
 }
 
 std::vector<Timeline::Entry> Timeline::stop_profile() {
   if (!std::exchange(is_profiled_, false)) return {};
   do {
-    const StreamId streams[] = {backend_.current_stream(), backend_.offload_stream(), backend_.reload_stream()};
+    const StreamId streams[] = {streams_.current_stream(), streams_.offload_stream(), streams_.reload_stream()};
     for (const StreamId stream : streams) {
       const BlockingSection blocking;
-      backend_.synchronize(backend_.record(stream));
+      streams_.synchronize(streams_.record(stream));
     }
   } while (!read_profile());
   std::vector<Entry> seen;
@@ -126,31 +126,31 @@ std::vector<Timeline::Entry> Timeline::stop_profile() {
 
 void Timeline::forget_unread() {
   for (uint64_t number = read_count_; number < entries_.size(); ++number) {
-    backend_.give_back(entries_[number].begin);
-    backend_.give_back(entries_[number].end);
+    streams_.give_back(entries_[number].begin);
+    streams_.give_back(entries_[number].end);
   }
 }
 
 void Timeline::add(Entry entry) {
   if (!is_on() || !origin_.is_set() || !entry.begin.is_set()) {
-    backend_.give_back(entry.begin);
-    return backend_.give_back(entry.end);
+    streams_.give_back(entry.begin);
+    return streams_.give_back(entry.end);
   }
-  if (is_profiled_) entry.device_bytes = backend_.allocated_bytes();
+  if (is_profiled_) entry.device_bytes = memory_.allocated_bytes();
   entries_.push_back(entry);
 }
 
 uint64_t Timeline::read() {
   for (; read_count_ < entries_.size(); ++read_count_) {
     Entry& entry = entries_[read_count_];
-    const auto begin_s = backend_.seconds_between(origin_, entry.begin);
+    const auto begin_s = streams_.seconds_between(origin_, entry.begin);
     if (!begin_s) break;
-    const auto end_s = entry.end.is_set() ? backend_.seconds_between(origin_, entry.end) : begin_s;
+    const auto end_s = entry.end.is_set() ? streams_.seconds_between(origin_, entry.end) : begin_s;
     if (!end_s) break;
     entry.begin_s = *begin_s;
     entry.end_s = *end_s;
-    backend_.give_back(entry.begin);
-    backend_.give_back(entry.end);
+    streams_.give_back(entry.begin);
+    streams_.give_back(entry.end);
   }
   return read_count_;
 }

@@ -10,7 +10,8 @@
 #include <deque>
 #include <vector>
 
-#include "device/backend.h"
+#include "device/device_memory.h"
+#include "device/streams.h"
 
 namespace torchoffload {
 
@@ -43,7 +44,7 @@ class Timeline {
     double end_s = 0;
   };
 
-  explicit Timeline(Backend& backend) : backend_(backend) {}
+  Timeline(Streams& streams, DeviceMemory& memory) : streams_(streams), memory_(memory) {}
 
   // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while there is
   // any. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
@@ -52,7 +53,7 @@ class Timeline {
   bool is_on() const { return wanted_ > 0; }
 
   // Turns profile() on: until it is off, the allocated memory is noted with each entry, and no entry is forgotten. Does
-  // nothing where the backend tells no time. May block.
+  // nothing where the device tells no time. May block.
   void start_profile();
   // Turns profile() off. Returns the entries since start_profile(), in the order in which the host made them. Blocks
   // the host until the device has reached all of them.
@@ -95,7 +96,8 @@ class Timeline {
   // Records a timed point, without the GIL where that may block.
   TimedPoint record(StreamId stream);
 
-  Backend& backend_;
+  Streams& streams_;
+  DeviceMemory& memory_;  // asked how much of it is in use
   uint32_t wanted_ = 0;
   bool is_profiled_ = false;
   uint64_t profile_begin_ = 0;

@@ -21,9 +21,9 @@ struct Engine::Ask {
 DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
   reap();
   const RecordId id = handle.record;
-  Ask ask{handle, backend_.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
+  Ask ask{handle, backend_.streams.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
   if (in_backward) backward_asks(ask);
-  if (!ledger_.record(id).is_kept() && backend_.is_capturing())
+  if (!ledger_.record(id).is_kept() && backend_.streams.is_capturing())
     throw std::runtime_error(
         "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
         "forward and backward together, or run the forward under torchoffload.NoOpManager().");
@@ -143,13 +143,13 @@ std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
 }
 
 DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
-  const StreamId consumer = backend_.current_stream();
+  const StreamId consumer = backend_.streams.current_stream();
   // The buffer may have been allocated on another stream. Then the allocator has to wait for the consumer's stream too
   // before it hands the memory on (R3). For a source see Note [Streams that may be destroyed].
   if ((bytes.is_buffer || streams_.is_lasting(consumer)) && !mutated(Mutant::NoteUseAtUnpack))
-    backend_.note_use(bytes.memory.ref(), consumer);
+    backend_.memory.note_use(bytes.memory.ref(), consumer);
   const Span& span = ledger_.record(id).span;
-  backend_.saw_unpack(bytes.memory.data() + (span.begin - bytes.base_bytes), span.nbytes(), consumer);
+  backend_.observer.saw_unpack(bytes.memory.data() + (span.begin - bytes.base_bytes), span.nbytes(), consumer);
   return bytes;
 }
 

@@ -1,8 +1,8 @@
 #include "testing/logging_backend.h"
 
-#ifdef TORCHOFFLOAD_TESTING
-
 #include <utility>
+
+#include "device/backends.h"
 
 namespace torchoffload {
 
@@ -19,6 +19,13 @@ std::function<void(const std::string&)>& seam_hook() {
 void call_hook(const char* call) {
   if (seam_hook()) seam_hook()(call);
 }
+
+const Backend& logged(const Backend& backend, int device_index) {
+  auto* const logging = new LoggingBackend(backend, device_index);
+  return *new Backend(logging->parts());
+}
+
+const RegisterBackendWrapper log_is_registered(&logged);
 
 }  // namespace
 
@@ -93,26 +100,26 @@ void LoggingBackend::write(const char* call, StreamId stream, uint64_t nbytes) c
 }
 
 StreamId LoggingBackend::current_stream() {
-  const StreamId stream = inner_.current_stream();
+  const StreamId stream = inner_.streams.current_stream();
   if (seam_log().is_on()) name(stream);  // named by the device that it is current on
   return stream;
 }
 
 StreamId LoggingBackend::offload_stream() {
-  const StreamId stream = inner_.offload_stream();
+  const StreamId stream = inner_.streams.offload_stream();
   seam_log().meet_own_stream(stream, "offload_stream[" + std::to_string(device_index_) + "]");
   return stream;
 }
 
 StreamId LoggingBackend::reload_stream() {
-  const StreamId stream = inner_.reload_stream();
+  const StreamId stream = inner_.streams.reload_stream();
   seam_log().meet_own_stream(stream, "reload_stream[" + std::to_string(device_index_) + "]");
   return stream;
 }
 
 Point LoggingBackend::record(StreamId stream) {
   call_hook("record");
-  const Point point = inner_.record(stream);
+  const Point point = inner_.streams.record(stream);
   if (seam_log().is_on()) {
     seam_log().meet_point(point);
     seam_log().write("record " + name(point));
@@ -123,57 +130,55 @@ Point LoggingBackend::record(StreamId stream) {
 TimedPoint LoggingBackend::record_timed(StreamId stream) {
   call_hook("record_timed");
   if (seam_log().is_on()) seam_log().write("record_timed " + name(stream));
-  return inner_.record_timed(stream);
+  return inner_.streams.record_timed(stream);
 }
 
 void LoggingBackend::wait(StreamId waiter, Point point) {
   call_hook("wait");
   if (seam_log().is_on()) seam_log().write("wait " + name(waiter) + " <- " + name(point));
-  inner_.wait(waiter, point);
+  inner_.streams.wait(waiter, point);
 }
 
 Memory LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
   call_hook("allocate");
-  if (seam_log().is_on()) write("allocate", inner_.current_stream(), nbytes);
-  return inner_.allocate(nbytes, address_modulo);
+  if (seam_log().is_on()) write("allocate", inner_.streams.current_stream(), nbytes);
+  return inner_.memory.allocate(nbytes, address_modulo);
 }
 
 void LoggingBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) {
   call_hook("copy_out");
   if (seam_log().is_on()) write("copy_out", stream, nbytes);
-  inner_.copy_out(slot, source, nbytes, stream);
+  inner_.link.copy_out(slot, source, nbytes, stream);
 }
 
 void LoggingBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
   call_hook("copy_in");
   if (seam_log().is_on()) write("copy_in", stream, nbytes);
-  inner_.copy_in(target, slot, nbytes, stream);
+  inner_.link.copy_in(target, slot, nbytes, stream);
 }
 
 void LoggingBackend::note_use(MemoryRef memory, StreamId stream) {
   call_hook("note_use");
   if (seam_log().is_on()) seam_log().write("note_use " + name(stream));
-  inner_.note_use(memory, stream);
+  inner_.memory.note_use(memory, stream);
 }
 
 void LoggingBackend::synchronize(Point point) {
   if (seam_log().is_on()) seam_log().write("synchronize " + name(point));
-  inner_.synchronize(point);
+  inner_.streams.synchronize(point);
 }
 
 PointStatus LoggingBackend::status(Point point) {
   if (seam_log().is_on()) seam_log().write("status " + name(point));
-  return inner_.status(point);
+  return inner_.streams.status(point);
 }
 
 void LoggingBackend::saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) {
-  inner_.saw_pack(address, nbytes, stream, sequence_number);
+  inner_.observer.saw_pack(address, nbytes, stream, sequence_number);
 }
 
 void LoggingBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId stream) {
-  inner_.saw_unpack(address, nbytes, stream);
+  inner_.observer.saw_unpack(address, nbytes, stream);
 }
 
 }  // namespace torchoffload
-
-#endif

@@ -1,5 +1,5 @@
 // LoggingBackend: writes down the calls of any backend, in words that are the same on every device.
-// Ownership:     refers to the backend that it wraps; the log is the process's.
+// Ownership:     refers to the parts of the backend that it wraps; the log is the process's.
 // Thread safety: every method, any thread; one leaf mutex.
 // Stream order:  adds none.
 // Shutdown:      never destroyed; see Note [No CUDA after main].
@@ -60,11 +60,20 @@ class SeamLog {
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
 void set_seam_hook(std::function<void(const std::string& call)> hook);
 
-class LoggingBackend final : public Backend {
+class LoggingBackend final : public DeviceMemory, public Streams, public Link, public Observer {
  public:
-  LoggingBackend(Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
+  LoggingBackend(const Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
 
-  std::string device() const override { return inner_.device(); }
+  // The wrapped backend's store, with parts that log.
+  Backend parts() {
+    return {.device = inner_.device,
+            .memory = *this,
+            .streams = *this,
+            .link = *this,
+            .store = inner_.store,
+            .observer = *this};
+  }
+
   StreamId current_stream() override;
   StreamId offload_stream() override;
   StreamId reload_stream() override;
@@ -73,31 +82,31 @@ class LoggingBackend final : public Backend {
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
-  bool owns(MemoryRef memory) const override { return inner_.owns(memory); }
+  bool owns(MemoryRef memory) const override { return inner_.memory.owns(memory); }
   void note_use(MemoryRef memory, StreamId stream) override;
-  MemoryOrigin origin_of(MemoryRef memory) override { return inner_.origin_of(memory); }
-  bool must_settle() override { return inner_.must_settle(); }
-  void settle() override { inner_.settle(); }
-  bool is_capturing_on(StreamId stream) override { return inner_.is_capturing_on(stream); }
+  MemoryOrigin origin_of(MemoryRef memory) override { return inner_.memory.origin_of(memory); }
+  bool must_settle() override { return inner_.memory.must_settle(); }
+  void settle() override { inner_.memory.settle(); }
+  bool is_capturing_on(StreamId stream) override { return inner_.streams.is_capturing_on(stream); }
   void synchronize(Point point) override;
   PointStatus status(Point point) override;
-  std::string failure(Point point) override { return inner_.failure(point); }
-  void forget(Point point) override { inner_.forget(point); }
-  bool is_lasting(StreamId stream) override { return inner_.is_lasting(stream); }
-  bool is_graph_memory(const void* address) override { return inner_.is_graph_memory(address); }
-  bool is_capturing() override { return inner_.is_capturing(); }
-  bool tells_time() const override { return inner_.tells_time(); }
+  std::string failure(Point point) override { return inner_.link.failure(point); }
+  void forget(Point point) override { inner_.link.forget(point); }
+  bool is_lasting(StreamId stream) override { return inner_.streams.is_lasting(stream); }
+  bool is_graph_memory(const void* address) override { return inner_.memory.is_graph_memory(address); }
+  bool is_capturing() override { return inner_.streams.is_capturing(); }
+  bool tells_time() const override { return inner_.streams.tells_time(); }
   TimedPoint record_timed(StreamId stream) override;
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
-    return inner_.seconds_between(from, to);
+    return inner_.streams.seconds_between(from, to);
   }
-  void give_back(TimedPoint point) override { inner_.give_back(point); }
-  uint64_t allocated_bytes() override { return inner_.allocated_bytes(); }
-  bool completes_in_background() const override { return inner_.completes_in_background(); }
-  bool may_block(StreamId stream) const override { return inner_.may_block(stream); }
+  void give_back(TimedPoint point) override { inner_.streams.give_back(point); }
+  uint64_t allocated_bytes() override { return inner_.memory.allocated_bytes(); }
+  Completion completion(StreamId stream) const override { return inner_.streams.completion(stream); }
+  bool may_block(StreamId stream) const override { return inner_.streams.may_block(stream); }
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
-  void saw_operators_end() override { inner_.saw_operators_end(); }
+  void saw_operators_end() override { inner_.observer.saw_operators_end(); }
   void saw_growth() override { SeamLog::instance().write("grow"); }
 
  private:
@@ -107,7 +116,7 @@ class LoggingBackend final : public Backend {
   }
   void write(const char* call, StreamId stream, uint64_t nbytes) const;
 
-  Backend& inner_;
+  const Backend inner_;
   const int device_index_;
 };
 

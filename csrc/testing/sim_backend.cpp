@@ -70,10 +70,12 @@ std::string& registration_refusal() {
   return *refusal;
 }
 
-struct LoggedBackend {
-  explicit LoggedBackend(int device_index) : inner(device_index), logged(inner, device_index) {}
-  SimBackend inner;
+struct LoggedDevice {
+  explicit LoggedDevice(int device_index)
+      : device(device_index), logged(device.with(simulated_arena()), device_index), backend(logged.parts()) {}
+  SimBackend device;
   LoggingBackend logged;
+  const Backend backend;
 };
 
 }  // namespace
@@ -208,24 +210,30 @@ SimWorld* active_simulation() { return world().is_running() ? &world() : nullptr
 
 namespace {
 
-LoggedBackend& logged_backend(int device_index) {
+LoggedDevice& logged_device(int device_index) {
   static std::mutex* const mutex = new std::mutex;
-  static auto* const backends = new std::deque<LoggedBackend>;
+  static auto* const devices = new std::deque<LoggedDevice>;
   std::lock_guard<std::mutex> lock(*mutex);
-  while (static_cast<int>(backends->size()) <= device_index) {
-    backends->emplace_back(static_cast<int>(backends->size()));
+  while (static_cast<int>(devices->size()) <= device_index) {
+    devices->emplace_back(static_cast<int>(devices->size()));
   }
-  return (*backends)[static_cast<size_t>(device_index)];
+  return (*devices)[static_cast<size_t>(device_index)];
 }
 
 }  // namespace
 
-Backend* simulated_backend(int device_index) { return &logged_backend(device_index).logged; }
-SimBackend& simulated_device(int device_index) { return logged_backend(device_index).inner; }
+PinnedArena& simulated_arena() {
+  static auto* const arena = new PinnedArena({simulated_register, simulated_unregister},
+                                             [](Point point) { simulated_backend(0).streams.synchronize(point); });
+  return *arena;
+}
 
-Backend* simulated_backend_for(const void* data) {
+const Backend& simulated_backend(int device_index) { return logged_device(device_index).backend; }
+SimBackend& simulated_device(int device_index) { return logged_device(device_index).device; }
+
+const Backend* simulated_backend_for(const void* data) {
   const auto device_index = world().device_index_of(data);
-  return device_index ? simulated_backend(*device_index) : nullptr;
+  return device_index ? &simulated_backend(*device_index) : nullptr;
 }
 
 void refuse_registration(std::string why) {

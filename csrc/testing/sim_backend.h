@@ -1,7 +1,7 @@
-// SimBackend: the seam's view of one simulated device, and the allocator that makes tensors belong to it.
+// SimBackend: the parts of one simulated device, and the allocator that makes tensors belong to it.
 // Ownership:     backends live for the process, one for each device index; see SimWorld for the memory.
 // Thread safety: every method, any thread; see SimWorld.
-// Stream order:  as Backend; a copy on a compute_stream runs at once.
+// Stream order:  as Streams; a copy on a compute_stream runs at once.
 // Shutdown:      nothing is destroyed; see Note [No CUDA after main].
 //
 // It is part of the test build only.
@@ -20,15 +20,19 @@
 #include <vector>
 
 #include "device/backend.h"
+#include "storage/pinned_arena.h"
 #include "testing/sim_world.h"
 
 namespace torchoffload {
 
-class SimBackend final : public Backend {
+class SimBackend final : public DeviceMemory, public Streams, public Link, public Observer {
  public:
   explicit SimBackend(int device_index) : device_index_(device_index) {}
 
-  std::string device() const override { return "cpu"; }
+  Backend with(SlotStore& store) {
+    return {.device = "cpu", .memory = *this, .streams = *this, .link = *this, .store = store, .observer = *this};
+  }
+
   StreamId current_stream() override;
   StreamId offload_stream() override;
   StreamId reload_stream() override;
@@ -47,7 +51,7 @@ class SimBackend final : public Backend {
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override;
   uint64_t allocated_bytes() override;
   bool is_lasting(StreamId stream) override;
-  bool completes_in_background() const override { return false; }
+  Completion completion(StreamId) const override { return Completion::ByStreamOrder; }
   bool may_block(StreamId) const override { return true; }  // as on CUDA
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number) override;
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
@@ -82,9 +86,12 @@ void stop_simulation();
 // The running simulation, or null.
 SimWorld* active_simulation();
 
+// Where all simulated devices have their slots.
+PinnedArena& simulated_arena();
+
 // The backend (logged; see LoggingBackend) of the device that the memory at `data` belongs to, or null.
-Backend* simulated_backend_for(const void* data);
-Backend* simulated_backend(int device_index);
+const Backend* simulated_backend_for(const void* data);
+const Backend& simulated_backend(int device_index);
 SimBackend& simulated_device(int device_index);
 
 // What simulated_register answers from here on; empty: it registers.

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/registry.h"
 #include "core/planning/learner.h"
 #include "core/planning/plan.h"
 #include "core/planning/tape_order.h"
+#include "engine/registry.h"
 
 namespace py = pybind11;
 

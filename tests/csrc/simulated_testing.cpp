@@ -154,7 +154,7 @@ struct Block {
 
 // The seam, called as the engine would call it; a slot is the address of host memory.
 struct Seam {
-  Backend* backend;
+  const Backend backend;
 
   Slot slot(uint64_t address, uint64_t nbytes) const { return {{0, 0, nbytes}, reinterpret_cast<std::byte*>(address)}; }
 };
@@ -168,38 +168,41 @@ void bind_seam(py::module_& m) {
 
   py::class_<Seam>(m, "Seam")
       .def(py::init([](int device) { return Seam{simulated_backend(device)}; }), py::arg("device") = 0)
-      .def_property_readonly("current_stream", [](Seam& seam) { return seam.backend->current_stream(); })
-      .def_property_readonly("offload_stream", [](Seam& seam) { return seam.backend->offload_stream(); })
-      .def_property_readonly("reload_stream", [](Seam& seam) { return seam.backend->reload_stream(); })
+      .def_property_readonly("current_stream", [](Seam& seam) { return seam.backend.streams.current_stream(); })
+      .def_property_readonly("offload_stream", [](Seam& seam) { return seam.backend.streams.offload_stream(); })
+      .def_property_readonly("reload_stream", [](Seam& seam) { return seam.backend.streams.reload_stream(); })
       .def("record",
            [](Seam& seam, StreamId stream) {
-             const Point point = seam.backend->record(stream);
+             const Point point = seam.backend.streams.record(stream);
              return PointTuple(point.stream, point.serial);
            })
-      .def("wait", [](Seam& seam, StreamId waiter, PointTuple point) { seam.backend->wait(waiter, point_of(point)); })
-      .def("allocate", [](Seam& seam, uint64_t nbytes,
-                          uint64_t address_modulo) { return Block(seam.backend->allocate(nbytes, address_modulo)); })
+      .def("wait",
+           [](Seam& seam, StreamId waiter, PointTuple point) { seam.backend.streams.wait(waiter, point_of(point)); })
+      .def("allocate",
+           [](Seam& seam, uint64_t nbytes, uint64_t address_modulo) {
+             return Block(seam.backend.memory.allocate(nbytes, address_modulo));
+           })
       .def("copy_out",
            [](Seam& seam, uint64_t slot, uint64_t source, uint64_t nbytes, StreamId stream) {
-             seam.backend->copy_out(seam.slot(slot, nbytes), reinterpret_cast<const void*>(source), nbytes, stream);
+             seam.backend.link.copy_out(seam.slot(slot, nbytes), reinterpret_cast<const void*>(source), nbytes, stream);
            })
       .def("copy_in",
            [](Seam& seam, uint64_t target, uint64_t slot, uint64_t nbytes, StreamId stream) {
-             seam.backend->copy_in(reinterpret_cast<void*>(target), seam.slot(slot, nbytes), nbytes, stream);
+             seam.backend.link.copy_in(reinterpret_cast<void*>(target), seam.slot(slot, nbytes), nbytes, stream);
            })
       .def("note_use",
-           [](Seam& seam, Block& block, StreamId stream) { seam.backend->note_use(block.memory.ref(), stream); })
-      .def("synchronize", [](Seam& seam, PointTuple point) { seam.backend->synchronize(point_of(point)); })
-      .def("status", [](Seam& seam, PointTuple point) { seam.backend->status(point_of(point)); })
+           [](Seam& seam, Block& block, StreamId stream) { seam.backend.memory.note_use(block.memory.ref(), stream); })
+      .def("synchronize", [](Seam& seam, PointTuple point) { seam.backend.streams.synchronize(point_of(point)); })
+      .def("status", [](Seam& seam, PointTuple point) { seam.backend.streams.status(point_of(point)); })
       .def("saw_pack",
            [](Seam& seam, uint64_t address, uint64_t nbytes, StreamId stream, uint64_t number) {
-             seam.backend->saw_pack(reinterpret_cast<const void*>(address), nbytes, stream, number);
+             seam.backend.observer.saw_pack(reinterpret_cast<const void*>(address), nbytes, stream, number);
            })
       .def("saw_unpack",
            [](Seam& seam, uint64_t address, uint64_t nbytes, StreamId stream) {
-             seam.backend->saw_unpack(reinterpret_cast<const void*>(address), nbytes, stream);
+             seam.backend.observer.saw_unpack(reinterpret_cast<const void*>(address), nbytes, stream);
            })
-      .def("saw_operators_end", [](Seam& seam) { seam.backend->saw_operators_end(); });
+      .def("saw_operators_end", [](Seam& seam) { seam.backend.observer.saw_operators_end(); });
 
   m.def("set_sequence_number", [](std::optional<uint64_t> number) { scripted_sequence_number = number; });
   m.def("register_host_memory",

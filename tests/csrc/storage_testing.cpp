@@ -17,6 +17,7 @@
 
 #include "core/range_allocator.h"
 #include "counting_driver.h"
+#include "device/backends.h"
 #include "device/disk_backend.h"
 #include "storage/pinned_arena.h"
 #include "storage/spill_file.h"
@@ -24,9 +25,6 @@
 #include "system/host_memory.h"
 #include "system/local_world.h"
 #include "system/numa.h"
-#ifdef TORCHOFFLOAD_WITH_CUDA
-#include "device/cuda_backend.h"
-#endif
 
 namespace py = pybind11;
 
@@ -121,10 +119,8 @@ void clear_io_faults() {
 
 HostRegistration registration_of(const std::string& name) {
   if (name == "counting") return kCountingDriver;
-#ifdef TORCHOFFLOAD_WITH_CUDA
-  if (name == "cuda") return cuda_host_registration();
-#endif
-  return {};
+  const BackendKind* const kind = find_backend_kind(name);
+  return kind != nullptr ? kind->host_registration() : HostRegistration{};
 }
 
 // A store, and the points that its trim() waited for.
@@ -319,8 +315,8 @@ void bind_host_memory(py::module_& m) {
 
 void bind_disk_backend(py::module_& m) {
   using Self = DiskBackend;
-  py::class_<c10::DataPtr>(m, "DeviceMemory").def_property_readonly("address", [](const c10::DataPtr& self) {
-    return reinterpret_cast<uintptr_t>(self.get());
+  py::class_<Memory>(m, "DeviceMemory").def_property_readonly("address", [](const Memory& self) {
+    return reinterpret_cast<uintptr_t>(self.data());
   });
   py::class_<Self>(m, "DiskBackend")
       .def(py::init([](std::string directory, unsigned thread_count) {

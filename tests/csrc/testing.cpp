@@ -1,7 +1,7 @@
 // The submodule `testing` of the test build: what tests may see and do below the public face.
 #include <torch/csrc/utils/pybind.h>
 
-#include "autograd/registry.h"
+#include "engine/registry.h"
 
 namespace py = pybind11;
 

@@ -64,6 +64,14 @@ def test_the_engine_knows_no_torch_and_no_cuda(path):
     assert "#ifdef" not in path.read_text()
 
 
+def test_no_source_asks_which_kinds_of_backend_it_is_compiled_with():
+    """Kinds register themselves, and are linked or not. Only their own files and tests include them."""
+    kinds = re.compile(r'"(device/(cuda|disk)_|testing/)')
+    general = [path for path in of_floors("device", "engine", "autograd") if not re.match("(cuda|disk)_", path.name)]
+    assert [name_of(path) for path in CPP_FILES if "WITH_CUDA" in path.read_text()] == []
+    assert [name_of(path) for path in general if any(kinds.match(name) for name in includes(path))] == []
+
+
 @pytest.mark.parametrize("path", of_floors("core"), ids=name_of)
 def test_core_knows_no_clock_and_no_thread(path):
     forbidden = {"<chrono>", "<ctime>", "<time.h>", "<thread>", "<mutex>", "<condition_variable>", "<pthread.h>"}

@@ -1,6 +1,6 @@
-#include <atomic>
+#include "device/streams.h"
 
-#include "device/backend.h"
+#include <atomic>
 
 namespace torchoffload {
 

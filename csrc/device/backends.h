@@ -1,0 +1,117 @@
+// Backends: which kinds of backend this build has, and which backend serves a place.
+// Ownership:     kinds and backends live for the process and are leaked on purpose.
+// Thread safety: needs the GIL, but for registering, which is done while the module is loaded.
+// Shutdown:      see Note [No CUDA after main].
+//
+// A kind registers itself from its own file, cuda_kind.cpp say, by an object of static storage:
+//   const RegisterBackendKind registered(*new CudaKind);
+// Nobody else names it: which kinds there are is decided by which files are linked.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/decision.h"
+#include "device/backend.h"
+#include "device/graph_pools.h"
+#include "device/memory.h"
+#include "storage/pinned_chunk.h"
+
+namespace torchoffload {
+
+// Where a tensor is, and where the options of its context send it. For the length of a call.
+struct Place {
+  int8_t device_type = 0;   // PyTorch's number of it (c10::DeviceType)
+  int8_t device_index = 0;  // as tensor.device() says
+  MemoryRef memory;
+  Placement tier = Placement::Host;
+  bool use_pin_memory = true;
+  std::string_view disk_dir;  // with Placement::Disk
+};
+
+// Who uses the backends, as a kind asks before it gives up what a backend has from the system: the engines.
+class BackendUsers {
+ public:
+  virtual ~BackendUsers() = default;
+
+  // Is a tape alive that was opened for this backend?
+  virtual bool has_tapes(const Backend& backend) const = 0;
+
+  // Makes a call that may block.
+  virtual void without_gil(const std::function<void()>& call) const = 0;
+};
+
+// Page-locked host memory.
+struct PinnedMemory {
+  uint64_t held_bytes = 0;
+  uint64_t used_bytes = 0;  // of those, by slots
+};
+
+class BackendKind {
+ public:
+  virtual ~BackendKind() = default;
+
+  virtual std::string name() const = 0;
+
+  // The backend that serves `place`, the same one each time; null: none of this kind. At most one kind serves a place.
+  // May block. Throws std::runtime_error where the user's options can serve no tensor of that device, and where what
+  // the backend needs of the system cannot be had.
+  virtual const Backend* find(const Place& place, const BackendUsers& users) = 0;
+
+  // Is there an accelerator of this kind, whose tensors Placement::Host moves?
+  virtual bool is_available() const { return false; }
+
+  // A context of this tier is entered on some thread.
+  virtual void note_entry(Placement /*tier*/) {}
+
+  // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
+  // the bytes given back. May block.
+  virtual uint64_t trim(const BackendUsers& /*users*/) { return 0; }
+
+  // How host memory is page-locked for its devices; empty: it is not.
+  virtual HostRegistration host_registration() const { return {}; }
+  virtual PinnedMemory pinned_memory() const { return {}; }
+
+  // Null: CUDA graphs are unknown to it.
+  virtual GraphPools* graph_pools() { return nullptr; }
+};
+
+class RegisterBackendKind {
+ public:
+  explicit RegisterBackendKind(BackendKind& kind);
+};
+
+// ---- what is asked of all kinds ----
+
+const Backend* find_backend(const Place& place, const BackendUsers& users);  // null: none serves it
+
+BackendKind* find_backend_kind(std::string_view name);  // null: this build has none of that name
+
+// Is there a device with a backend for Placement::Host?
+bool accelerator_available();
+
+void note_entry(Placement tier);
+
+uint64_t trim_backends(const BackendUsers& users);
+
+PinnedMemory pinned_memory();
+
+// Of the kind that knows CUDA graphs; null: there is none in this build.
+GraphPools* graph_pools();
+
+// ---- what the test build puts in between ----
+
+// What a kind that has just put a backend together hands out for it: what the wrapper makes of it, or the backend
+// itself where none was set. `backend` has to live for the process.
+using BackendWrapper = const Backend& (*)(const Backend& backend, int device_index);
+const Backend& wrapped(const Backend& backend, int device_index);
+
+class RegisterBackendWrapper {
+ public:
+  explicit RegisterBackendWrapper(BackendWrapper wrapper);
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,63 @@
+// CUDA with host memory as a kind of backend: for each device one with pinned slots, and one with plain ones.
+#include <c10/core/DeviceType.h>
+#include <c10/cuda/CUDAMacros.h>
+
+#include <array>
+
+#include "device/backends.h"
+#include "device/cuda_backend.h"
+#include "device/cuda_graph_pools.h"
+#include "storage/pinned_arena.h"
+
+namespace torchoffload {
+
+namespace {
+
+class CudaKind final : public BackendKind {
+ public:
+  std::string name() const override { return "cuda"; }
+
+  const Backend* find(const Place& place, const BackendUsers&) override {
+    const bool is_cuda = place.device_type == static_cast<int8_t>(c10::DeviceType::CUDA);
+    if (!is_cuda || place.tier != Placement::Host) return nullptr;
+    OfMemory& of_memory = place.use_pin_memory ? pinned_ : plain_;
+    const Backend*& backend = of_memory.backends.at(static_cast<size_t>(place.device_index));
+    if (backend == nullptr) {
+      const HostRegistration registration = place.use_pin_memory ? host_registration() : HostRegistration{};
+      if (of_memory.arena == nullptr) of_memory.arena = new PinnedArena(registration, cuda_synchronize);
+      backend = &wrapped(*new Backend(cuda_backend(place.device_index, *of_memory.arena)), place.device_index);
+    }
+    return backend;
+  }
+
+  bool is_available() const override { return cuda_available(); }
+
+  void note_entry(Placement tier) override {
+    if (tier == Placement::Host) note_entry_on_cuda();
+  }
+
+  HostRegistration host_registration() const override { return cuda_host_registration(); }
+
+  PinnedMemory pinned_memory() const override {
+    if (pinned_.arena == nullptr) return {};
+    return {pinned_.arena->capacity_bytes(), pinned_.arena->used_bytes()};
+  }
+
+  GraphPools* graph_pools() override { return &cuda_graph_pools(); }
+
+ private:
+  // What all devices have their slots in, made at first use, and their backends.
+  struct OfMemory {
+    PinnedArena* arena = nullptr;
+    std::array<const Backend*, C10_COMPILE_TIME_MAX_GPUS> backends{};
+  };
+
+  OfMemory pinned_;
+  OfMemory plain_;
+};
+
+const RegisterBackendKind cuda_is_registered(*new CudaKind);
+
+}  // namespace
+
+}  // namespace torchoffload
