@@ -1,6 +1,7 @@
 // GraphPools: the memory that PyTorch's CUDA graph trees manage, as a kind of backend is told of it.
 // Ownership:     addresses only; they live for the process.
 // Thread safety: every method, any thread.
+//
 // See Note [Memory of graph trees].
 #pragma once
 

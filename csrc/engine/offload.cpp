@@ -195,7 +195,7 @@ void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
   copy.is_enqueued = true;
   copy.end = end_of_copy(backend_.streams, copy.stream);
   copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-  for (const auto& wait : copy.window_waits) waits.wait(wait);
+  for (const auto& wait : copy.window_waits) waits.make(wait);
 }
 
 void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {

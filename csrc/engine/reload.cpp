@@ -70,7 +70,7 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
     streams_.without_gil(consumer, [&] {
       allocate(copies, why);
       enqueue(copies, consumer, waits);
-      waits.wait(also);
+      waits.make(also);
     });
   } catch (const std::exception&) {
     failure = std::current_exception();

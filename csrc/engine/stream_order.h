@@ -118,7 +118,8 @@ class StreamOrder {
    public:
     explicit Batch(Streams& streams) : streams_(streams) { made_.reserve(4); }
     void wait(Rule rule, StreamId waiter, Point point);
-    void wait(const std::optional<Wanted>& wanted) {
+    // Makes a wait that wanted() returned; none where it returned none.
+    void make(const std::optional<Wanted>& wanted) {
       if (wanted) wait(wanted->rule, wanted->waiter, wanted->point);
     }
 
