@@ -22,8 +22,8 @@ PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('i
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
-# Two makes at once in one checkout take turns. Sources that include torch are compiled a few at a time together, since
-# most of their time goes into torch's headers; UNITY=OFF compiles each by itself, which is quicker while one is edited.
+# Two makes at once in one checkout take turns. Sources are compiled a few at a time together, since most of their time goes
+# into headers; UNITY=OFF compiles each by itself, which is quicker while one is edited.
 define compile
 mkdir -p $(2) && exec 9> $(2)/.lock && { flock 9 2> /dev/null || true; }; \
 cmake -S . -B $(2) -G Ninja -DPython_EXECUTABLE="$(1)" -DTORCHOFFLOAD_TESTING=ON -DCMAKE_UNITY_BUILD=$(UNITY) \

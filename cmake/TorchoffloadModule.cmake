@@ -22,8 +22,6 @@ function(torchoffload_add_module name)
   add_library(${name}_base OBJECT ${base_sources})
   target_include_directories(${name}_base PRIVATE "${csrc}" ${Python_INCLUDE_DIRS})
   target_compile_definitions(${name}_base PRIVATE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
-  # A unity build serves where torch's headers take most of the time. These sources take a second or two each.
-  set_target_properties(${name}_base PROPERTIES UNITY_BUILD OFF)
 
   Python_add_library(${name} MODULE WITH_SOABI ${torch_sources})
   target_include_directories(${name} PRIVATE "${csrc}")

@@ -49,6 +49,8 @@ struct TapeId {
 // A reloaded tensor has its source's address modulo this, and ranges of host memory are multiples of it.
 inline constexpr uint64_t kAlignmentBytes = 512;
 
+inline constexpr uint64_t kMiB = uint64_t{1} << 20;
+
 inline constexpr uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -12,8 +12,6 @@
 
 namespace torchoffload {
 
-inline constexpr uint64_t kMiB = uint64_t{1} << 20;
-
 // No machine has room for more, and rounding it up could overflow.
 inline constexpr uint64_t kMostBytes = uint64_t{1} << 62;
 

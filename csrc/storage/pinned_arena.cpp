@@ -10,7 +10,7 @@
 namespace torchoffload {
 namespace {
 
-constexpr char kInherited[] = "pinned memory was inherited by a forked process, which cannot use it";
+constexpr char kPinnedInherited[] = "pinned memory was inherited by a forked process, which cannot use it";
 constexpr char kStopped[] = "the process is about to end, and no host memory is pinned any more";
 
 }  // namespace
@@ -108,7 +108,7 @@ void PinnedArena::check_invariants() const {
 // ---- growing ----
 
 void PinnedArena::grow(uint64_t nbytes) {
-  if (fork_guard_.inherited()) throw StoreFull(kInherited);
+  if (fork_guard_.inherited()) throw StoreFull(kPinnedInherited);
   // A system that overcommits memory would grant this request, and kill the process when the pages are touched.
   if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
     throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");

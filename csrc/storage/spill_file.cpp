@@ -13,7 +13,7 @@
 namespace torchoffload {
 namespace {
 
-constexpr char kInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
+constexpr char kSpillFileInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
 
 // 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT, where
 // a plain copy would end the process.
@@ -103,7 +103,7 @@ std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& 
 }
 
 void SpillFile::grow(uint64_t nbytes) {
-  if (fork_guard_.inherited()) throw StoreFull(kInherited);
+  if (fork_guard_.inherited()) throw StoreFull(kSpillFileInherited);
   require_sane_request(nbytes, "disk");
   std::lock_guard growing(grow_mutex_);
   if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
@@ -180,7 +180,7 @@ uint64_t SpillFile::used_bytes() const {
 }
 
 std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kInherited;
+  if (fork_guard_.inherited()) return kSpillFileInherited;
   const auto [file, span] = locate(slot, nbytes);
   const auto* bytes = static_cast<const std::byte*>(source);
   IoResult result;
@@ -189,7 +189,7 @@ std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbyt
 }
 
 std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kInherited;
+  if (fork_guard_.inherited()) return kSpillFileInherited;
   const auto [file, span] = locate(slot, nbytes);
   auto* bytes = static_cast<std::byte*>(target);
   IoResult result;

@@ -8,8 +8,6 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint64_t kMiB = uint64_t{1} << 20;
-
 // The windows that are tried go up to so many times the largest record, or up to so many bytes if that is more.
 constexpr uint64_t kMostWindowRecords = 4;
 constexpr uint64_t kMostWindowBytes = 2048 * kMiB;

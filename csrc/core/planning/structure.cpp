@@ -17,7 +17,7 @@ uint64_t scaled(uint64_t nbytes, double ratio) {
   return static_cast<uint64_t>(std::llround(static_cast<double>(nbytes) * ratio));
 }
 
-double sum_of(const std::vector<uint64_t>& nbytes) {
+double total_bytes(const std::vector<uint64_t>& nbytes) {
   double sum = 0;
   for (const uint64_t each : nbytes) sum += static_cast<double>(each);
   return sum;
@@ -60,8 +60,8 @@ void Structure::saw(const std::vector<uint64_t>& nbytes) {
 
 std::optional<StepTimes> Structure::times_for(const StepShape& shape) const {
   if (!times) return std::nullopt;
-  const double sample_bytes = sum_of(sample.nbytes);
-  const double ratio = sample_bytes > 0 ? sum_of(shape.nbytes) / sample_bytes : 1;
+  const double sample_bytes = total_bytes(sample.nbytes);
+  const double ratio = sample_bytes > 0 ? total_bytes(shape.nbytes) / sample_bytes : 1;
   StepTimes scaled = *times;
   scaled.compute_s *= ratio;
   for (StepTimes::Record& record : scaled.records) {
@@ -79,7 +79,7 @@ ScaledTape::ScaledTape(Structure& structure, const std::vector<uint64_t>& seen, 
     const StepTimes* const times = structure.times ? &*structure.times : nullptr;
     structure.window_bytes = make_plan(structure.sample, times, structure.options, keeps_end).window_bytes;
   }
-  const double ratio = sum_of(expected_.nbytes) / std::max(1.0, sum_of(structure.sample.nbytes));
+  const double ratio = total_bytes(expected_.nbytes) / std::max(1.0, total_bytes(structure.sample.nbytes));
   const std::optional<StepTimes> times = structure.times_for(expected_);
   const std::optional<uint64_t> window_bytes =
       times ? std::optional(scaled(*structure.window_bytes, ratio)) : std::nullopt;
