@@ -129,7 +129,13 @@ def test_steps_beside_a_kept_graph_learn_as_steps_do(device_under_test):
 
 @SIMULATED
 def test_pinned_memory_is_fitted_beside_a_kept_graph(device_under_test):
+    """After steps that have fitted it: what the kept graph holds would else pin the first chunk, which is large."""
+
     def program(run):
+        for _ in range(5):
+            _, loss = forward(run, 20)
+            loss.backward()
+            del loss
         rollout, held = forward(run, 7)
         for _ in range(14):
             x, loss = forward(run, 20)
