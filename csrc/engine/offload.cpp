@@ -176,7 +176,9 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
   const auto note = [&](RecordId known) {
     const DeviceBytes& source = held(known).bytes;
     *next = streams_.wanted(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
-    return *next++ && next != copy.window_waits.end();
+    if (!*next) return false;
+    ++next;
+    return next != copy.window_waits.end();
   };
   windows_.each_offload_to_wait_for(copy.nbytes, windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape),
                                     is_in_flight, bytes_of, note);
