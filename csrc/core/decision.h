@@ -40,7 +40,6 @@ struct Decision {
   static Decision keep(Reason why) { return {Placement::Keep, why}; }
 
   bool keeps() const { return where == Placement::Keep; }
-  friend bool operator==(const Decision&, const Decision&) = default;
 };
 
 }  // namespace torchoffload

@@ -78,7 +78,7 @@ class Engine {
 
   const Backend& backend() const { return backend_; }
   const Ledger& ledger() const { return ledger_; }
-  Lessons& lessons() { return lessons_; }
+  Lessons& lessons() { return lessons_; }  // for tests
   Timeline& timeline() { return timeline_; }
   void forget_learned_steps();  // for tests: nothing is known of earlier steps, as in a new process
 

@@ -11,29 +11,11 @@
 // graph task. What was reloaded ahead stays in the window for that one, until another tape opens or is asked. A tape
 // belongs to the graph task that asked it last. A tape whose backward has not begun belongs to none, so what was
 // reloaded for it stays, too.
-#include <Python.h>
-
 #include <algorithm>
 
 #include "engine/engine.h"
 
 namespace torchoffload {
-
-namespace {
-
-// Takes the GIL for its scope, on any thread.
-class WithGil {
- public:
-  WithGil() : state_(PyGILState_Ensure()) {}
-  ~WithGil() { PyGILState_Release(state_); }
-  WithGil(const WithGil&) = delete;
-  WithGil& operator=(const WithGil&) = delete;
-
- private:
-  PyGILState_STATE state_;
-};
-
-}  // namespace
 
 // Called once for each unpack in a backward.
 void Engine::note_asking(TapeId tape) {

@@ -69,4 +69,8 @@ BlockingSection::~BlockingSection() {
   now_.operation_depth = depth_;
 }
 
+WithGil::WithGil() : state_(PyGILState_Ensure()) {}
+
+WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
+
 }  // namespace torchoffload

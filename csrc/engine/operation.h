@@ -92,4 +92,16 @@ class BlockingSection {
   void* thread_state_;
 };
 
+// Takes the GIL for its scope, on a thread that may or may not hold it, such as one of autograd's.
+class WithGil {
+ public:
+  WithGil();
+  ~WithGil();
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+
+ private:
+  int state_;  // a PyGILState_STATE
+};
+
 }  // namespace torchoffload
