@@ -1,6 +1,5 @@
 """The examples that need a trainer's package, run as a user runs them, only smaller."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -11,16 +10,9 @@ from trainings import need
 
 need("transformers", "accelerate")
 
-SMALL = ["--steps", "3", "--layers", "2", "--tokens", "512", "--batch", "8"]
+from training_examples import SMALL, assert_same_and_moved  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-def assert_same_and_moved(text: str, steps: int) -> None:
-    assert re.search(r"losses and \d+ parameters: identical", text), text
-    moved = [int(count) for count in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +(\d+) MiB$", text, flags=re.MULTILINE)]
-    assert len(moved) == steps, text
-    assert all(count > 0 for count in moved), text
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -29,12 +21,6 @@ def test_the_trainer_of_hugging_face(tier: str, checkpointing: list[str], tmp_pa
     windows = ["--offload-window-mib", "0", "--reload-window-mib", "0"]
     options = [*SMALL, *checkpointing, *windows, *tier_options(tier, tmp_path)]
     assert_same_and_moved(output_of(run("hf_trainer.py", *options)), steps=3)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_trl_with_lora(tier: str, tmp_path: Path):
-    need("trl", "peft", "datasets")
-    assert_same_and_moved(output_of(run("trl_sft_lora.py", *SMALL, *tier_options(tier, tmp_path))), steps=3)
 
 
 @pytest.mark.parametrize(("script", "package"), [("hf_trainer.py", "transformers"), ("trl_sft_lora.py", "trl")])

@@ -11,6 +11,7 @@ from gradients import settled_stats
 
 @pytest.fixture
 def scope(device_under_test: Device):
+    settled_stats()  # a thread of autograd may still be dropping the graph of the test before
     torchoffload.reset_stats()
     with device_under_test.scope() as simulation:
         yield simulation
