@@ -41,6 +41,10 @@ function(torchoffload_add_module name)
     if(CMAKE_UNITY_BUILD)  # a source's own unnamed namespace is then that of an included file
       target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
     endif()
+    # The hooks are many small functions in several sources; each save takes a tenth more instructions without it.
+    if(TORCHOFFLOAD_LTO AND NOT ARG_TESTING)
+      set_target_properties(${target} PROPERTIES INTERPROCEDURAL_OPTIMIZATION ON)
+    endif()
     if(ARG_TESTING)
       target_compile_definitions(${target} PRIVATE TORCHOFFLOAD_TESTING)
       target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/tests/csrc")

@@ -70,18 +70,17 @@ Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
 // wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count].
-Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
-  const uint64_t storage_bytes = tensor.storage().nbytes();
-  const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
+Extent extent_to_move(const Span& span, uint64_t storage_bytes, const c10::VariableVersion* wrapper) {
+  const Span moved = span_to_move(span, storage_bytes);
   const bool moves_alone = moved.nbytes() < storage_bytes && wrapper == nullptr && !saves_for_user_code();
   return moves_alone ? Extent::Span : Extent::Storage;
 }
 
-SavedBytes saved_bytes(const at::Tensor& tensor, const TensorLayout& layout, Extent extent,
+SavedBytes saved_bytes(const at::Tensor& tensor, const TensorLayout& layout, const Span& span, Extent extent,
                        const c10::VariableVersion* wrapper) {
   SavedBytes saved;
   saved.memory = memory_of(tensor.storage());
-  saved.span = layout.span();
+  saved.span = span;
   saved.extent = extent;
   saved.itemsize = layout.itemsize();
   saved.dtype = static_cast<uint8_t>(layout.dtype());
@@ -213,7 +212,7 @@ Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_vie
   return Reason::None;
 }
 
-std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent extent,
+std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const Movable& movable,
                                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why) {
   Engine* const engine = find_engine(place_of(tensor, state_->options));
   if (engine == nullptr) {
@@ -235,12 +234,11 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, Extent
     return std::nullopt;
   }
   engine->settle();
-  const TensorLayout layout(tensor);
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  const auto handle = engine->pack(saved_bytes(tensor, layout, extent, wrapper), tape);
+  const auto handle = engine->pack(saved_bytes(tensor, movable.layout, movable.span, movable.extent, wrapper), tape);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
-  if (handle) return Moved{engine, layout, *handle};
+  if (handle) return Moved{engine, *handle};
   why = Reason::Small;
   return std::nullopt;
 }
@@ -249,29 +247,37 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
                                            const c10::VariableVersion* wrapper) {
   Engine::flush_pending();
   ++Statistics::global().handles;
-  const uint32_t module = on_this_thread().module;
+  const OnThread& on_thread = on_this_thread();
+  const uint32_t module = on_thread.module;
   Reason reason = never_moved(tensor, kind, is_view_of_parameter);
-  const Extent extent = reason == Reason::None ? extent_to_move(tensor, wrapper) : Extent::Storage;
-  if (reason == Reason::None && state_->options.only_inputs &&
-      !on_this_thread().admitted.contains(storage_of(tensor))) {
-    auto saved = std::make_unique<SavedTensor>(tensor);
-    std::optional<c10::VariableVersion> version;
-    if (wrapper != nullptr) version = *wrapper;
-    Engine* const engine = find_engine(place_of(tensor, state_->options));
-    const StreamId stream = engine != nullptr ? engine->backend().streams.current_stream() : kNoStream;
-    on_this_thread().candidates[storage_of(tensor)].push_back(
-        {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
-    return saved;
-  }
+  const bool is_candidate =
+      reason == Reason::None && state_->options.only_inputs && !on_thread.admitted.contains(storage_of(tensor));
+  if (is_candidate) return pack_candidate(tensor, module, wrapper);
   auto saved = std::make_unique<SavedTensor>(tensor, SavedTensor::Undecided::Yet);
   if (reason == Reason::None) {
-    if (const auto moved = try_move(tensor, extent, wrapper, module, reason)) {
-      saved->move_to(*moved->engine, moved->layout, moved->handle);
+    Movable movable(tensor);
+    movable.extent = extent_to_move(movable.span, tensor.storage().nbytes(), wrapper);
+    if (const auto moved = try_move(tensor, movable, wrapper, module, reason)) {
+      saved->move_to(*moved->engine, std::move(movable.layout), moved->handle);
       return saved;
     }
   }
   saved->keep(tensor);
   count_kept_here(reason, bytes_of(tensor), module);
+  return saved;
+}
+
+// Kept until its storage is admitted.
+std::unique_ptr<SavedTensor> Context::pack_candidate(const at::Tensor& tensor, uint32_t module,
+                                                     const c10::VariableVersion* wrapper) {
+  auto saved = std::make_unique<SavedTensor>(tensor);
+  std::optional<c10::VariableVersion> version;
+  if (wrapper != nullptr) version = *wrapper;
+  Engine* const engine = find_engine(place_of(tensor, state_->options));
+  const StreamId stream = engine != nullptr ? engine->backend().streams.current_stream() : kNoStream;
+  const Extent extent = extent_to_move(TensorLayout(tensor).span(), tensor.storage().nbytes(), wrapper);
+  on_this_thread().candidates[storage_of(tensor)].push_back(
+      {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
   return saved;
 }
 
@@ -314,11 +320,13 @@ void Context::admit(const at::Tensor& tensor) {
     }
     Reason why = Reason::None;
     const c10::VariableVersion* const wrapper = candidate.wrapper ? &*candidate.wrapper : nullptr;
-    const auto moved = try_move(kept, candidate.extent, wrapper, module, why);
+    Movable movable(kept);
+    movable.extent = candidate.extent;
+    const auto moved = try_move(kept, movable, wrapper, module, why);
     if (!moved) {
       count_kept_here(why, candidate.nbytes, module);
     } else if (SavedTensor* const saved = *candidate.saved) {
-      saved->move_to(*moved->engine, moved->layout, moved->handle);
+      saved->move_to(*moved->engine, std::move(movable.layout), moved->handle);
     } else {  // it died while something blocked
       moved->engine->release(moved->handle);
     }

@@ -16,6 +16,7 @@
 
 #include "autograd/held_tensor.h"
 #include "core/mutant.h"
+#include "core/node_pool.h"
 #include "device/torch_memory.h"
 #include "engine/operation.h"
 
@@ -191,6 +192,22 @@ std::optional<LiveSave> SavedTensor::describe() const {
 
 // ---- one saved tensor ----
 
+namespace {
+
+// Guarded by the GIL. Leaked, since handles may die while static destructors run.
+NodePool& saved_tensor_pool() {
+  static auto* const leaked = new NodePool;
+  return *leaked;
+}
+
+}  // namespace
+
+void* SavedTensor::operator new(size_t nbytes) { return saved_tensor_pool().allocate(nbytes, alignof(SavedTensor)); }
+
+void SavedTensor::operator delete(void* address, size_t nbytes) {
+  saved_tensor_pool().deallocate(address, nbytes, alignof(SavedTensor));
+}
+
 SavedTensor::SavedTensor(const at::Tensor& tensor) : SavedTensor(tensor, Undecided::Yet) { keep(tensor); }
 
 void SavedTensor::keep(const at::Tensor& tensor) {
@@ -209,7 +226,7 @@ SavedTensor::~SavedTensor() {
   Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
 }
 
-void SavedTensor::move_to(Engine& engine, TensorLayout layout, RecordHandle handle) noexcept {
+void SavedTensor::move_to(Engine& engine, TensorLayout&& layout, RecordHandle handle) noexcept {
   engine_ = &engine;
   handle_ = handle;
   layout_ = std::move(layout);

@@ -120,13 +120,15 @@ class SavedTensor final : public Saved {
   // To be kept or moved before it is used: all that can fail is done before there is a record, whose handle would else
   // be nobody's.
   enum class Undecided : uint8_t { Yet };
+  static void* operator new(size_t nbytes);
+  static void operator delete(void* address, size_t nbytes);
   SavedTensor(const at::Tensor& tensor, Undecided) : version_check_(tensor) {}
   ~SavedTensor() override;
 
   const at::Tensor& kept() const { return kept_; }
   void keep(const at::Tensor& tensor);
   // Also of one that was kept.
-  void move_to(Engine& engine, TensorLayout layout, RecordHandle handle) noexcept;
+  void move_to(Engine& engine, TensorLayout&& layout, RecordHandle handle) noexcept;
 
   // Points to it for as long as it lives, then to null.
   const std::shared_ptr<SavedTensor*>& self();

@@ -134,7 +134,7 @@ class Ledger {
     const Record& record = records_[id.index];
     return record.generation == id.generation && record.state != RecordState::Released;
   }
-  Record& record(RecordId id) {
+  [[gnu::always_inline]] Record& record(RecordId id) {
     if (!is_live(id)) record_is_gone();
     return records_[id.index];
   }
@@ -153,9 +153,15 @@ class Ledger {
   // The record is not released before let_go(), even if its last handle dies. Holds are counted.
   void hold(RecordId id) { ++record(id).holds; }
   DroppedHandle let_go(RecordId id);
-  // Will the next drop_handle(), or the next let_go(), release the record?
+  // Lets go, unless that releases the record: then nothing is done, and the answer is false.
+  bool let_go_unless_last(RecordId id) {
+    Record& held = record(id);
+    if (held.live_handles == 0 && held.holds == 1) return false;
+    --held.holds;
+    return true;
+  }
+  // Will the next drop_handle() release the record?
   bool is_last_handle(RecordId id) { return record(id).live_handles == 1 && record(id).holds == 0; }
-  bool is_last_hold(RecordId id) { return record(id).live_handles == 0 && record(id).holds == 1; }
 
   // ---- transitions: each checks the state that it comes from, and throws std::logic_error where it is another ----
 

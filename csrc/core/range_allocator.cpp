@@ -8,25 +8,22 @@
 namespace torchoffload {
 namespace {
 
-// Keeps one point for each stream, the latest: once it is reached, the earlier ones are reached too.
-void merge_guards(std::vector<Point>& into, const std::vector<Point>& guards) {
-  for (const Point& guard : guards) {
-    if (guard.is_beginning()) continue;
-    auto same_stream = [&](const Point& point) { return point.stream == guard.stream; };
-    auto known = std::find_if(into.begin(), into.end(), same_stream);
-    if (known == into.end()) {
-      into.push_back(guard);
-    } else {
-      known->serial = std::max(known->serial, guard.serial);
-    }
-  }
-}
-
 void require(bool holds, const char* what, BlockId block) {
   if (!holds) throw std::logic_error("RangeAllocator, block " + std::to_string(block) + ": " + what);
 }
 
 }  // namespace
+
+void RangeAllocator::merge_guard(Guards& into, const Point& guard) {
+  if (guard.is_beginning()) return;
+  const auto same_stream = [&](const Point& point) { return point.stream == guard.stream; };
+  const auto known = std::find_if(into.begin(), into.end(), same_stream);
+  if (known == into.end()) {
+    into.push_back(guard);
+  } else {
+    known->serial = std::max(known->serial, guard.serial);
+  }
+}
 
 RangeAllocator::RangeAllocator(uint64_t granularity_bytes) : granularity_bytes_(granularity_bytes) {
   if (granularity_bytes == 0) throw std::logic_error("RangeAllocator: a granularity of 0 bytes");
@@ -35,10 +32,10 @@ RangeAllocator::RangeAllocator(uint64_t granularity_bytes) : granularity_bytes_(
 BlockId RangeAllocator::add_block(uint64_t nbytes) {
   require(nbytes > 0 && nbytes % granularity_bytes_ == 0, "its size is not a multiple of the granularity", next_block_);
   const BlockId id = next_block_++;
-  Block& block = blocks_[id];
+  Block& block = blocks_.try_emplace(id, &pool_).first->second;
   block.nbytes = nbytes;
   capacity_bytes_ += nbytes;
-  insert_free(id, block, 0, FreeRange{nbytes, {}});
+  insert_free(id, block, 0, FreeRange{nbytes, Guards(&pool_)});
   return id;
 }
 
@@ -50,12 +47,29 @@ std::optional<Range> RangeAllocator::try_acquire(uint64_t nbytes, std::vector<Po
   const auto [id, offset] = best->second;
 
   Block& block = blocks_.at(id);
-  FreeRange range = take_free(id, block, offset);
-  guards.insert(guards.end(), range.guards.begin(), range.guards.end());
-  if (range.nbytes > wanted) insert_free(id, block, offset + wanted, {range.nbytes - wanted, std::move(range.guards)});
+  const auto range = block.free_ranges.find(offset);
+  guards.insert(guards.end(), range->second.guards.begin(), range->second.guards.end());
   block.used_ranges.emplace(offset, wanted);
   used_bytes_ += wanted;
+  if (range->second.nbytes > wanted) {
+    cut_front(id, block, range, wanted);
+  } else {
+    by_size_.erase(best);
+    block.free_ranges.erase(range);
+  }
   return Range{id, offset, wanted};
+}
+
+// The free range's end stays free. It has the same neighbours, so both nodes are used again.
+void RangeAllocator::cut_front(BlockId id, Block& block, FreeRanges::iterator range, uint64_t nbytes) {
+  auto by_size = by_size_.extract(size_key(id, *range));
+  const auto next = std::next(range);
+  auto by_offset = block.free_ranges.extract(range);
+  by_offset.key() += nbytes;
+  by_offset.mapped().nbytes -= nbytes;
+  by_size.value() = SizeKey{by_offset.mapped().nbytes, {id, by_offset.key()}};
+  by_size_.insert(std::move(by_size));
+  block.free_ranges.insert(next, std::move(by_offset));
 }
 
 void RangeAllocator::release(const Range& range, const std::vector<Point>& guards) {
@@ -66,8 +80,9 @@ void RangeAllocator::release(const Range& range, const std::vector<Point>& guard
           "a range that is not in use was released", range.block);
   block->second.used_ranges.erase(used);
   used_bytes_ -= range.nbytes;
-  FreeRange freed{range.nbytes, {}};
-  merge_guards(freed.guards, guards);
+  FreeRange freed{range.nbytes, Guards(&pool_)};
+  freed.guards.reserve(guards.size());
+  for (const Point& guard : guards) merge_guard(freed.guards, guard);
   insert_free(range.block, block->second, range.offset, std::move(freed));
 }
 
@@ -75,7 +90,9 @@ std::vector<std::pair<BlockId, std::vector<Point>>> RangeAllocator::idle_blocks(
   std::vector<std::pair<BlockId, std::vector<Point>>> idle;
   for (const auto& [id, block] : blocks_) {
     // Free neighbours are always merged, so a block that is not in use is one free range.
-    if (block.used_ranges.empty()) idle.emplace_back(id, block.free_ranges.begin()->second.guards);
+    if (!block.used_ranges.empty()) continue;
+    const Guards& guards = block.free_ranges.begin()->second.guards;
+    idle.emplace_back(id, std::vector<Point>(guards.begin(), guards.end()));
   }
   return idle;
 }
@@ -84,7 +101,7 @@ void RangeAllocator::remove_block(BlockId id) {
   auto block = blocks_.find(id);
   require(block != blocks_.end(), "an unknown block was removed", id);
   require(block->second.used_ranges.empty(), "a block in use was removed", id);
-  take_free(id, block->second, 0);
+  by_size_.erase(size_key(id, *block->second.free_ranges.begin()));
   capacity_bytes_ -= block->second.nbytes;
   blocks_.erase(block);
 }
@@ -94,28 +111,24 @@ uint64_t RangeAllocator::largest_free_bytes() const { return by_size_.empty() ? 
 void RangeAllocator::insert_free(BlockId id, Block& block, uint64_t offset, FreeRange range) {
   auto next = block.free_ranges.lower_bound(offset);
   if (next != block.free_ranges.end() && next->first == offset + range.nbytes) {
-    FreeRange after = take_free(id, block, next->first);
-    range.nbytes += after.nbytes;
-    merge_guards(range.guards, after.guards);
+    range.nbytes += next->second.nbytes;
+    for (const Point& guard : next->second.guards) merge_guard(range.guards, guard);
+    by_size_.erase(size_key(id, *next));
+    next = block.free_ranges.erase(next);
   }
-  next = block.free_ranges.lower_bound(offset);
   if (next != block.free_ranges.begin()) {
-    auto previous = std::prev(next);
+    const auto previous = std::prev(next);
     if (previous->first + previous->second.nbytes == offset) {
-      offset = previous->first;
-      FreeRange before = take_free(id, block, offset);
-      range.nbytes += before.nbytes;
-      merge_guards(range.guards, before.guards);
+      range.nbytes += previous->second.nbytes;
+      for (const Point& guard : previous->second.guards) merge_guard(range.guards, guard);
+      by_size_.erase(size_key(id, *previous));
+      previous->second = std::move(range);
+      by_size_.insert(size_key(id, *previous));
+      return;
     }
   }
-  by_size_.insert(SizeKey{range.nbytes, {id, offset}});
-  block.free_ranges.emplace(offset, std::move(range));
-}
-
-RangeAllocator::FreeRange RangeAllocator::take_free(BlockId id, Block& block, uint64_t offset) {
-  auto node = block.free_ranges.extract(offset);
-  by_size_.erase(SizeKey{node.mapped().nbytes, {id, offset}});
-  return std::move(node.mapped());
+  next = block.free_ranges.emplace_hint(next, offset, std::move(range));
+  by_size_.insert(size_key(id, *next));
 }
 
 void RangeAllocator::check_invariants() const {

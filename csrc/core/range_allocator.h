@@ -10,11 +10,13 @@
 
 #include <cstdint>
 #include <map>
+#include <memory_resource>
 #include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "core/node_pool.h"
 #include "core/types.h"
 
 namespace torchoffload {
@@ -62,29 +64,40 @@ class RangeAllocator {
   void check_invariants() const;
 
  private:
+  using Guards = std::pmr::vector<Point>;
   struct FreeRange {
-    uint64_t nbytes = 0;
-    std::vector<Point> guards;
+    uint64_t nbytes;
+    Guards guards;
   };
+  using FreeRanges = std::pmr::map<uint64_t, FreeRange>;  // by offset
   struct Block {
+    explicit Block(NodePool* pool) : free_ranges(pool), used_ranges(pool) {}
+
     uint64_t nbytes = 0;
-    std::map<uint64_t, FreeRange> free_ranges;  // by offset
-    std::map<uint64_t, uint64_t> used_ranges;   // offset -> nbytes
+    FreeRanges free_ranges;
+    std::pmr::map<uint64_t, uint64_t> used_ranges;  // offset -> nbytes
   };
   using SizeKey = std::pair<uint64_t, std::pair<BlockId, uint64_t>>;
 
   // Inserts a free range, and merges it with its free neighbours.
   void insert_free(BlockId id, Block& block, uint64_t offset, FreeRange range);
-  // Takes the free range at `offset` out of both indices.
-  FreeRange take_free(BlockId id, Block& block, uint64_t offset);
+  // Keeps one point for each stream, the latest: once it is reached, the earlier ones are reached too.
+  static void merge_guard(Guards& into, const Point& guard);
+  // Takes the first `nbytes` of a larger free range out of both indices.
+  void cut_front(BlockId id, Block& block, FreeRanges::iterator range, uint64_t nbytes);
+  // Of a free range of the block.
+  static SizeKey size_key(BlockId id, const FreeRanges::value_type& range) {
+    return {range.second.nbytes, {id, range.first}};
+  }
   void check_block(BlockId id, const Block& block) const;
 
   uint64_t granularity_bytes_;
   uint64_t capacity_bytes_ = 0;
   uint64_t used_bytes_ = 0;
   BlockId next_block_ = 0;
+  NodePool pool_;  // of what is below, and destroyed after it
   std::map<BlockId, Block> blocks_;
-  std::set<SizeKey> by_size_;  // every free range once
+  std::pmr::set<SizeKey> by_size_{&pool_};  // every free range once
 };
 
 }  // namespace torchoffload

@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,36 +62,34 @@ class TrackedStream {
 
   uint64_t record() {
     const OnDevice on_device(device_);
-    const std::lock_guard recording(recording_);
-    const cudaEvent_t event = next_event();
-    C10_CUDA_CHECK(cudaEventRecord(event, stream_));
     const std::lock_guard lock(mutex_);
-    return ++serial_;
+    const uint64_t serial = serial_.load(std::memory_order_relaxed) + 1;
+    std::atomic<cudaEvent_t>& place = events_[serial % kEventsPerStream];
+    cudaEvent_t event = place.load(std::memory_order_relaxed);
+    if (event == nullptr) {
+      C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+      place.store(event, std::memory_order_relaxed);
+    }
+    C10_CUDA_CHECK(cudaEventRecord(event, stream_));
+    serial_.store(serial, std::memory_order_release);
+    return serial;
   }
 
-  // An event that is reached no earlier than the point. It may be recorded anew at any time, for a later point.
-  cudaEvent_t event_of(uint64_t serial) {
-    const std::lock_guard lock(mutex_);
-    const uint64_t oldest = serial_ < kEventsPerStream ? 1 : serial_ - kEventsPerStream + 1;
-    return events_[std::max(serial, oldest) % kEventsPerStream];
+  // An event that is reached no earlier than the point. It may be recorded anew at any time, for a later point. Takes
+  // no lock, since record() may hold it for as long as the stream's queue is full.
+  cudaEvent_t event_of(uint64_t serial) const {
+    const uint64_t latest = serial_.load(std::memory_order_acquire);
+    const uint64_t oldest = latest < kEventsPerStream ? 1 : latest - kEventsPerStream + 1;
+    return events_[std::max(serial, oldest) % kEventsPerStream].load(std::memory_order_relaxed);
   }
 
  private:
   const c10::DeviceIndex device_;
   const cudaStream_t stream_;
-  cudaEvent_t next_event() {
-    const std::lock_guard lock(mutex_);
-    const size_t place = (serial_ + 1) % kEventsPerStream;
-    if (events_.size() <= place) events_.resize(place + 1, nullptr);
-    if (events_[place] == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&events_[place], cudaEventDisableTiming));
-    return events_[place];
-  }
-
   const std::optional<c10::cuda::CUDAStream> torch_stream_;
-  std::mutex recording_;  // one point at a time; held while the stream's queue is full, so it comes before mutex_
-  std::mutex mutex_;      // guards what is below; never held while a call may block
-  std::vector<cudaEvent_t> events_;
-  uint64_t serial_ = 0;
+  std::mutex mutex_;  // one point at a time; held while the stream's queue is full
+  std::array<std::atomic<cudaEvent_t>, kEventsPerStream> events_{};  // those that were needed so far
+  std::atomic<uint64_t> serial_ = 0;
 };
 
 // All known streams of the process, by id. Leaked on purpose.
@@ -206,7 +205,7 @@ class TimedEvents {
 void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
 
 // The allocation that the memory lies in.
-const c10::DataPtr& allocation_of(MemoryRef memory) {
+const c10::DataPtr& allocated_data(MemoryRef memory) {
   const c10::DataPtr& data = storage_impl(memory).data_ptr();
   const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
   return shifted != nullptr ? *shifted : data;
@@ -268,7 +267,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
   // Recognises the memory by its deleter, as the native allocator does. Tensors that came through DLPack, the CUDA
   // array interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
   bool owns(MemoryRef memory) const override {
-    const c10::DeleterFnPtr deleter = allocation_of(memory).get_deleter();
+    const c10::DeleterFnPtr deleter = allocated_data(memory).get_deleter();
     return deleter == c10::cuda::CUDACachingAllocator::get()->raw_deleter() || is_marked(deleter);
   }
 
@@ -276,7 +275,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
     const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
     // cudaMallocAsync's allocator raises an error for memory that is not its own.
     if (!torch_stream || !owns(memory)) return;
-    c10::cuda::CUDACachingAllocator::get()->recordStream(allocation_of(memory), *torch_stream);
+    c10::cuda::CUDACachingAllocator::get()->recordStream(allocated_data(memory), *torch_stream);
   }
 
   // The stream of memory that was allocated on an external stream is not returned, since its owner may have destroyed
@@ -286,13 +285,19 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
       return {mark_memory(storage_impl(memory), allocator->raw_deleter()), kNoStream};
     }
-    const auto found = find_cuda_allocation(device_, allocation_of(memory).get());
+    const auto found = find_cuda_allocation(device_, allocated_data(memory).get());
     if (!found) return {};
     const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
     if (found->raw_stream == current.stream()) return {found->number, current_stream()};
     if (!found->stream) return {found->number, kNoStream};
     const StreamId stream = StreamTable::instance().id_of(*found->stream);
     return {found->number, is_lasting(stream) ? stream : kNoStream};
+  }
+
+  uint64_t allocation_of(MemoryRef memory) override {
+    if (!listen_to_cuda_allocator()) return origin_of(memory).allocation;
+    const auto found = find_cuda_allocation(device_, allocated_data(memory).get());
+    return found ? found->number : 0;
   }
 
   bool must_settle() override { return must_settle_cuda(); }

@@ -37,6 +37,8 @@ class DeviceMemory {
   // Two answers with another allocation mean that the storage was given other memory in between, wherever it stands.
   // See docs/design.md, R2 and R10, for what each device knows.
   virtual MemoryOrigin origin_of(MemoryRef) { return {}; }
+  // The allocation alone.
+  virtual uint64_t allocation_of(MemoryRef memory) { return origin_of(memory).allocation; }
 
   // Before the first record is made: must settle() be called, which waits for all that the device was given so far?
   // Without that origin_of() says nothing of older memory. settle() blocks: call it without the GIL.

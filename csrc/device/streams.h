@@ -40,7 +40,7 @@ class Streams {
   virtual StreamId offload_stream() = 0;
   virtual StreamId reload_stream() = 0;
 
-  // The same answer each time. kNoStream: that of the device's streams in general.
+  // The same answer each time. kNoStream: ByPolling if that is so of any of its streams.
   virtual Completion completion(StreamId stream) const = 0;
 
   // False for a stream that its owner may destroy, after which another may have its id. It is there for sure while it

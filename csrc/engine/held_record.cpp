@@ -11,7 +11,7 @@ bool HeldRecord::was_resized(const Record& record, DeviceMemory& memory) const {
   const Identity& identity = record.identity;
   if (source.data() != identity.data || source.nbytes() != identity.nbytes) return true;
   if (mutated(Mutant::ResizeSeesAllocation)) return false;
-  return memory.origin_of(source.ref()).allocation != identity.allocation;
+  return memory.allocation_of(source.ref()) != identity.allocation;
 }
 
 // A record may be joined because a save has the same wrapper. Then the tensor that the record was made of must be

@@ -71,10 +71,11 @@ struct Engine::OffloadCopy {
 
 void Engine::flush_pending(const ContextState* leaving) {
   std::deque<PendingCopy>& pending = ThreadState::current().pending;
+  if (pending.empty()) return;
   // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
   // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
   if (program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator)) return;
-  if (leaving != nullptr && !pending.empty()) pending.back().engine->backend_.observer.saw_operators_end();
+  if (leaving != nullptr) pending.back().engine->backend_.observer.saw_operators_end();
   const uint64_t now = program::sequence_number();
   StreamId ordered_after = kNoStream;
   Engine* ordered_engine = nullptr;
@@ -87,7 +88,10 @@ void Engine::flush_pending(const ContextState* leaving) {
       ++next;
       continue;
     }
-    pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
+    if (next == 0)
+      pending.pop_front();
+    else
+      pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
     if (std::exchange(ordered_engine, copy.engine) != copy.engine) ordered_after = kNoStream;
     copy.engine->enqueue_offload(copy, ordered_after);
   }

@@ -41,12 +41,13 @@ void Operation::queue(std::function<void()> release) { ThreadState::current().re
 // Dropping memory may run Python code and so release further handles. Therefore it goes on until nothing is left.
 void Operation::finish_outermost(ThreadState& now) {
   while (!now.dropped.empty() || !now.releases.empty()) {
-    auto dropped = std::exchange(now.dropped, {});
+    std::vector<Memory> dropped = std::exchange(now.dropped, {});
     const auto releases = std::exchange(now.releases, {});
     if (is_shut_down()) {
       for (Memory& memory : dropped) (void)memory.release();
     }
     dropped.clear();
+    if (now.dropped.empty()) now.dropped.swap(dropped);  // the next operation needs no new memory for the list
     for (const auto& release : releases) run(release);
   }
 }

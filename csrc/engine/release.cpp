@@ -8,6 +8,7 @@
 namespace torchoffload {
 
 void Engine::reap() {
+  if (!streams_.has_polled()) return streams_.reap();
   while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
     if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
     finish_offload(*oldest);
@@ -34,10 +35,9 @@ void Engine::release(const RecordHandle& handle) {
 
 void Engine::let_go(RecordId id) noexcept {
   try {
-    if (ledger_.is_last_hold(id)) {
-      leave_windows(id);
-      forget_learned(id);
-    }
+    if (ledger_.let_go_unless_last(id)) return;
+    leave_windows(id);
+    forget_learned(id);
     const Ledger::DroppedHandle dropped = ledger_.let_go(id);
     if (dropped.released) drop_held(id, dropped);
   } catch (const std::exception& error) {
@@ -83,6 +83,7 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
 
 void Engine::release_slot(HeldRecord& held) {
   std::vector<Point> guards;
+  guards.reserve(2 + held.other_reload_ends.size());
   if (!held.offload_end.is_beginning() && !mutated(Mutant::SlotGuardedByOffload)) guards.push_back(held.offload_end);
   if (!held.reload_end.is_beginning() && !mutated(Mutant::SlotGuardedByReload)) guards.push_back(held.reload_end);
   guards.insert(guards.end(), held.other_reload_ends.begin(), held.other_reload_ends.end());

@@ -67,17 +67,18 @@ void StreamOrder::remember(const Made& made) {
 }
 
 void StreamOrder::remember(const Batch& batch) {
-  for (const Made& made : batch.made_) remember(made);
+  for (const Made& made : batch.made()) remember(made);
 }
 
 void StreamOrder::Batch::wait(Rule rule, StreamId waiter, Point point) {
   if (is_left_out(rule)) return;
-  const bool is_known = std::any_of(made_.begin(), made_.end(), [&](const Made& made) {
-    return made.waiter == waiter && made.producer == point.stream && made.serial >= point.serial;
-  });
-  if (is_known) return;
+  size_t place = 0;
+  while (place < made_count_ && (made_[place].waiter != waiter || made_[place].producer != point.stream)) ++place;
+  if (place < made_count_ && made_[place].serial >= point.serial) return;
   streams_.wait(waiter, point);
-  made_.push_back({waiter, point.stream, point.serial});
+  if (place == made_.size()) return;
+  made_[place] = {waiter, point.stream, point.serial};
+  made_count_ = std::max(made_count_, place + 1);
 }
 
 void StreamOrder::synchronize(Point point) {
@@ -119,8 +120,8 @@ bool StreamOrder::may_be_dropped(const DeviceBytes& bytes, Rule rule) {
   return true;
 }
 
-void StreamOrder::reap() {
-  if (retired_.empty() || streams_.is_capturing()) return;
+void StreamOrder::reap_retired() {
+  if (streams_.is_capturing()) return;
   for (Retired& retired : std::exchange(retired_, {})) retire(std::move(retired.bytes), retired.rule);
 }
 

@@ -9,8 +9,8 @@
 
 #include <array>
 #include <cstddef>
-#include <memory_resource>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -72,13 +72,19 @@ class StreamOrder {
   };
 
  public:
-  explicit StreamOrder(Streams& streams) : streams_(streams) {}
+  explicit StreamOrder(Streams& streams)
+      : streams_(streams), has_polled_(streams.completion(kNoStream) == Completion::ByPolling) {}
 
   // ---- streams ----
 
   // Does the copy that ends at this point complete in the background, as I/O does? Then no stream order protects its
   // memory, and the stream is asked whether the copy has ended.
-  bool is_polled(Point point) const { return streams_.completion(point.stream) == Completion::ByPolling; }
+  bool is_polled(Point point) const {
+    return has_polled_ && streams_.completion(point.stream) == Completion::ByPolling;
+  }
+
+  // Is there any such stream?
+  bool has_polled() const { return has_polled_; }
 
   // Is it known, without any wait, that this point was reached? Never of a point that is not polled.
   bool is_seen_reached(Point point) const { return is_polled(point) && is_reached(point); }
@@ -116,7 +122,7 @@ class StreamOrder {
   // Makes waits without the GIL, between the calls that they order. remember() notes them afterwards, with the GIL.
   class Batch {
    public:
-    explicit Batch(Streams& streams) : streams_(streams) { made_.reserve(4); }
+    explicit Batch(Streams& streams) : streams_(streams) {}
     void wait(Rule rule, StreamId waiter, Point point);
     // Makes a wait that wanted() returned; none where it returned none.
     void make(const std::optional<Wanted>& wanted) {
@@ -125,11 +131,12 @@ class StreamOrder {
 
    private:
     friend class StreamOrder;
+    std::span<const Made> made() const { return {made_.data(), made_count_}; }
+
     Streams& streams_;
-    // The first four take no memory from the heap.
-    alignas(Made) std::array<std::byte, 4 * sizeof(Made)> first_bytes_;
-    std::pmr::monotonic_buffer_resource memory_{first_bytes_.data(), first_bytes_.size()};
-    std::pmr::vector<Made> made_{&memory_};
+    // The latest wait of each pair of streams. What finds no room is not noted, and so may be made once more.
+    std::array<Made, 8> made_;
+    size_t made_count_ = 0;
   };
   Batch batch() const { return Batch(streams_); }
   void remember(const Batch& batch);
@@ -150,7 +157,9 @@ class StreamOrder {
   void retire(DeviceBytes bytes, Rule rule) noexcept;
 
   // Tries again to drop the memory on the list. May block, but not for what is polled.
-  void reap();
+  void reap() {
+    if (!retired_.empty()) reap_retired();
+  }
 
   // Waits on the host for all I/O on retired memory, and drops that memory. Blocks, where there is any.
   void finish_retired();
@@ -169,8 +178,10 @@ class StreamOrder {
   void remember(const Made& made);
   // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
+  void reap_retired();
 
   Streams& streams_;
+  const bool has_polled_;
   std::vector<Made> made_;        // the latest wait of each pair of streams, where the waiting one is lasting
   std::vector<Retired> retired_;  // in the order in which the memory was retired
 };

@@ -3,7 +3,9 @@
 namespace torchoffload {
 
 ThreadState& ThreadState::current() {
-  thread_local ThreadState* const leaked = new ThreadState;
+  // No initializer, which each call would have to ask for.
+  constinit thread_local ThreadState* leaked = nullptr;
+  if (leaked == nullptr) leaked = new ThreadState;
   return *leaked;
 }
 

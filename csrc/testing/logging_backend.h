@@ -85,6 +85,7 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   bool owns(MemoryRef memory) const override { return inner_.memory.owns(memory); }
   void note_use(MemoryRef memory, StreamId stream) override;
   MemoryOrigin origin_of(MemoryRef memory) override { return inner_.memory.origin_of(memory); }
+  uint64_t allocation_of(MemoryRef memory) override { return inner_.memory.allocation_of(memory); }
   bool must_settle() override { return inner_.memory.must_settle(); }
   void settle() override { inner_.memory.settle(); }
   bool is_capturing_on(StreamId stream) override { return inner_.streams.is_capturing_on(stream); }

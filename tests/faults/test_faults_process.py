@@ -71,6 +71,11 @@ def test_threads_that_the_system_refuses(tmp_path: Path):
 def test_an_end_with_work_in_flight_is_quiet(tmp_path: Path, how: str):
     begin = time.monotonic()
     done = ending_of("ends", tmp_path, how)
+    # A daemon thread that is in one of PyTorch's own calls without the GIL aborts the process: seen in 3 of 160 runs,
+    # in c10::TensorImpl::decref_pyobject. Where our own calls are not guarded, every run aborts.
+    for _ in range(2):
+        if how == "daemon thread" and done.stderr == "terminate called without an active exception\n":
+            done = ending_of("ends", tmp_path, how)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert time.monotonic() - begin < 60
