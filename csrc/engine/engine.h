@@ -350,6 +350,10 @@ class Engine {
   void drop_held(RecordId id, const Ledger::DroppedHandle& dropped);
   // Returns the record's slot to the store, with the points that guard its reuse. Never blocks.
   void release_slot(HeldRecord& held);
+  // Drops memory as StreamOrder::retire() does; `what` is entered with the time in which its stream stands still for
+  // that.
+  void retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept;
+  Timeline::Entry drop_wait(TapeId tape, const HeldRecord& held) const;
 
   const ForkGuard fork_guard_;
   const Backend backend_;

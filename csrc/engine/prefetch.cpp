@@ -73,7 +73,7 @@ void Engine::pass_by(RecordId id) {
   leave_reload_window(id);
   ledger_.pass_by(id);
   count(row(ledger_.record(id).tape), &TapeRow::passed_by, 1);
-  streams_.retire(std::exchange(held(id).bytes, {}), Rule::DroppedBufferWaitsForReload);
+  retire(std::exchange(held(id).bytes, {}), Rule::DroppedBufferWaitsForReload, entry(EntryKind::DropWait, id));
 }
 
 void Engine::pass_by_others(TapeId id) {
@@ -97,7 +97,7 @@ void Engine::give_up(RecordId id) {
   const Rule rule = held.are_bytes_reloaded() ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload;
   DeviceBytes bytes = held.give_up();
   ledger_.give_up(id);
-  streams_.retire(std::move(bytes), rule);
+  retire(std::move(bytes), rule, entry(EntryKind::DropWait, id));
 }
 
 }  // namespace torchoffload

@@ -1,5 +1,6 @@
 // How a record is released, and what is looked after at each hook event.
 #include <exception>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -67,9 +68,11 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
     Engine& engine;
     DeviceBytes bytes;
     const Rule rule;
-    ~AtTheEnd() { engine.streams_.retire(std::move(bytes), rule); }
+    const Timeline::Entry what;
+    ~AtTheEnd() { engine.retire(std::move(bytes), rule, what); }
   } memory{*this, std::exchange(held.bytes, {}),
-           is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload};
+           is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload,
+           drop_wait(dropped.tape, held)};
   if (is_inherited()) {  // no copy touches the memory in a child, and no device may be called there: it is leaked
     (void)memory.bytes.memory.release();
     memory.bytes = {};
@@ -79,6 +82,25 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.link.forget(copy_end);
   slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
+}
+
+// The entry for a record that the ledger knows no more.
+Timeline::Entry Engine::drop_wait(TapeId tape, const HeldRecord& held) const {
+  Timeline::Entry entry;
+  entry.kind = EntryKind::DropWait;
+  entry.tape = tapes_[tape.index].number;
+  entry.record = held.number;
+  entry.nbytes = held.slot.nbytes();
+  return entry;
+}
+
+void Engine::retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept {
+  std::optional<TimedSpan> span;
+  try {
+    if (timeline_.is_on() && streams_.stalls_when_dropped(bytes, rule)) span.emplace(timeline_, bytes.stream, what);
+  } catch (const std::exception&) {  // no time; a failing device raises again at the next call that can report it
+  }
+  streams_.retire(std::move(bytes), rule);
 }
 
 void Engine::release_slot(HeldRecord& held) {

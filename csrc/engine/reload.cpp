@@ -134,7 +134,7 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
     guard_slot(copy.end);
     backend_.link.forget(copy.end);
-    return streams_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload);
+    return retire(std::move(bytes), Rule::DroppedBufferWaitsForReload, entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);

@@ -112,7 +112,7 @@ bool StreamOrder::may_be_dropped(const DeviceBytes& bytes, Rule rule) {
   if (is_polled(bytes.busy_until)) return mutated(Mutant::IoMemoryHeldUntilDone) || is_reached(bytes.busy_until);
   if (is_ordered(bytes.stream, bytes.busy_until)) return true;
   if (streams_.is_capturing()) return false;
-  if (bytes.is_buffer ? can_be_used(bytes.stream) : is_lasting(bytes.stream)) {
+  if (can_wait_to_drop(bytes)) {
     wait(rule, bytes.stream, bytes.busy_until);
   } else if (!is_left_out(rule)) {
     synchronize(bytes.busy_until);

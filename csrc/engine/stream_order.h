@@ -156,6 +156,12 @@ class StreamOrder {
   // captured, or the device fails. May block, but not where the copy is polled.
   void retire(DeviceBytes bytes, Rule rule) noexcept;
 
+  // Would retire() make the stream of this memory wait? A wait of the host is not meant.
+  bool stalls_when_dropped(const DeviceBytes& bytes, Rule rule) const {
+    return bytes.memory && !is_polled(bytes.busy_until) && must_wait(rule, bytes.stream, bytes.busy_until) &&
+           can_wait_to_drop(bytes) && !streams_.is_capturing();
+  }
+
   // Tries again to drop the memory on the list. May block, but not for what is polled.
   void reap() {
     if (!retired_.empty()) reap_retired();
@@ -176,6 +182,10 @@ class StreamOrder {
   // Does what is enqueued on `waiter` from now on run after `point`, by the waits that are known?
   bool is_ordered(StreamId waiter, Point point) const;
   void remember(const Made& made);
+  // Can the stream of this memory be told to wait? See Note [Streams that may be destroyed].
+  bool can_wait_to_drop(const DeviceBytes& bytes) const {
+    return bytes.is_buffer ? can_be_used(bytes.stream) : is_lasting(bytes.stream);
+  }
   // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
   void reap_retired();

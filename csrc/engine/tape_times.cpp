@@ -7,20 +7,28 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint64_t kTimedTapeLife = 64;                // timing stops once so many later tapes were opened
-constexpr double kLatencyS = 20e-6;                    // of a copy, whatever its size
-constexpr uint64_t kTellingBytes = uint64_t{4} << 20;  // the link's rate is measured with copies of at least this size
+constexpr uint64_t kTimedTapeLife = 64;  // timing stops once so many later tapes were opened
+constexpr double kLatencyS = 20e-6;      // of a copy, whatever its size
+// The link's rate is measured with copies of at least this size, or of the largest in that direction.
+constexpr uint64_t kTellingBytes = uint64_t{4} << 20;
 
 bool is_copy(const Timeline::Entry& entry) {
   return entry.kind == EntryKind::CopyOut || entry.kind == EntryKind::CopyIn;
 }
 
+bool is_stall(const Timeline::Entry& entry) {
+  return entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait ||
+         entry.kind == EntryKind::DropWait;
+}
+
 // The bytes and the time of several copies in one direction.
 struct Rate {
+  uint64_t largest_bytes = 0;  // the size of the largest copy
   double bytes = 0;
   double seconds = 0;
 
   void add(const Timeline::Entry& copy) {
+    if (copy.nbytes < std::min(kTellingBytes, largest_bytes)) return;
     bytes += static_cast<double>(copy.nbytes);
     seconds += copy.end_s - copy.begin_s;
   }
@@ -78,18 +86,17 @@ StepTimes TapeTimes::times_of(const Gone& tape) {
   Rate out, in;
   double stalled_s = 0;
   std::optional<double> began_s;
-  uint64_t largest_bytes = 0;  // the size of the largest copy
   for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
     const Timeline::Entry& entry = timeline_.entry(number);
-    if (is_copy(entry)) largest_bytes = std::max(largest_bytes, entry.nbytes);
+    Rate& rate = entry.kind == EntryKind::CopyOut ? out : in;
+    if (is_copy(entry)) rate.largest_bytes = std::max(rate.largest_bytes, entry.nbytes);
   }
   for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
     const Timeline::Entry& entry = timeline_.entry(number);
-    if (entry.kind == EntryKind::WindowWait || entry.kind == EntryKind::ReloadWait) {
+    if (is_stall(entry)) {
       stalled_s += entry.end_s - entry.begin_s;
     } else if (is_copy(entry)) {
-      if (entry.nbytes >= std::min(kTellingBytes, largest_bytes))
-        (entry.kind == EntryKind::CopyOut ? out : in).add(entry);
+      (entry.kind == EntryKind::CopyOut ? out : in).add(entry);
     } else if (entry.tape == tape.number) {
       const double pure_s = entry.begin_s - stalled_s;
       if (!began_s) began_s = pure_s;
@@ -100,6 +107,9 @@ StepTimes TapeTimes::times_of(const Gone& tape) {
   }
   link_.out_bytes_per_s = out.bytes_per_s_or(link_.out_bytes_per_s);
   link_.in_bytes_per_s = in.bytes_per_s_or(link_.in_bytes_per_s);
+  // Where nothing was copied one way yet, the other way's rate is the best guess.
+  if (link_.out_bytes_per_s == 0) link_.out_bytes_per_s = link_.in_bytes_per_s;
+  if (link_.in_bytes_per_s == 0) link_.in_bytes_per_s = link_.out_bytes_per_s;
   link_.latency_s = kLatencyS;
   times.link = link_;
   return times;

@@ -23,6 +23,8 @@ const char* to_string(EntryKind kind) {
       return "window_wait";
     case EntryKind::ReloadWait:
       return "reload_wait";
+    case EntryKind::DropWait:
+      return "drop_wait";
     case EntryKind::Closed:
       return "closed";
   }

@@ -93,6 +93,18 @@ def test_a_link_that_keeps_up_stalls_nothing_in_forward(device_under_test: Devic
 
 
 @SIMULATED
+def test_computing_stands_still_for_copies_that_backward_overtakes(device_under_test: Device, scope):
+    # Backward begins while all copies are on their way, and uses the last record's source. Nobody else asks for it, so
+    # it is given up, and its memory may be handed on only after its copy, which is the last of all.
+    with torchoffload.profile() as profile:
+        step(device_under_test, 3, offload_window_bytes=10 * RECORD_BYTES, reload_window_bytes=10 * RECORD_BYTES)
+    copies_end_s = 2 * FORWARD_S + 3 * COPY_S
+    assert profile.total.drop_wait_s == exactly(copies_end_s - 3 * FORWARD_S)
+    assert profile.total.stall_s == profile.total.drop_wait_s
+    assert [entry.record for entry in profile.entries if entry.kind is EntryKind.DROP_WAIT] == [2]
+
+
+@SIMULATED
 def test_each_tape_has_times_of_its_own(device_under_test: Device, scope):
     with torchoffload.profile() as profile:
         for layers in (2, 3):

@@ -79,6 +79,8 @@ def _rate(name: str, way: Transfers) -> str:
 
 def _timing_lines(tape_count: int, timing: Timing) -> list[str]:
     stalls = f"{timing.window_wait_s:.3f} s for a full window, {timing.reload_wait_s:.3f} s for reloads"
+    if timing.drop_wait_s > 0:
+        stalls += f", {timing.drop_wait_s:.3f} s for copies that backward overtook"
     lines = [
         f"  in the latest profile(), {tape_count} tapes:",
         _row("  compute stood still", f"{timing.stall_s:.3f} s", f"in all: {stalls}"),

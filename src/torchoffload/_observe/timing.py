@@ -23,6 +23,8 @@ class EntryKind(enum.StrEnum):
     """The compute stream waited, because the offload window was full, for the copy of its oldest record: this one."""
     RELOAD_WAIT = "reload_wait"
     """The compute stream waited until this record was back."""
+    DROP_WAIT = "drop_wait"
+    """The compute stream waited for the copy of memory that was dropped: backward was done with this record first."""
     CLOSED = "closed"
     """A moment: a tape closed, because its context was left or its backward began. The entry is of no record."""
 
@@ -122,9 +124,9 @@ class Timing:
 
     Attributes
     ----------
-    window_wait_s, reload_wait_s : float
-        The seconds that the compute stream waited because the offload window was full, and for records on their way
-        back.
+    window_wait_s, reload_wait_s, drop_wait_s : float
+        The seconds that the compute stream waited because the offload window was full, for records on their way back,
+        and for copies of records that backward was done with before their copies had ended.
     out, back : Transfers
         The copies to the tier, and those back to the device.
     loss_device_bytes : int or None
@@ -137,6 +139,7 @@ class Timing:
 
     window_wait_s: float
     reload_wait_s: float
+    drop_wait_s: float
     out: Transfers
     back: Transfers
     loss_device_bytes: int | None
@@ -144,8 +147,8 @@ class Timing:
 
     @property
     def stall_s(self) -> float:
-        """The seconds that the compute stream waited for either reason."""
-        return self.window_wait_s + self.reload_wait_s
+        """The seconds that the compute stream waited for any of these reasons."""
+        return self.window_wait_s + self.reload_wait_s + self.drop_wait_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +197,14 @@ def _transfers(entries: Sequence[ProfileEntry], kind: EntryKind) -> Transfers:
 
 def sum_up(entries: Sequence[ProfileEntry]) -> Timing:
     """Add up entries, of whatever tapes and devices they are."""
-    waits = dict.fromkeys((EntryKind.WINDOW_WAIT, EntryKind.RELOAD_WAIT), 0.0)
+    waits = dict.fromkeys((EntryKind.WINDOW_WAIT, EntryKind.RELOAD_WAIT, EntryKind.DROP_WAIT), 0.0)
     for entry in entries:
         if entry.kind in waits:
             waits[entry.kind] += entry.duration_s
     return Timing(
         window_wait_s=waits[EntryKind.WINDOW_WAIT],
         reload_wait_s=waits[EntryKind.RELOAD_WAIT],
+        drop_wait_s=waits[EntryKind.DROP_WAIT],
         out=_transfers(entries, EntryKind.COPY_OUT),
         back=_transfers(entries, EntryKind.COPY_IN),
         loss_device_bytes=max((each.device_bytes for each in entries if each.kind is EntryKind.CLOSED), default=None),

@@ -20,11 +20,13 @@ _SPANS = {
     EntryKind.COPY_IN: (_RELOAD, "reload"),
     EntryKind.WINDOW_WAIT: (_COMPUTE, "wait for the offload of"),
     EntryKind.RELOAD_WAIT: (_COMPUTE, "wait for the reload of"),
+    EntryKind.DROP_WAIT: (_COMPUTE, "wait for the copy of"),
 }
 _WHY = {
     EntryKind.COPY_OUT: "saved in forward",
     EntryKind.WINDOW_WAIT: "the offload window was full, and this its oldest record",
     EntryKind.RELOAD_WAIT: "backward asked for the record before it was back",
+    EntryKind.DROP_WAIT: "backward was done with the record before its copy had ended",
 }
 _US = 1e6
 
