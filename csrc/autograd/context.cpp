@@ -212,7 +212,7 @@ Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_vie
   return Reason::None;
 }
 
-std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const Movable& movable,
+std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::optional<Extent> extent,
                                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why) {
   Engine* const engine = find_engine(place_of(tensor, state_->options));
   if (engine == nullptr) {
@@ -236,9 +236,12 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, const 
   engine->settle();
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  const auto handle = engine->pack(saved_bytes(tensor, movable.layout, movable.span, movable.extent, wrapper), tape);
+  TensorLayout layout(tensor);  // after all that may block, and in which another thread may change the tensor
+  const Span span = layout.span();
+  const Extent moved = extent ? *extent : extent_to_move(span, tensor.storage().nbytes(), wrapper);
+  const auto handle = engine->pack(saved_bytes(tensor, layout, span, moved, wrapper), tape);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
-  if (handle) return Moved{engine, *handle};
+  if (handle) return Moved{engine, std::move(layout), *handle};
   why = Reason::Small;
   return std::nullopt;
 }
@@ -255,10 +258,8 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
   if (is_candidate) return pack_candidate(tensor, module, wrapper);
   auto saved = std::make_unique<SavedTensor>(tensor, SavedTensor::Undecided::Yet);
   if (reason == Reason::None) {
-    Movable movable(tensor);
-    movable.extent = extent_to_move(movable.span, tensor.storage().nbytes(), wrapper);
-    if (const auto moved = try_move(tensor, movable, wrapper, module, reason)) {
-      saved->move_to(*moved->engine, std::move(movable.layout), moved->handle);
+    if (auto moved = try_move(tensor, std::nullopt, wrapper, module, reason)) {
+      saved->move_to(*moved->engine, std::move(moved->layout), moved->handle);
       return saved;
     }
   }
@@ -320,13 +321,11 @@ void Context::admit(const at::Tensor& tensor) {
     }
     Reason why = Reason::None;
     const c10::VariableVersion* const wrapper = candidate.wrapper ? &*candidate.wrapper : nullptr;
-    Movable movable(kept);
-    movable.extent = candidate.extent;
-    const auto moved = try_move(kept, movable, wrapper, module, why);
+    auto moved = try_move(kept, candidate.extent, wrapper, module, why);
     if (!moved) {
       count_kept_here(why, candidate.nbytes, module);
     } else if (SavedTensor* const saved = *candidate.saved) {
-      saved->move_to(*moved->engine, std::move(movable.layout), moved->handle);
+      saved->move_to(*moved->engine, std::move(moved->layout), moved->handle);
     } else {  // it died while something blocked
       moved->engine->release(moved->handle);
     }

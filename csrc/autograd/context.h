@@ -77,24 +77,18 @@ class Context {
     MemorySet admitted;
     std::unordered_map<const c10::StorageImpl*, std::vector<Candidate>> candidates;
   };
-  // A plain tensor that may be moved.
-  struct Movable {
-    explicit Movable(const at::Tensor& tensor) : layout(tensor), span(layout.span()) {}
-
-    TensorLayout layout;
-    Span span;
-    Extent extent = Extent::Storage;  // what of its storage moves with it
-  };
   struct Moved {
     Engine* engine = nullptr;
+    TensorLayout layout;
     RecordHandle handle;
   };
   OnThread& on_this_thread();
   TapeId open_tape(Engine& engine);
   void close_tapes(OnThread& entry);
   std::vector<std::pair<Engine*, TapeId>> leave_thread();
-  std::optional<Moved> try_move(const at::Tensor& tensor, const Movable& movable, const c10::VariableVersion* wrapper,
-                                uint32_t module, Reason& why);
+  // `extent`: what of its storage moves with the tensor; nullopt: as its save needs it, which is under way.
+  std::optional<Moved> try_move(const at::Tensor& tensor, std::optional<Extent> extent,
+                                const c10::VariableVersion* wrapper, uint32_t module, Reason& why);
   std::unique_ptr<SavedTensor> pack_candidate(const at::Tensor& tensor, uint32_t module,
                                               const c10::VariableVersion* wrapper);
   void keep_candidates(OnThread& entry);

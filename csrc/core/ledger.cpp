@@ -199,6 +199,7 @@ void Ledger::release_if_unused(RecordId id, DroppedHandle& result) {
   Record& record = records_[id.index];
   if (record.live_handles > 0 || record.holds > 0) return;
   result.released = true;
+  result.nbytes = record.nbytes();
   Tape& tape = this->tape(record.tape);
   unlink(tape, id.index);
   record.state = RecordState::Released;

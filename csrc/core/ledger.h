@@ -147,6 +147,7 @@ class Ledger {
     bool tape_gone = false;  // the record was the last one of a closed tape
     RecordState was = RecordState::Released;
     TapeId tape;
+    uint64_t nbytes = 0;  // of the record, where it was released
   };
   DroppedHandle drop_handle(RecordId id, uint32_t seen_epoch);
 

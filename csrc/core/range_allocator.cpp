@@ -78,11 +78,11 @@ void RangeAllocator::release(const Range& range, const std::vector<Point>& guard
   auto used = block->second.used_ranges.find(range.offset);
   require(used != block->second.used_ranges.end() && used->second == range.nbytes,
           "a range that is not in use was released", range.block);
-  block->second.used_ranges.erase(used);
-  used_bytes_ -= range.nbytes;
   FreeRange freed{range.nbytes, Guards(&pool_)};
   freed.guards.reserve(guards.size());
   for (const Point& guard : guards) merge_guard(freed.guards, guard);
+  block->second.used_ranges.erase(used);
+  used_bytes_ -= range.nbytes;
   insert_free(range.block, block->second, range.offset, std::move(freed));
 }
 
@@ -90,7 +90,7 @@ std::vector<std::pair<BlockId, std::vector<Point>>> RangeAllocator::idle_blocks(
   std::vector<std::pair<BlockId, std::vector<Point>>> idle;
   for (const auto& [id, block] : blocks_) {
     // Free neighbours are always merged, so a block that is not in use is one free range.
-    if (!block.used_ranges.empty()) continue;
+    if (!block.used_ranges.empty() || block.free_ranges.empty()) continue;
     const Guards& guards = block.free_ranges.begin()->second.guards;
     idle.emplace_back(id, std::vector<Point>(guards.begin(), guards.end()));
   }

@@ -353,7 +353,8 @@ class Engine {
   // Drops memory as StreamOrder::retire() does; `what` is entered with the time in which its stream stands still for
   // that.
   void retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept;
-  Timeline::Entry drop_wait(TapeId tape, const HeldRecord& held) const;
+  // The entry for a record that the ledger has released.
+  Timeline::Entry drop_wait(const Ledger::DroppedHandle& dropped, const HeldRecord& held) const;
 
   const ForkGuard fork_guard_;
   const Backend backend_;

@@ -72,7 +72,7 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
     ~AtTheEnd() { engine.retire(std::move(bytes), rule, what); }
   } memory{*this, std::exchange(held.bytes, {}),
            is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload,
-           drop_wait(dropped.tape, held)};
+           drop_wait(dropped, held)};
   if (is_inherited()) {  // no copy touches the memory in a child, and no device may be called there: it is leaked
     (void)memory.bytes.memory.release();
     memory.bytes = {};
@@ -84,13 +84,14 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   if (dropped.tape_gone) tape_is_gone(dropped.tape);
 }
 
-// The entry for a record that the ledger knows no more.
-Timeline::Entry Engine::drop_wait(TapeId tape, const HeldRecord& held) const {
+Timeline::Entry Engine::drop_wait(const Ledger::DroppedHandle& dropped, const HeldRecord& held) const {
   Timeline::Entry entry;
   entry.kind = EntryKind::DropWait;
-  entry.tape = tapes_[tape.index].number;
+  entry.tape = tapes_[dropped.tape.index].number;
   entry.record = held.number;
-  entry.nbytes = held.slot.nbytes();
+  entry.nbytes = dropped.nbytes;
+  entry.out_bytes = windows_.offload_bytes();
+  entry.in_bytes = windows_.reload_bytes();
   return entry;
 }
 

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <utility>
 
 namespace torchoffload {
@@ -62,7 +63,10 @@ void StreamOrder::remember(const Made& made) {
   if (known != made_.end()) {
     known->serial = std::max(known->serial, made.serial);  // another thread may have made a later wait meanwhile
   } else {
-    made_.push_back(made);
+    try {
+      made_.push_back(made);
+    } catch (const std::bad_alloc&) {  // a wait that is not remembered is made again
+    }
   }
 }
 

@@ -159,7 +159,7 @@ class StreamOrder {
   // Would retire() make the stream of this memory wait? A wait of the host is not meant.
   bool stalls_when_dropped(const DeviceBytes& bytes, Rule rule) const {
     return bytes.memory && !is_polled(bytes.busy_until) && must_wait(rule, bytes.stream, bytes.busy_until) &&
-           can_wait_to_drop(bytes) && !streams_.is_capturing();
+           can_wait_to_drop(bytes) && !streams_.is_capturing() && !streams_.is_capturing_on(bytes.stream);
   }
 
   // Tries again to drop the memory on the list. May block, but not for what is polled.
