@@ -41,7 +41,8 @@ function(torchoffload_add_module name)
     if(CMAKE_UNITY_BUILD)  # a source's own unnamed namespace is then that of an included file
       target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
     endif()
-    # The hooks are many small functions in several sources; each save takes a tenth more instructions without it.
+    # The hooks are many small functions in several sources. Without link-time optimisation each save takes 7% more
+    # instructions.
     if(TORCHOFFLOAD_LTO AND NOT ARG_TESTING)
       set_target_properties(${target} PROPERTIES INTERPROCEDURAL_OPTIMIZATION ON)
     endif()

@@ -236,7 +236,8 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::o
   engine->settle();
   const TapeId tape = open_tape(*engine);
   state_->module = module;
-  TensorLayout layout(tensor);  // after all that may block, and in which another thread may change the tensor
+  // Read only now: while the calls above blocked, another thread may have changed the tensor.
+  TensorLayout layout(tensor);
   const Span span = layout.span();
   const Extent moved = extent ? *extent : extent_to_move(span, tensor.storage().nbytes(), wrapper);
   const auto handle = engine->pack(saved_bytes(tensor, layout, span, moved, wrapper), tape);

@@ -3,8 +3,8 @@
 // Thread safety: none; the caller locks.
 // Failures:      allocating throws std::bad_alloc.
 //
-// A training step allocates some thousand objects and frees them all again. malloc() keeps only a few free blocks of a
-// size within quick reach, and searches or merges for all others.
+// A training step allocates some thousand objects and frees them all again. malloc() caches only a few free blocks of
+// each size; for all others it searches its lists of free blocks, or merges neighbours.
 #pragma once
 
 #include <array>

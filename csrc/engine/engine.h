@@ -350,8 +350,7 @@ class Engine {
   void drop_held(RecordId id, const Ledger::DroppedHandle& dropped);
   // Returns the record's slot to the store, with the points that guard its reuse. Never blocks.
   void release_slot(HeldRecord& held);
-  // Drops memory as StreamOrder::retire() does; `what` is entered with the time in which its stream stands still for
-  // that.
+  // StreamOrder::retire(). While the timeline is on, `what` is added to it with the time for which the stream waits.
   void retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept;
   // The entry for a record that the ledger has released.
   Timeline::Entry drop_wait(const Ledger::DroppedHandle& dropped, const HeldRecord& held) const;

@@ -3,7 +3,7 @@
 namespace torchoffload {
 
 ThreadState& ThreadState::current() {
-  // No initializer, which each call would have to ask for.
+  // With a dynamic initializer each call would first check whether it has run.
   constinit thread_local ThreadState* leaked = nullptr;
   if (leaked == nullptr) leaked = new ThreadState;
   return *leaked;

@@ -22,7 +22,7 @@ enum class EntryKind : uint8_t {
   CopyIn,      // a span on reload_stream
   WindowWait,  // a span in which the compute_stream waits because the offload window is full
   ReloadWait,  // a span in which the compute_stream waits for a reload
-  DropWait,    // a span in which it waits for the copy of memory that is dropped (R9)
+  DropWait,    // a span in which the compute_stream waits for the copy of memory that is dropped (R9)
   Closed,      // a moment: a tape closed. Noted for profile() alone, and names no record
 };
 const char* to_string(EntryKind kind);
