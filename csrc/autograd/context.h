@@ -86,8 +86,8 @@ class Context {
   TapeId open_tape(Engine& engine);
   void close_tapes(OnThread& entry);
   std::vector<std::pair<Engine*, TapeId>> leave_thread();
-  // `extent`: what of its storage moves with the tensor, as was determined when it was saved; nullopt: it is being saved
-  // now, and the extent is determined here.
+  // `extent`: what of its storage moves with the tensor, as was determined when it was saved. nullopt: it is being
+  // saved now, and the extent is determined here.
   std::optional<Moved> try_move(const at::Tensor& tensor, std::optional<Extent> extent,
                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why);
   std::unique_ptr<SavedTensor> pack_candidate(const at::Tensor& tensor, uint32_t module,
