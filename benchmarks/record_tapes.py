@@ -37,7 +37,7 @@ def tape_of(profile: torchoffload.Profile) -> dict[str, Any]:
     records: dict[int, dict[str, Any]] = {}
     stalled_s, began_s, compute_s = 0.0, None, 0.0
     for entry in profile.entries:
-        if entry.kind in ("window_wait", "reload_wait"):
+        if entry.kind in ("window_wait", "reload_wait", "drop_wait"):
             stalled_s += entry.duration_s
         elif entry.kind in ("ready", "needed"):
             began_s = entry.begin_s - stalled_s if began_s is None else began_s
