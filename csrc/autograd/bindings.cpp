@@ -4,11 +4,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "autograd/absent_tensor.h"
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/user_code.h"
+#include "core/planning/frontier.h"
 #include "device/backends.h"
 #include "engine/operation.h"
 #include "engine/registry.h"
@@ -142,6 +144,37 @@ py::dict host_memory() {
   return dict;
 }
 
+OperatorGroup parse_group(const py::handle& given) {
+  OperatorGroup group;
+  group.duration_ns = given.attr("duration_ns").cast<uint64_t>();
+  group.nbytes = given.attr("nbytes").cast<uint64_t>();
+  group.inputs = given.attr("inputs").cast<std::vector<uint32_t>>();
+  group.may_keep = given.attr("may_keep").cast<bool>();
+  group.may_recompute = given.attr("may_recompute").cast<bool>();
+  group.is_needed = given.attr("is_needed").cast<bool>();
+  return group;
+}
+
+py::list frontier(const py::iterable& groups, const std::vector<uint32_t>& draws) {
+  std::vector<OperatorGroup> parsed;
+  for (const py::handle& group : groups) parsed.push_back(parse_group(group));
+  py::list corners;
+  for (const BlockCorner& corner : block_frontier(parsed, draws)) {
+    py::list kept, recomputed;
+    for (size_t group = 0; group < corner.choices.size(); ++group) {
+      if (corner.choices[group] == Choice::Kept) kept.append(group);
+      if (corner.choices[group] == Choice::Recomputed) recomputed.append(group);
+    }
+    corners.append(py::make_tuple(corner.kept_bytes, corner.recompute_ns, kept, recomputed));
+  }
+  return corners;
+}
+
+at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t storage_offset,
+                         uint64_t nbytes, at::ScalarType dtype, at::Device device) {
+  return make_absent({sizes, strides, storage_offset, nbytes, dtype, device});
+}
+
 uint64_t trim() {
   drop_unheld();
   return trim_stores();
@@ -189,6 +222,10 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("module_rows", module_rows, py::arg("context"), py::pos_only());
   m.def("reset_stats", [] { Statistics::global().reset(); });
   m.def("trim", trim);
+  m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
+  m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
+        py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
+  m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
   m.def("start_profile", start_profile);
   m.def("stop_profile", end_profile);
   m.def("live_saves", live_saves);

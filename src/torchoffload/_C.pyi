@@ -1,6 +1,6 @@
 """The compiled core. It is private: the public names are those of ``torchoffload``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any, final
 
@@ -81,6 +81,30 @@ def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]
 
     The shape is None and the bytes are 0 where asking the tensor for them would run Python code.
     """
+
+def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tuple[int, int, list[int], list[int]]]:
+    """Return the best choices of what a block keeps and computes again, from the least bytes to the least time.
+
+    ``groups`` have the attributes of ``_fit.graph.OperatorGroup``. Each choice is (bytes kept, nanoseconds computed
+    again, the groups kept, the groups computed again). ``draws`` are the groups that draw random numbers, in the order
+    of drawing. Empty: the block cannot be computed again.
+
+    ValueError: a group of that number does not exist, or there are too many.
+    """
+
+def absent_tensor(
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    storage_offset: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    /,
+) -> torch.Tensor:
+    """Return a tensor on a storage of ``nbytes`` bytes without memory: whoever asks for its data gets an error."""
+
+def give_memory(tensor: torch.Tensor, /) -> None:
+    """Give the storage of an absent tensor memory, uninitialised; does nothing for a tensor that has memory."""
 
 def start_profile() -> None:
     """Begin to record copies, waits and memory on each device whose backend can take times.

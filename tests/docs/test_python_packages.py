@@ -9,7 +9,7 @@ import torchoffload
 
 PACKAGE = Path(torchoffload.__file__).resolve().parent
 # A file imports from its own line and from those above it. `info` and the integrations use the public names, too.
-LAYERS = (("_core", "_warnings"), ("_pytorch",), ("_contexts",), ("_observe",), ("_modules", "_checkpoint"))
+LAYERS = (("_core", "_warnings"), ("_pytorch",), ("_contexts",), ("_observe",), ("_modules", "_checkpoint"), ("_fit",))
 ON_TOP = ("__init__", "info", "integrations")
 PUBLIC = {"info", "integrations"}
 

@@ -17,7 +17,18 @@ from torchoffload._core import core
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.user_code import saves_for_user_code
 
-__all__ = ["RECOMPUTED", "Cache", "Kept", "Mark", "PackHook", "Packed", "Saved", "is_made_of", "key_of", "storages"]
+__all__ = [
+    "RECOMPUTED",
+    "Cache",
+    "Kept",
+    "Mark",
+    "PackHook",
+    "Packed",
+    "Saved",
+    "is_made_of",
+    "key_of",
+    "storages",
+]
 
 PackHook = Callable[[torch.Tensor], object]
 
@@ -65,10 +76,18 @@ class Kept:
         self._version = None if may_change else self._tensor._version
 
     def get(self) -> torch.Tensor:
-        """Return the tensor; RuntimeError if it was written to and must not have been."""
+        """Return the tensor, as a new object; RuntimeError if it was written to and must not have been."""
+        return _unless_mutated(self.get_unless_mutated())
+
+    def get_unless_mutated(self) -> torch.Tensor | None:
+        """Return the tensor, as a new object; None if it was written to and must not have been.
+
+        It is a new one because it becomes part of the graph of the recomputation. That graph holds this object, which
+        would otherwise hold the graph.
+        """
         if self._version is not None and self._tensor._version != self._version:
-            raise RuntimeError(_MUTATED)
-        return self._tensor
+            return None
+        return _alias(self._tensor)
 
 
 class Packed:
@@ -98,15 +117,25 @@ class Packed:
 
     def get(self) -> torch.Tensor:
         """Return the tensor on the device; RuntimeError if it was written to since it was packed."""
+        return _unless_mutated(self.get_unless_mutated())
+
+    def get_unless_mutated(self) -> torch.Tensor | None:
+        """Return the tensor on the device; None if it was written to since it was packed."""
         try:
             # If the tensor is held, this returns the same memory again. The core checks its version once more.
             return core.unpack(self._handle)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise RuntimeError(_MUTATED) from error
+            return None
         finally:
             self._held = None
+
+
+def _unless_mutated(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise RuntimeError(_MUTATED)
+    return tensor
 
 
 def storages(value: Any) -> Iterator[int]:

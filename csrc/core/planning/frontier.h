@@ -1,0 +1,55 @@
+// Frontier: what of a block's operators is best kept, and what computed again in backward, for each number of bytes.
+// Ownership:     values only.
+// Thread safety: pure functions.
+// Failures:      std::invalid_argument for the number of a group that does not exist, for more than 4,096 groups,
+//                and for bytes and times too large to multiply.
+// Not handled:   where what is kept rests: whether it stays on the device or moves is decided over all blocks.
+//
+// Note [Cuts that price memory]
+// A block is a graph of operator groups. Each group is kept, computed again, or neither. For a price p of a byte the
+// best choice minimises
+//     (seconds of the groups computed again) + p * (bytes of the groups kept),
+// where each group that is computed again needs its inputs, kept or computed again, and each group that backward needs
+// is one of the two. With two variables for each group, a (it is available) and r (it is computed again; r <= a), that
+// is a minimum cut: each condition says that one variable is at most another one, and the cost is linear. Over all
+// prices the best choices are the corners of the lower convex hull of (bytes, seconds). The hull is found by the slope
+// between two corners: minimised at that price, either a corner below the line comes out, or there is none between
+// them. Bytes are counted in pages and times in nanoseconds, as integers, so that each process that is given the same
+// numbers finds the same corners.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace torchoffload {
+
+// The operators that write to one storage that the block made: mostly one operator.
+struct OperatorGroup {
+  uint64_t duration_ns = 0;      // to compute it again
+  uint64_t nbytes = 0;           // of what it made
+  std::vector<uint32_t> inputs;  // the groups that it reads
+  bool may_keep = true;          // what it made can be kept from forward
+  bool may_recompute = true;     // false for a block's inputs, and for what writes outside of the block
+  bool is_needed = false;        // backward needs what it made
+};
+
+enum class Choice : uint8_t {
+  Skipped,     // neither kept nor computed again: nobody needs it
+  Kept,        // what forward made is kept until the block's backward
+  Recomputed,  // computed again in backward
+};
+
+// One corner of the hull.
+struct BlockCorner {
+  uint64_t kept_bytes = 0;
+  uint64_t recompute_ns = 0;
+  std::vector<Choice> choices;  // by group
+};
+
+// The corners, from the least bytes to the least time. Empty: the block cannot be computed again, because backward
+// needs a group that can neither be kept nor be computed again. `draws`: the groups that draw random numbers, in the
+// order of drawing; one may stand in it more than once. Each of them is kept or computed again, and those computed
+// again are the first ones: only then is the generator, at each of them, where it was in forward.
+std::vector<BlockCorner> block_frontier(const std::vector<OperatorGroup>& groups, const std::vector<uint32_t>& draws);
+
+}  // namespace torchoffload

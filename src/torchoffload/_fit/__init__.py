@@ -1,0 +1,1 @@
+"""Choosing, for each block of a model, which operators' outputs are kept and which are computed again. Private."""

@@ -1,0 +1,160 @@
+"""The hooks on the forward of a planned block: they run it as PyTorch's non-reentrant checkpoint would, by its plan.
+
+The hooks are functions of this module, and what they do is looked up by the module that is called, so that a copy of
+the module is an ordinary module.
+"""
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Generator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchoffload._core import core
+from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.replay import Call, Forward, Recomputation
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_hooks import remove_forward_hooks
+
+__all__ = ["can_checkpoint", "plan_block", "unplan_block"]
+
+_checkpoint: Any = getattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", None)
+_PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args")
+
+
+def can_checkpoint() -> bool:
+    """Return whether this version of torch has the checkpoint that planned blocks are made of."""
+    return (
+        _checkpoint is not None and tuple(inspect.signature(_checkpoint).parameters)[: len(_PARAMETERS)] == _PARAMETERS
+    )
+
+
+class _Block:
+    """A planned block. It owns the entries in ``hook_stack`` that calls of its module make."""
+
+    def __init__(self, plan: BlockPlan) -> None:
+        self.plan = plan
+
+
+_lock = threading.RLock()
+_blocks: "weakref.WeakKeyDictionary[nn.Module, _Block]" = weakref.WeakKeyDictionary()
+
+
+def plan_block(module: nn.Module, plan: BlockPlan) -> None:
+    """Have a module follow a plan in each forward with gradients from now on.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    plan : BlockPlan
+        What its recomputation keeps, leaves out and computes again. It replaces the plan that the module had.
+    """
+    with _lock:
+        if module not in _blocks:
+            _install(module)
+        _blocks[module] = _Block(plan)
+
+
+def unplan_block(module: nn.Module) -> None:
+    """Take the plan of a module, and its hooks, away; autograd graphs that are alive stay valid."""
+    with _lock:
+        if _blocks.pop(module, None) is not None:
+            remove_forward_hooks(module, _enter, _leave)
+
+
+def _install(module: nn.Module) -> None:
+    remove_forward_hooks(module, _enter, _leave)
+    # Our pre-hook runs last and our forward hook first, so that what other hooks do is no part of the block: it would
+    # not be done again by the recomputation, which calls forward alone.
+    module.register_forward_pre_hook(_enter, with_kwargs=True)
+    module.register_forward_hook(_leave, prepend=True, always_call=True)
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    """Return whether no other hook comes between ours and the module's forward."""
+    if torch_module._global_forward_hooks:
+        return False
+    last_before = next(reversed(module._forward_pre_hooks.values()), None)
+    return last_before is _enter and next(iter(module._forward_hooks.values()), None) is _leave
+
+
+def _may_checkpoint() -> bool:
+    """Return whether autograd would save tensors here, and nobody else has hooks on them.
+
+    What is computed in backward is a recomputation itself. Inside of a checkpoint of the user's, that one recomputes
+    the whole block; it counts what its hooks get, so that they have to get the same each time.
+    """
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    pack = hook_stack.top_pack_hook()
+    return pack is None or pack is core.noop_pack or isinstance(getattr(pack, "__self__", None), core.Context)
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    block = _blocks.get(module)
+    if block is None:
+        return  # the module is a copy
+    hook_stack.drop_ended()
+    if not _may_checkpoint():
+        _note_plain_call(block)
+        return
+    if not _is_innermost(module):
+        with _lock:
+            _install(module)  # for the next call; in this one the other hooks run between ours and forward
+        _note_plain_call(block)
+        return
+    steps = _checkpointed(module, block.plan, args, kwargs)
+    hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_finish, steps))
+    next(steps)
+
+
+def _note_plain_call(block: _Block) -> None:
+    """A call of the module inside a call of itself has an entry, too, so that its end does not end the outer one."""
+    innermost = hook_stack.innermost()
+    if innermost is not None and innermost.owner is block:
+        hook_stack.push(block, Role.MODULE, None, sys._getframe(2))
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    block = _blocks.get(module)
+    if block is not None:
+        hook_stack.leave(block)
+
+
+def _checkpointed(module: nn.Module, plan: BlockPlan, args: Any, kwargs: Any) -> Generator[None, None, None]:
+    """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
+    flat, structure = tree_flatten((args, kwargs))
+    pack = hook_stack.top_pack_hook()
+    call = Call(plan, None if pack is core.noop_pack else pack)
+
+    def forward(*leaves: Any) -> None:
+        positional, keywords = tree_unflatten(list(leaves), structure)
+        module.forward(*positional, **keywords)
+
+    def modes() -> tuple[Forward, Recomputation]:
+        return Forward(call), Recomputation(call)
+
+    check: str = torch_checkpoint._DEFAULT_DETERMINISM_MODE
+    steps: Generator[None, None, None] = _checkpoint(forward, True, modes, check, False, True, *flat)
+    return steps
+
+
+def _finish(steps: Generator[None, None, None]) -> None:
+    for _ in steps:
+        raise RuntimeError("torchoffload: PyTorch's checkpoint has another form than expected")

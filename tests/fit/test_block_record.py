@@ -1,0 +1,169 @@
+"""Recorder and groups: what a block's operators read, make and write, and what may be kept or computed again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from planned_blocks import WIDTH, Dropouts, Normalised, record
+from torchoffload._fit.graph import OperatorGroup, frontier, group_operators
+from torchoffload._fit.record import BlockRecord
+
+X = torch.ones(4, 8, WIDTH)
+aten = torch.ops.aten
+
+
+class Calls(nn.Module):
+    """A block that calls a function, and has a buffer."""
+
+    def __init__(self, function: Callable[["Calls", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.elsewhere = torch.zeros(WIDTH)  # no buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def record_of(function: Callable[[Calls, torch.Tensor], torch.Tensor]) -> BlockRecord:
+    return record(Calls(function), X)
+
+
+def groups_of(function: Callable[[Calls, torch.Tensor], torch.Tensor]) -> dict[str, OperatorGroup]:
+    """The groups by the operator that made what they made."""
+    recorded = record_of(function)
+    grouped = group_operators(recorded)
+    assert grouped is not None
+    return {recorded.operators[group.operators[0]].operator.__name__: group for group in grouped[0]}
+
+
+def operators_of(recorded: BlockRecord) -> list[object]:
+    return [call.operator for call in recorded.operators]
+
+
+def test_operators_are_recorded_in_order_and_views_are_not():
+    recorded = record_of(lambda block, x: x.transpose(0, 1).exp().transpose(0, 1).view(-1).sin().view(x.shape))
+    assert operators_of(recorded) == [aten.exp.default, aten.sin.default]
+
+
+def test_what_is_read_through_a_view_is_the_same_storage():
+    recorded = record_of(lambda block, x: x.exp().view(-1)[3:].sin())
+    exp, sin = recorded.operators
+    assert sin.reads == exp.makes
+    assert recorded.nbytes[next(iter(exp.makes))] == 4 * X.numel()
+
+
+def test_what_autograd_saves_is_noted():
+    recorded = record_of(lambda block, x: (x.exp() + 1).sin())
+    exp, add, sin = recorded.operators
+    assert recorded.saved == exp.makes | add.makes
+    assert not recorded.saved & sin.makes
+
+
+def test_operators_take_time():
+    assert all(call.duration_ns > 0 for call in record_of(lambda block, x: x.exp().sin()).operators)
+
+
+def test_groups_name_what_they_read():
+    groups = groups_of(lambda block, x: x.exp() * x.sin())
+    assert groups["exp.default"].inputs == ()
+    assert groups["mul.Tensor"].inputs == (0, 1)
+
+
+def test_an_operator_in_place_belongs_to_what_made_its_storage():
+    groups = groups_of(lambda block, x: (x * 2).add_(1).sin())
+    assert groups["mul.Tensor"].operators == (0, 1)
+    assert not groups["mul.Tensor"].may_keep  # what it made first is not what autograd saved
+    assert groups["mul.Tensor"].may_recompute
+
+
+def test_what_draws_random_numbers_is_noted_in_its_order():
+    grouped = group_operators(record(Dropouts(), X))
+    assert grouped is not None
+    groups, draws = grouped
+    assert len(draws) == 2
+    assert draws[0] < draws[1]
+    assert groups[draws[0]].may_recompute
+
+
+def test_an_operator_that_draws_without_a_tag_is_noticed():
+    library = torch.library.Library("torchoffload_test", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor")
+    library.impl("noise", lambda x: x + torch.rand(1).item(), "CompositeExplicitAutograd")
+    try:
+        recorded = record_of(lambda block, x: torch.ops.torchoffload_test.noise(x.detach()) * x)
+    finally:
+        library._destroy()
+    assert [call.draws for call in recorded.operators] == [True, False]
+
+
+def test_running_statistics_are_an_effect_that_no_schema_names():
+    recorded = record(Normalised(), X)
+    norm = next(call for call in recorded.operators if "batch_norm" in call.operator.__name__)
+    assert norm.writes
+    assert norm.makes
+    grouped = group_operators(recorded)
+    assert grouped is not None
+    group = next(group for group in grouped[0] if recorded.operators.index(norm) in group.operators)
+    assert (group.may_keep, group.may_recompute) == (True, False)
+
+
+def test_a_write_to_a_buffer_is_passed_over():
+    def function(block: Calls, x: torch.Tensor) -> torch.Tensor:
+        block.seen.add_(1)
+        return x.exp()
+
+    corners = frontier(record_of(function))
+    assert corners[0].plan.passed == corners[0].plan.effects == {0}
+
+
+def test_what_reads_a_buffer_that_the_block_writes_is_not_computed_again():
+    def function(block: Calls, x: torch.Tensor) -> torch.Tensor:
+        block.seen.add_(1)
+        return x.exp() * block.seen.sin()
+
+    groups = groups_of(function)
+    assert not groups["sin.default"].may_recompute
+    assert groups["exp.default"].may_recompute
+
+
+def write_to_input(block: Calls, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x.add_(1)
+    return x.exp()
+
+
+def draw_into_a_buffer(block: Calls, x: torch.Tensor) -> torch.Tensor:
+    block.seen.uniform_()
+    return x.exp()
+
+
+@pytest.mark.parametrize("function", [write_to_input, draw_into_a_buffer])
+def test_what_no_recomputation_can_repeat_has_no_plan(function):
+    assert frontier(record_of(function)) == []
+
+
+def test_what_is_needed_and_can_be_neither_kept_nor_repeated_has_no_plan():
+    def function(block: Calls, x: torch.Tensor) -> torch.Tensor:
+        block.seen.add_(1)
+        return (x * block.seen).relu_()  # its result is written to, so it cannot be kept; it reads what changed
+
+    assert frontier(record_of(function)) == []
+
+
+def test_numbers_and_checks_are_kept_and_hold_nothing():
+    corners = frontier(record_of(lambda block, x: x.exp() * x.sum().item()))
+    item = operators_of(record_of(lambda block, x: x.exp() * x.sum().item())).index(aten._local_scalar_dense.default)
+    assert all(item in corner.plan.kept for corner in corners)
+    assert corners[0].kept_bytes == 0
+
+
+def test_the_least_memory_keeps_nothing_and_the_least_time_runs_nothing():
+    corners = frontier(record_of(lambda block, x: (x.exp() + 1).sin().cos()))
+    assert corners[0].kept_bytes == 0
+    assert not corners[0].plan.kept
+    assert corners[-1].recompute_ns == 0
+    assert corners[-1].kept_bytes == 3 * 4 * X.numel()
+    assert corners[-1].plan.skipped == {3}  # cos, which is the block's output and is not saved
