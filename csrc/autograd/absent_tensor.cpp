@@ -15,8 +15,9 @@ namespace {
 
 constexpr const char* kNoData =
     "torchoffload: a value is asked for that the recomputation of a block left out, because no operator of the forward "
-    "read it. It was read past PyTorch's dispatcher: by a kernel that is launched with data_ptr(), or through .data. "
-    "Register the kernel with torch.library.custom_op";
+    "read it when the plan was made. Either it is read past PyTorch's dispatcher, by a kernel that is launched with "
+    "data_ptr() or through .data: register such a kernel with torch.library.custom_op. Or it was made of a buffer that "
+    "has changed since, in a forward that did otherwise than planned: mark the block with recompute=False";
 
 // Before torch 2.13 StorageImpl can be told to refuse access to its data, and not to allow it again. An explicit
 // instantiation may name a private member, so the flag is reached without a cast.

@@ -110,15 +110,6 @@ def test_running_statistics_are_an_effect_that_no_schema_names():
     assert (group.may_keep, group.may_recompute) == (True, False)
 
 
-def test_a_write_to_a_buffer_is_passed_over():
-    def function(block: Calls, x: torch.Tensor) -> torch.Tensor:
-        block.seen.add_(1)
-        return x.exp()
-
-    corners = frontier(record_of(function))
-    assert corners[0].plan.passed == corners[0].plan.effects == {0}
-
-
 def test_what_reads_a_buffer_that_the_block_writes_is_not_computed_again():
     def function(block: Calls, x: torch.Tensor) -> torch.Tensor:
         block.seen.add_(1)

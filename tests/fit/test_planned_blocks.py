@@ -71,7 +71,7 @@ def test_what_is_kept_may_stay_on_the_device(device_under_test: Device, block: s
 
 
 @pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("block", ["transformer", "dropouts"])
+@pytest.mark.parametrize("block", ["transformer", "dropouts", "counts", "batch norm"])
 def test_a_block_that_is_called_twice(device_under_test: Device, block: str, which: str):
     assert_planned(device_under_test, block, which, times=2)
 

@@ -100,6 +100,21 @@ class Normalised(nn.Module):
         return x + torch.relu(self.norm(self.up(x).flatten(0, -2)).view(x.shape))
 
 
+class Counts(nn.Module):
+    """Writes to a buffer and reads it, and to a temporary that is no operator's output as far as autograd knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        scale = torch.tensor(0.5, device=x.device)
+        scale += 0.25
+        return self.down(torch.sin(self.up(x)) * self.count.sqrt()) * scale
+
+
 class OwnCheckpoint(nn.Module):
     """Has a checkpoint of the user's inside."""
 
@@ -148,6 +163,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "switched wires": SwitchedWires,
     "in place": InPlace,
     "batch norm": Normalised,
+    "counts": Counts,
     "own checkpoint": OwnCheckpoint,
     "reads numbers": ReadsNumbers,
     "partly without gradients": PartlyWithoutGradients,

@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
-from torchoffload._fit.replay import Call, Forward, Recomputation
+from torchoffload._fit.operators import addresses
+from torchoffload._fit.recompute import Recomputation
+from torchoffload._fit.replay import Call, Forward
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
@@ -96,6 +98,8 @@ def _may_checkpoint() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
+    if torch_checkpoint._checkpoint_debug_enabled:  # it takes no modes of others
+        return False
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
     pack = hook_stack.top_pack_hook()
@@ -141,11 +145,13 @@ def _checkpointed(module: nn.Module, plan: BlockPlan, args: Any, kwargs: Any) ->
     """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
     flat, structure = tree_flatten((args, kwargs))
     pack = hook_stack.top_pack_hook()
-    call = Call(plan, None if pack is core.noop_pack else pack)
+    call = Call(module, plan, None if pack is core.noop_pack else pack, addresses(flat))
 
     def forward(*leaves: Any) -> None:
         positional, keywords = tree_unflatten(list(leaves), structure)
-        module.forward(*positional, **keywords)
+        call.runs.open[-1].inputs = addresses(list(leaves))
+        with call.state.in_place():
+            module.forward(*positional, **keywords)
 
     def modes() -> tuple[Forward, Recomputation]:
         return Forward(call), Recomputation(call)

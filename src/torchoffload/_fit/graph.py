@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchoffload._core import core
@@ -54,21 +54,21 @@ class BlockPlan:
         Those of them whose outputs move to the tier, where a context of torchoffload is open around the block.
     skipped : frozenset of int
         Those whose outputs nobody needs.
-    passed : frozenset of int
-        Those that write outside of the block and return their argument: they do not write again.
+    final : frozenset of int
+        Those that cannot run again, because they read or write what the block writes outside of itself.
     draws : frozenset of int
         Those that draw random numbers.
-    effects : frozenset of int
-        Those that write outside of the block.
+    scalars : dict of int to tuple
+        For operators that PyTorch does not know, their arguments that are no tensors.
     """
 
     operators: tuple[Any, ...]
     kept: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
-    passed: frozenset[int] = frozenset()
+    final: frozenset[int] = frozenset()
     draws: frozenset[int] = frozenset()
-    effects: frozenset[int] = frozenset()
+    scalars: dict[int, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +112,23 @@ class _Groups:
         self.calls = calls = record.operators
         self.record = record
         self.makers = {storage: number for number, call in enumerate(calls) for storage in call.makes}
-        self.outside = {storage for call in calls for storage in call.writes if storage not in self.makers}
-        self.effects = {number for number, call in enumerate(calls) if call.writes & self.outside}
+        self.outside = {storage for call in calls for storage in call.writes} - record.made
         union = _Union(len(calls))
         for number, call in enumerate(calls):
-            for storage in call.writes - self.outside:
+            for storage in call.writes & self.makers.keys():
                 union.join(number, self.makers[storage])
         members: defaultdict[int, list[int]] = defaultdict(list)
         for number, call in enumerate(calls):
-            if call.makes or call.writes - self.outside:
+            if call.makes or call.writes & self.makers.keys():
                 members[union.find(number)].append(number)
         self.members = [members[first] for first in sorted(members)]
         self.of_operator = {number: group for group, numbers in enumerate(self.members) for number in numbers}
+
+    def raises_versions(self) -> set[int]:
+        """Return the storages outside of the block that are written to by operators that raise their versions."""
+        return {
+            storage for call in self.calls if _raises_versions(call.operator) for storage in call.writes & self.outside
+        }
 
     def group_of(self, storage: int) -> int | None:
         maker = self.makers.get(storage)
@@ -133,17 +138,20 @@ class _Groups:
         calls = [self.calls[number] for number in self.members[group]]
         made = {storage for call in calls for storage in call.makes}
         read = {self.group_of(storage) for call in calls for storage in call.reads} - {None, group}
-        nbytes = sum(self.record.nbytes[storage] for storage in made)
-        reads_or_writes_outside = any(call.reads & self.outside for call in calls)  # what it writes it reads, too
         return OperatorGroup(
             operators=tuple(self.members[group]),
             duration_ns=sum(call.duration_ns for call in calls),
-            nbytes=nbytes,
+            nbytes=sum(self.record.nbytes[storage] for storage in made),
             inputs=tuple(sorted(each for each in read if each is not None)),
-            may_keep=len(calls) == 1 and _returns_what_it_made(calls[0]),
-            may_recompute=not reads_or_writes_outside,
+            may_keep=len(calls) == 1 and _returns_what_it_made(calls[0]) and not calls[0].leaves_uninitialised,
+            # What an operator writes it reads, too.
+            may_recompute=not any(call.reads & self.outside or call.takes_generator for call in calls),
             is_needed=not made.isdisjoint(self.record.saved),
         )
+
+
+def _raises_versions(operator: Any) -> bool:
+    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
 
 
 def _returns_what_it_made(call: OperatorCall) -> bool:
@@ -157,20 +165,17 @@ def group_operators(record: BlockRecord) -> tuple[list[OperatorGroup], list[int]
     -------
     tuple of (list of OperatorGroup, list of int), or None
         The groups, and the numbers of those that draw random numbers in the order of drawing. None where the block
-        cannot be computed again at all: it writes to its own inputs, it writes outside of itself by an operator that
-        returns something which is neither new nor an argument, or it draws random numbers into what is not its own.
+        cannot be computed again at all: it writes to a tensor from outside that is no parameter or buffer, or to one
+        that autograd saves; it writes to something in a way that PyTorch does not see; or it draws random numbers into
+        what is not its own.
     """
     groups = _Groups(record)
-    if groups.outside & record.inputs:
+    if record.has_hidden_writes or not groups.outside <= record.own or groups.raises_versions() & record.saved:
         return None
-    for number in groups.effects:
-        call = record.operators[number]
-        if number not in groups.of_operator and not call.returns_arguments:
-            return None
     draws = []
     for number, call in enumerate(record.operators):
-        if call.draws:
-            if number not in groups.of_operator or number in groups.effects:
+        if call.draws and not call.takes_generator:
+            if number not in groups.of_operator or call.writes & groups.outside:
                 return None
             draws.append(groups.of_operator[number])
     return [groups.group(group) for group in range(len(groups.members))], draws
@@ -195,22 +200,14 @@ def _plan(
     in_groups = {number for group in groups for number in group.operators}
     kept_numbers = {number for group in kept for number in groups[group].operators}
     run = {number for group in recomputed for number in groups[group].operators}
-    made = {storage for call in record.operators for storage in call.makes}
-    passed, effects = set(), set()
-    for number, call in enumerate(record.operators):
-        if not call.writes <= made:
-            effects.add(number)
-        if number in in_groups:
-            continue
-        if number in effects:
-            passed.add(number)
-        elif not call.returns:
-            kept_numbers.add(number)  # a number for the program, or a check that has passed: it holds no memory
+    calls = list(enumerate(record.operators))
+    # A number for the program, or a check that has passed: to keep it takes no memory.
+    kept_numbers |= {number for number, call in calls if number not in in_groups and not call.returns_tensors}
     return BlockPlan(
         operators=tuple(call.operator for call in record.operators),
         kept=frozenset(kept_numbers),
         skipped=frozenset(in_groups - kept_numbers - run),
-        passed=frozenset(passed),
-        draws=frozenset(number for number, call in enumerate(record.operators) if call.draws),
-        effects=frozenset(effects),
+        final=frozenset(number for group in groups if not group.may_recompute for number in group.operators),
+        draws=frozenset(number for number, call in calls if call.draws),
+        scalars={number: call.scalars for number, call in calls if call.scalars is not None},
     )

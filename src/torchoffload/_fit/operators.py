@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,36 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["Kind", "Layout", "draws_by_tag", "is_counted", "kind_of", "storages", "tensors", "written"]
+__all__ = [
+    "Kind",
+    "Layout",
+    "addresses",
+    "draws_by_tag",
+    "has_own_counter",
+    "is_counted",
+    "kind_of",
+    "made_by",
+    "scalars",
+    "storages",
+    "takes_generator",
+    "tensors",
+    "written",
+]
 
 _TO_COPY = torch.ops.aten._to_copy.default
-# They return a view of their argument, though their schemas do not say so.
-_UNANNOTATED_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# They return a view of their argument, though their schemas do not say so. The view has a version counter of its own.
+_UNANNOTATED_VIEWS = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+)
+_SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# The names under which operators of batch normalization take their running statistics. They write to them in training,
+# and most of their schemas do not say so.
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "train", "use_input_stats")
 
 
 class Kind(enum.Enum):
@@ -43,26 +69,77 @@ def kind_of(operator: Any) -> Kind:
 
 
 def _classify(operator: Any) -> Kind:
-    if id(operator) in _IGNORED_ADDRESSES:
+    if id(operator) in _IGNORED_ADDRESSES or operator is _LIFT_FRESH:
         return Kind.IGNORED
     if operator in _UNANNOTATED_VIEWS:
         return Kind.VIEW
     schema = getattr(operator, "_schema", None)  # an operator that runs a graph has none
+    if schema is not None and _is_composite(operator):
+        return Kind.COUNTED  # in inference mode it comes here undivided, and may copy
     if schema is None or schema.is_mutable or not schema.returns:
         return Kind.COUNTED
     is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     return Kind.VIEW if is_view else Kind.COUNTED
 
 
-def is_counted(operator: Any, arguments: tuple[Any, ...]) -> bool:
+def _is_composite(operator: Any) -> bool:
+    """Return whether the operator is made of others, as autograd sees it."""
+    if not torch._C._dispatch_has_kernel(operator.name()):
+        return False  # it is none of the dispatcher's, as prim::layout
+    return bool(operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def is_counted(operator: Any, arguments: tuple[Any, ...], inputs: AbstractSet[int]) -> bool:
     """Return whether this call of an operator has a number in its block.
 
-    Views have none. Neither has what SAC_IGNORED_OPS lists, nor the cast of a parameter, which autocast makes once in
-    each of its regions and then remembers: forward and recomputation need not make them equally often.
+    Views have none. Neither has what SAC_IGNORED_OPS lists, nor the cast of a leaf or of an input of the block:
+    autocast makes it once in each of its regions and then remembers it, so forward and recomputation need not make it
+    equally often.
+
+    Parameters
+    ----------
+    operator : operator
+        What is called.
+    arguments : tuple
+        Its positional arguments.
+    inputs : set of int
+        The addresses of the storages of the block's own arguments.
     """
     if kind_of(operator) is not Kind.COUNTED:
         return False
-    return operator is not _TO_COPY or not isinstance(arguments[0], nn.Parameter)
+    if operator is not _TO_COPY:
+        return True
+    tensor = arguments[0]
+    is_remembered = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+    return not is_remembered and inputs.isdisjoint(addresses(tensor))
+
+
+def made_by(operator: Any, output: Any, arguments: Any) -> set[int]:
+    """Return the addresses of the storages that an operator made.
+
+    What torch.tensor() returns was filled before any operator was called, and comes here as the argument of lift_fresh.
+    """
+    return addresses(output) if operator is _LIFT_FRESH else addresses(output) - addresses(arguments)
+
+
+def has_own_counter(operator: Any) -> bool:
+    """Return whether what the operator returns shares memory with its argument and not the version counter."""
+    return operator in _UNANNOTATED_VIEWS
+
+
+def takes_generator(arguments: Any) -> bool:
+    """Return whether a random number generator is among the arguments."""
+    return any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(arguments))
+
+
+def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
+    """Return the numbers and the like among the arguments of an operator that is not PyTorch's; None for its own.
+
+    What such an operator does beside its result may depend on them, such as whether it draws random numbers.
+    """
+    if getattr(operator, "namespace", "aten") in {"aten", "prims", "prim"}:
+        return None
+    return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, _SCALARS))
 
 
 def draws_by_tag(operator: Any) -> bool:
@@ -78,7 +155,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
@@ -88,16 +165,49 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
             yield tensor.untyped_storage()
 
 
+def addresses(value: Any) -> set[int]:
+    """Return the addresses of the storages of the tensors in a nest of containers."""
+    return {storage._cdata for storage in storages(value)}
+
+
 def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the operator writes to, by its schema."""
+    """Return the arguments that the operator writes to, by its schema, and running statistics that it updates."""
     schema = getattr(operator, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None:
         return []
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    names = _writes_of(operator, schema)
+    if not names:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    found = [given[name] for name in names.always if given.get(name) is not None]
+    if names.in_training and any(given.get(name) for name in names.switches):
+        found += [given[name] for name in names.in_training if given.get(name) is not None]
     return found
+
+
+class _Writes(NamedTuple):
+    always: tuple[str, ...]  # the names of the arguments that it writes to
+    in_training: tuple[str, ...]  # those that it writes to if a switch is on
+    switches: tuple[str, ...]
+
+
+_writes: dict[int, tuple[Any, _Writes | None]] = {}  # by the operator's address, as above
+
+
+def _writes_of(operator: Any, schema: Any) -> _Writes | None:
+    known = _writes.get(id(operator))
+    if known is None:
+        known = _writes[id(operator)] = (operator, _find_writes(schema))
+    return known[1]
+
+
+def _find_writes(schema: Any) -> _Writes | None:
+    arguments = schema.arguments
+    always = tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    names = {each.name for each in arguments}
+    in_training = tuple(name for name in _RUNNING_STATISTICS if name in names and name not in always)
+    switches = tuple(name for name in _TRAINING if name in names)
+    return _Writes(always, in_training, switches) if always or (in_training and switches) else None
 
 
 class Layout(NamedTuple):

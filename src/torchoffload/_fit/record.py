@@ -1,7 +1,7 @@
 """Recording one call of a block: its operators, what they read, make and write, how long they take, what is saved."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -9,11 +9,24 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
-from torchoffload._fit.operators import Kind, draws_by_tag, is_counted, kind_of, storages, tensors, written
+from torchoffload._fit.operators import (
+    Kind,
+    addresses,
+    draws_by_tag,
+    is_counted,
+    kind_of,
+    made_by,
+    scalars,
+    storages,
+    takes_generator,
+    tensors,
+    written,
+)
 
 __all__ = ["BlockRecord", "OperatorCall", "Recorder"]
 
@@ -33,8 +46,14 @@ class OperatorCall:
         returned.
     draws : bool
         Whether it drew random numbers, or its tags say that it may.
-    returns_arguments : bool
-        Whether each tensor that it returned is one of its arguments itself, as of an operator in place.
+    returns_tensors : bool
+        Whether it returned any tensor, also one without a storage of its own, as sparse ones are.
+    leaves_uninitialised : bool
+        Whether it left what it made for somebody else to fill.
+    takes_generator : bool
+        Whether it was given a random number generator.
+    scalars : tuple or None
+        For an operator that PyTorch does not know, its arguments that are no tensors.
     """
 
     operator: Any
@@ -44,7 +63,10 @@ class OperatorCall:
     writes: frozenset[int]
     returns: frozenset[int]
     draws: bool
-    returns_arguments: bool
+    returns_tensors: bool = True
+    leaves_uninitialised: bool = False
+    takes_generator: bool = False
+    scalars: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -59,24 +81,43 @@ class BlockRecord:
         The size of each storage in bytes.
     inputs : frozenset of int
         The storages of the block's arguments.
+    own : frozenset of int
+        The storages of the block's parameters and buffers.
+    made : set of int
+        The storages that were made in the call.
     saved : frozenset of int
-        The storages of what autograd saved.
+        The storages of what autograd saved, and of what code has read past PyTorch's dispatcher.
+    has_hidden_writes : bool
+        Whether a value changed and no operator wrote to it: a kernel did that was called past PyTorch's dispatcher.
     """
 
     operators: list[OperatorCall] = field(default_factory=list)
     nbytes: dict[int, int] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
+    made: set[int] = field(default_factory=set)
     saved: frozenset[int] = frozenset()
+    has_hidden_writes: bool = False
 
 
 _weak: Any = StorageWeakRef  # the class has no annotations
+_aten = torch.ops.aten
+_UNINITIALISED = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
 
 
 class _Numbers:
     """Numbers for storages. An address names another storage once its storage is gone, so storages are held weakly."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, object]] = {}
+        self._known: dict[int, tuple[int, Any]] = {}
         self.nbytes: dict[int, int] = {}
 
     def of(self, storage: torch.UntypedStorage) -> int:
@@ -89,9 +130,42 @@ class _Numbers:
     def of_all(self, value: Any) -> frozenset[int]:
         return frozenset(self.of(storage) for storage in storages(value))
 
-    @property
-    def count(self) -> int:
-        return len(self._known)
+    def alive(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Yield number and storage of those that are still there."""
+        for number, weak in self._known.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is not None:
+                yield number, storage
+
+
+class _Values:
+    """Sums over the bytes of storages, which tell whether somebody has written to them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def note(self, number: int, storage: torch.UntypedStorage) -> None:
+        self._known[number] = _sums(storage)
+
+    def have_changed(self, number: int, storage: torch.UntypedStorage) -> bool:
+        """Return whether the bytes are others than were noted. What was not noted is noted now."""
+        now = _sums(storage)
+        return self._known.setdefault(number, now) != now
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _sums(storage: torch.UntypedStorage) -> tuple[int, int]:
+    if storage.device.type == "meta":
+        return 0, 0
+    with torch.no_grad():
+        every = _bytes(storage)
+        words = every[: every.numel() // 4 * 4].view(torch.int32)
+        if words.numel() == 0:
+            words = every
+        return int(words.sum(dtype=torch.int64)), int(words[::2].sum(dtype=torch.int64))
 
 
 class _Clock:
@@ -126,14 +200,43 @@ class _Generators:
         ]
 
 
+_DATA: Any = torch.Tensor.data
+_READS = frozenset(
+    (
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        _DATA.__get__,
+        torch.Tensor.data_ptr,
+        torch.Tensor.numpy,
+        torch.Tensor.storage,
+        torch.Tensor.tolist,
+        torch.Tensor.untyped_storage,
+    )
+)
+
+
+class _Reads(TorchFunctionMode):
+    """Tells of tensors whose bytes are read, or may be, past PyTorch's dispatcher."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            self._tell(args[:1])
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that records the call of a block that is made inside it.
 
     Parameters
     ----------
     module : nn.Module
-        The block. Its buffers are looked at before and after each operator that reads them: some operators write to
-        them and neither their schemas nor the buffers' versions say so.
+        The block.
     inputs : nest of containers
         The arguments of the call.
     """
@@ -142,16 +245,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = BlockRecord()
         self._numbers = numbers = _Numbers()
+        self._values = _Values()
+        self._is_looking = False
+        self._inputs = addresses(inputs)
         self.record.nbytes = numbers.nbytes
         self.record.inputs = numbers.of_all(inputs)
-        numbers.of_all(list(module.parameters()))
-        self._buffers = numbers.of_all(list(module.buffers()))
+        self.record.own = numbers.of_all([*module.parameters(), *module.buffers()])
         self._saved: set[int] = set()
         self._moments: list[tuple[Any, Any]] = []
         devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
         self._clock = _Clock(next(iter(devices), torch.device("cpu")))
         self._generators = _Generators(devices)
+        self._reads: Any = _Reads(self._note_read)
         self._hooks: saved_tensors_hooks | None = None
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -163,18 +271,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def note(tensor: torch.Tensor) -> object:
             self._saved |= self._numbers.of_all(tensor)
+            self._look(tensor)
             return pack(tensor)
 
         self._hooks = saved_tensors_hooks(note, unpack)
         self._hooks.__enter__()
+        self._reads.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*exception)
         if self._hooks is not None:
             self._hooks.__exit__(*exception)
         self.record.saved = frozenset(self._saved)
+        self._look_at_all()
         for call, (begin, end) in zip(self.record.operators, self._moments, strict=True):
             call.duration_ns = self._clock.between_ns(begin, end)
 
@@ -182,46 +294,85 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
-        if not is_counted(func, args):
+        if self._is_looking:
+            return func(*args, **keywords)
+        arguments = (args, keywords)
+        if not is_counted(func, args, self._inputs):
             output = func(*args, **keywords)
             if kind_of(func) is not Kind.VIEW:
-                self._numbers.of_all(output)
+                made = made_by(func, output, arguments)
+                self.record.made |= {self._numbers.of(each) for each in storages(output) if each._cdata in made}
             return output
-        arguments = (args, keywords)
+        self._look(arguments)
         reads = self._numbers.of_all(arguments)
-        before = self._buffer_values(arguments)
         generators = self._generators.states()
-        count = self._numbers.count
         begin = self._clock.now()
         output = func(*args, **keywords)
         self._moments.append((begin, self._clock.now()))
-        returns = self._numbers.of_all(output)
-        writes = set(self._numbers.of_all(written(func, args, keywords)))
-        writes |= {number for number, buffer, value in before if not torch.equal(buffer, value)}
+        makes = self._numbers.of_all(output) - reads
+        self.record.made |= makes
+        leaves_uninitialised = func in _UNINITIALISED
+        if leaves_uninitialised:  # so that bytes which a kernel writes differ from those that it finds
+            self._looking(lambda: [_bytes(storage).fill_(0xA5) for storage in storages(output)])
+        writes = self._numbers.of_all(written(func, args, keywords)) | self._changed(arguments)
+        self._looking(lambda: self._note_values((output, arguments), makes | writes))
         states = self._generators.states()
         has_drawn = not all(torch.equal(old, new) for old, new in zip(generators, states, strict=True))
-        given = {id(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
-        returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.record.operators.append(
             OperatorCall(
                 operator=func,
                 reads=reads,
-                makes=frozenset(number for number in returns if number >= count),
-                writes=frozenset(writes),
-                returns=returns,
+                makes=makes,
+                writes=writes,
+                returns=self._numbers.of_all(output),
                 draws=has_drawn or draws_by_tag(func),
-                returns_arguments=all(id(leaf) in given for leaf in returned),
+                returns_tensors=any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output)),
+                leaves_uninitialised=leaves_uninitialised,
+                takes_generator=takes_generator(arguments),
+                scalars=scalars(func, arguments),
             )
         )
         return output
 
-    def _buffer_values(self, arguments: Any) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return number, tensor and a copy of each buffer of the block among the arguments."""
-        return [
-            (number, tensor, tensor.clone())
-            for tensor in tensors(arguments)
-            for number in self._numbers.of_all(tensor) & self._buffers
-        ]
+    def _note_read(self, value: Any) -> None:
+        if not self._is_looking:
+            self._saved |= self._numbers.of_all(value)
+
+    def _note_values(self, value: Any, numbers: frozenset[int]) -> None:
+        for storage in storages(value):
+            if (number := self._numbers.of(storage)) in numbers:
+                self._values.note(number, storage)
+
+    def _looking(self, do: Callable[[], object]) -> None:
+        """Do something that is not recorded."""
+        was_looking, self._is_looking = self._is_looking, True
+        try:
+            do()
+        finally:
+            self._is_looking = was_looking
+
+    def _changed(self, value: Any) -> frozenset[int]:
+        """Return the storages of the tensors in ``value`` whose bytes are not what they were when last looked at."""
+        changed: set[int] = set()
+
+        def look() -> None:
+            for storage in storages(value):
+                number = self._numbers.of(storage)
+                if storage.device.type != "meta" and self._values.have_changed(number, storage):
+                    changed.add(number)
+
+        self._looking(look)
+        return frozenset(changed)
+
+    def _look(self, value: Any) -> None:
+        """Look for writes that no operator made."""
+        if self._changed(value):
+            self.record.has_hidden_writes = True
+
+    def _look_at_all(self) -> None:
+        for number, storage in self._numbers.alive():
+            if number in self.record.made and self._values.have_changed(number, storage):
+                self.record.has_hidden_writes = True
 
 
 def _hooks_in_force() -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:

@@ -1,0 +1,289 @@
+"""Planned blocks that do what a recomputation must not repeat, or does not see: the same bits as stock, or an error."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from devices import Device
+from gradients import Run, assert_same_gradients
+from planned_blocks import WIDTH, Corner, Normalised, corners, record
+from torchoffload._fit.blocks import plan_block, unplan_block
+from torchoffload._fit.graph import BlockPlan, frontier
+
+pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Linears(nn.Module):
+    """Two linear layers with a function of the test's between them, and a buffer."""
+
+    def __init__(self, function: Use) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.function = function
+        self.other_way = False
+        self.cache: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.function(self, self.up(x)))
+
+
+def every_plan(block: nn.Module, x: torch.Tensor) -> list[Corner]:
+    """The plans of a recorded call for several guesses of what its operators take, which cover more than one guess."""
+    recorded = record(block, x)
+    plans: dict[BlockPlan, Corner] = {}
+    for guess in range(4):
+        for number, call in enumerate(recorded.operators):
+            call.duration_ns = 1 + (number * 7919 + guess * 104729) % 1000 ** (guess % 2 + 1)
+        plans |= {corner.plan: corner for corner in frontier(recorded)}
+    return list(plans.values())
+
+
+def assert_right(
+    device: Device,
+    make: Callable[[], nn.Module],
+    *,
+    change: Callable[[Any], None] = lambda block: None,
+    use: Use = lambda block, x: block(x),
+    plans: int = 1,
+    **moved: Any,
+) -> None:
+    """Every plan of the block comes out as stock; there have to be at least so many."""
+
+    def program(run: Run):
+        x = run.leaf(4, 8, WIDTH)
+        count = len(every_plan(run.module(make), x))
+        assert count >= plans
+        results = []
+        for number in range(count):
+            block = run.module(make)
+            corner = every_plan(block, x)[number]
+            change(block)
+            if not run.stock:
+                plan_block(block, corner.plan)
+            torch.manual_seed(3)
+            with run.offload():
+                y = use(block, x)
+            y.square().mean().backward()
+            results += [x.grad, torch.rand(1), dict(block.named_buffers()), [each.grad for each in block.parameters()]]
+            x.grad = None
+            unplan_block(block)
+        return results
+
+    assert_same_gradients(program, device=device, **(moved or {"min_moved_fraction": 0.05}))
+
+
+def other_way(block: Any) -> None:
+    block.other_way = True
+
+
+def cast_and_scale(block: Any, h: torch.Tensor) -> torch.Tensor:
+    weight = block.down.weight.to(torch.float64)
+    weight.mul_(3)
+    return torch.sin(h) * weight.float().mean()
+
+
+def draw_from_own_generator(block: Any, h: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(h.device).manual_seed(4)
+    return torch.sin(h * torch.rand(h.shape, generator=generator, device=h.device)) * torch.cos(h)
+
+
+def assign_buffer(block: Any, h: torch.Tensor) -> torch.Tensor:
+    block.seen = block.seen * 0.9 + h.detach().mean((0, 1))
+    return torch.sin(h) * block.seen
+
+
+def grow_a_cache(block: Any, h: torch.Tensor) -> torch.Tensor:
+    if block.cache is None or block.cache.device != h.device:
+        block.cache = torch.arange(h.shape[1], device=h.device).float().sin()[:, None]
+    return torch.exp(h * block.cache)
+
+
+def ask_for_a_gradient(block: Any, h: torch.Tensor) -> torch.Tensor:
+    (force,) = torch.autograd.grad(torch.sin(h).sum(), h, create_graph=True)
+    return torch.cos(h) * force
+
+
+@pytest.mark.parametrize("function", [cast_and_scale, draw_from_own_generator, assign_buffer, grow_a_cache])
+def test_what_a_block_does_is_done_once(device_under_test: Device, function: Use):
+    assert_right(device_under_test, lambda: Linears(function))
+
+
+def test_a_block_that_asks_for_a_gradient_in_its_forward(device_under_test: Device):
+    """It is computed again while its forward still runs."""
+    assert_right(device_under_test, lambda: Linears(ask_for_a_gradient), moved_bytes=0, kept_reason="pending")
+
+
+def write_to_temporary_or_buffer(block: Any, h: torch.Tensor) -> torch.Tensor:
+    target = block.seen if block.other_way else block.seen.clone()
+    target.add_(1)
+    return torch.sin(h) * (target.detach().clone() + 0)
+
+
+def write_past_the_version(block: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h + 1
+    if block.other_way:
+        h.data.mul_(3)
+    return torch.sin(h * 2)
+
+
+def write_through_an_unsafe_view(block: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h + 1
+    if block.other_way:
+        h.unsafe_chunk(2)[0].mul_(3)
+    return torch.sin(h * 2)
+
+
+@pytest.mark.parametrize(
+    "function", [write_to_temporary_or_buffer, write_past_the_version, write_through_an_unsafe_view]
+)
+def test_a_write_that_did_not_happen_when_the_plan_was_made(device_under_test: Device, function: Use):
+    assert_right(device_under_test, lambda: Linears(function), change=other_way)
+
+
+def test_a_write_to_a_view_with_a_version_of_its_own(device_under_test: Device):
+    """A linear layer without a bias returns such a view of a product."""
+
+    def both(block: Any, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        handle = block.up.register_forward_hook(lambda module, args, output: found.append(output))
+        y = block(x)
+        handle.remove()
+        with torch.no_grad():
+            found[0].mul_(2)
+        return y
+
+    assert_right(device_under_test, lambda: Linears(lambda block, h: torch.sin(h + 1)), use=both)
+
+
+def evaluate(block: Any) -> None:
+    block.norm.eval()
+
+
+def train_after_evaluation() -> nn.Module:
+    block = Normalised()
+    block.norm.eval()
+    return block
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(Normalised, evaluate), (train_after_evaluation, lambda block: block.norm.train())],
+    ids=["training to evaluation", "evaluation to training"],
+)
+def test_running_statistics_are_updated_once_in_either_mode(device_under_test: Device, make, change):
+    assert_right(device_under_test, make, change=change)
+
+
+class EndsInNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.sin(self.up(x)))
+
+
+def test_a_residual_is_added_in_place_to_what_must_not_run_again(device_under_test: Device):
+    def use(block: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = block(x)
+        y += x
+        return y
+
+    assert_right(device_under_test, EndsInNorm, use=use)
+
+
+def test_other_parameters_for_one_call(device_under_test: Device):
+    def use(block: Any, x: torch.Tensor) -> torch.Tensor:
+        others = {name: value * 2 for name, value in block.named_parameters()}
+        y: torch.Tensor = torch.func.functional_call(block, others, (x,))
+        return y
+
+    assert_right(device_under_test, lambda: Linears(lambda block, h: torch.exp(h).sin()), use=use)
+
+
+@pytest.mark.devices("disk")
+def test_a_parameter_that_changed_before_backward_is_an_error(device_under_test: Device):
+    block = Linears(lambda block, h: torch.sin(h + block.down.bias))
+    x = torch.ones(4, 8, WIDTH, requires_grad=True)
+    plan_block(block, corners(block, x)[0].plan)
+    y = block(x)
+    with torch.no_grad():
+        block.down.bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"a parameter or buffer of shape .* was written to between"):
+        y.sum().backward()
+
+
+@pytest.mark.devices("disk")
+def test_a_write_to_somebody_elses_tensor_is_an_error(device_under_test: Device):
+    others = torch.zeros(WIDTH)
+
+    def function(block: Any, h: torch.Tensor) -> torch.Tensor:
+        if block.other_way:
+            others.add_(1)
+        return torch.sin(h)
+
+    block = Linears(function)
+    x = torch.ones(4, 8, WIDTH, requires_grad=True)
+    plan_block(block, corners(block, x)[0].plan)
+    block.other_way = True
+    with pytest.raises(RuntimeError, match=r"add_.* wrote to a tensor that is neither made in the block"):
+        block(x).sum().backward()
+
+
+@pytest.mark.devices("disk")
+def test_a_recomputation_that_goes_another_way_is_an_error(device_under_test: Device):
+    switch = [False]
+    block = Linears(lambda block, h: torch.cos(torch.sin(h)) if switch[0] else torch.sin(h))
+    x = torch.ones(4, 8, WIDTH, requires_grad=True)
+    plan_block(block, corners(block, x)[0].plan)
+    y = block(x)
+    switch[0] = True
+    with pytest.raises(RuntimeError, match=r"called aten.cos.default where its forward had called aten.* as"):
+        y.sum().backward()
+
+
+def fill_past_the_dispatcher(block: Any, h: torch.Tensor) -> torch.Tensor:
+    factor = torch.zeros(WIDTH)
+    factor.numpy()[:] = 2
+    return torch.sin(h) * factor
+
+
+@pytest.mark.devices("disk")
+def test_a_block_with_writes_that_pytorch_does_not_see_has_no_plan(device_under_test: Device):
+    assert corners(Linears(fill_past_the_dispatcher), torch.ones(4, 8, WIDTH)) == []
+
+
+@pytest.mark.devices("disk")
+def test_what_the_host_reads_is_computed_again(device_under_test: Device):
+    """On a CPU tolist() reads memory past the dispatcher."""
+    assert_right(
+        device_under_test,
+        lambda: Linears(lambda block, h: torch.sin(h) * functional.softmax(h, -1).sum(0).mean(0).tolist()[0]),
+    )
+
+
+@pytest.mark.devices("disk")
+def test_a_step_leaves_nothing_alive(device_under_test: Device):
+    """What is left out is held by hooks that autograd's own objects hold, where the garbage collector does not see."""
+    block = Linears(lambda block, h: torch.sigmoid(torch.exp(torch.sin(h + 1)) * 2))
+    x = torch.ones(4, 8, WIDTH, requires_grad=True)
+    for corner in every_plan(block, x):
+        plan_block(block, corner.plan)
+        made: list[weakref.ref[torch.Tensor]] = []
+        handle = block.up.register_forward_hook(
+            lambda module, args, output, into=made: into.append(weakref.ref(output))
+        )
+        block(x).sum().backward()
+        handle.remove()
+        gc.collect()
+        assert len(made) == 2  # forward's, and the recomputation's
+        assert [each() for each in made] == [None, None]
+        unplan_block(block)
