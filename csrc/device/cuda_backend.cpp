@@ -109,9 +109,9 @@ class StreamTable {
     };
     thread_local std::array<Known, 8> latest;
     Known& known = latest[static_cast<size_t>(id) % latest.size()];
-    if (known.id != id) {
+    if (known.id != id || known.stream == nullptr) {
       const std::lock_guard lock(mutex_);
-      known = {id, streams_.at(id).get()};
+      known = {id, streams_.at(id).get()};  // throws for kNoStream
     }
     return *known.stream;
   }

@@ -277,14 +277,12 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
     const RecordId oldest = *next;
     count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
-    const DeviceBytes& source = held(oldest).bytes;
-    const Memory held_meanwhile = source.memory;
-    const Point offload_end = source.busy_until;
-    if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
-      streams_.synchronize(offload_end);
+    const DeviceBytes source = held(oldest).bytes;  // a copy: another thread may drop the record's own meanwhile
+    if (!streams_.is_lasting(source.stream)) {      // see Note [Streams that may be destroyed]
+      streams_.synchronize(source.busy_until);
     } else {  // the wait is timed, so that its time can be subtracted from compute
       const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
-      streams_.wait(Rule::ComputeWaitsForOffload, source.stream, offload_end);
+      streams_.wait(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
     }
     if (is_offloading(oldest)) finish_offload(oldest);
   }
