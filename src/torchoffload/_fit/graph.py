@@ -59,7 +59,7 @@ class BlockPlan:
     draws : frozenset of int
         Those that draw random numbers.
     scalars : dict of int to tuple
-        For operators that PyTorch does not know, their arguments that are no tensors.
+        For operators that PyTorch does not know, the numbers and the like among their arguments.
     """
 
     operators: tuple[Any, ...]

@@ -53,7 +53,7 @@ class OperatorCall:
     takes_generator : bool
         Whether it was given a random number generator.
     scalars : tuple or None
-        For an operator that PyTorch does not know, its arguments that are no tensors.
+        For an operator that PyTorch does not know, the numbers and the like among its arguments.
     """
 
     operator: Any
