@@ -43,7 +43,9 @@ def test_random_programs_come_out_as_stock(device_under_test: Device, tmp_path: 
          "--jobs", str(JOBS), "--out", str(out)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-2000:]}"
+    failures = json.loads(out.read_text())["failures"] if out.exists() else []
+    told = "\n".join(f"seed {each['seed']}: {each['kind']}: {each['text'][:300]}" for each in failures)
+    assert done.returncode == 0, f"{told}\n{done.stdout[-20000:]}\n{done.stderr[-2000:]}\n{told}"
     with capsys.disabled():
         print(f"\n{done.stdout}")
     (summary,) = (json.loads(out.read_text())["devices"][name] for name in [device_under_test.name])

@@ -209,7 +209,7 @@ def report(verdicts: list[Verdict], failures: list[Verdict], wall_s: float, opti
         pathlib.Path(options.out).write_text(json.dumps(document, indent=1))
     for failure in failures:
         how = f"--device {failure.device} --seed {failure.seed} --shrink"
-        print(f"reproduce: python tests/support/fuzz_programs.py {how}")
+        print(f"{failure.kind}; reproduce: python tests/support/fuzz_programs.py {how}")
     for failure in failures[: options.shrunk]:
         print(f"\n{'-' * 40} {failure.device} {failure.seed}, cut down\n{shrunk_elsewhere(failure)}")
 
