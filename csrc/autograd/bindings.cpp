@@ -11,6 +11,7 @@
 #include "autograd/saved_tensor.h"
 #include "autograd/user_code.h"
 #include "core/planning/frontier.h"
+#include "core/planning/joint_plan.h"
 #include "device/backends.h"
 #include "engine/operation.h"
 #include "engine/registry.h"
@@ -170,6 +171,65 @@ py::list frontier(const py::iterable& groups, const std::vector<uint32_t>& draws
   return corners;
 }
 
+BlockWay parse_way(const py::handle& given) {
+  BlockWay way;
+  way.recompute_s = given.attr("recompute_s").cast<double>();
+  way.kept = given.attr("kept").cast<std::vector<uint32_t>>();
+  way.input_bytes = given.attr("input_bytes").cast<uint64_t>();
+  way.is_plain = given.attr("is_plain").cast<bool>();
+  return way;
+}
+
+BlockKind parse_kind(const py::handle& given) {
+  BlockKind kind;
+  kind.forward_s = given.attr("forward_s").cast<double>();
+  kind.backward_s = given.attr("backward_s").cast<double>();
+  for (const py::handle& output : given.attr("outputs")) {
+    kind.outputs.push_back({output.attr("nbytes").cast<uint64_t>(), output.attr("ready_s").cast<double>()});
+  }
+  for (const py::handle& way : given.attr("ways")) kind.ways.push_back(parse_way(way));
+  return kind;
+}
+
+StepOfBlocks parse_step(const py::handle& given) {
+  StepOfBlocks step;
+  for (const py::handle& kind : given.attr("kinds")) step.kinds.push_back(parse_kind(kind));
+  for (const py::handle& call : given.attr("calls")) {
+    step.calls.push_back({call.attr("kind").cast<uint32_t>(), call.attr("forward_bytes").cast<uint64_t>(),
+                          call.attr("backward_bytes").cast<uint64_t>()});
+  }
+  step.head_s = given.attr("head_s").cast<double>();
+  step.loss_s = given.attr("loss_s").cast<double>();
+  step.end_s = given.attr("end_s").cast<double>();
+  step.loss_bytes = given.attr("loss_bytes").cast<uint64_t>();
+  step.least_moved_bytes = given.attr("least_moved_bytes").cast<uint64_t>();
+  step.tier_bytes = given.attr("tier_bytes").cast<uint64_t>();
+  step.may_move = given.attr("may_move").cast<bool>();
+  step.link.out_bytes_per_s = given.attr("out_bytes_per_s").cast<double>();
+  step.link.in_bytes_per_s = given.attr("in_bytes_per_s").cast<double>();
+  step.link.latency_s = given.attr("latency_s").cast<double>();
+  if (step.may_move && !step.link.is_known()) throw py::value_error("the rates of the link must be above 0");
+  return step;
+}
+
+py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_bytes) {
+  const StepOfBlocks step = parse_step(given);
+  const std::optional<JointPlan> plan = memory_bytes ? plan_step(step, *memory_bytes) : least_plan(step);
+  if (!plan) return py::none();
+  py::list calls;
+  for (const CallPlan& call : plan->calls) calls.append(py::make_tuple(call.way, call.moved, call.moves));
+  py::dict dict;
+  dict["calls"] = calls;
+  dict["step_s"] = plan->step_s;
+  dict["recompute_s"] = plan->recompute_s;
+  dict["peak_bytes"] = plan->peak_bytes;
+  dict["loss_bytes"] = plan->loss_bytes;
+  dict["kept_bytes"] = plan->kept_bytes;
+  dict["moved_bytes"] = plan->moved_bytes;
+  dict["window_bytes"] = plan->window_bytes;
+  return dict;
+}
+
 at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t storage_offset,
                          uint64_t nbytes, at::ScalarType dtype, at::Device device) {
   return make_absent({sizes, strides, storage_offset, nbytes, dtype, device});
@@ -223,6 +283,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("reset_stats", [] { Statistics::global().reset(); });
   m.def("trim", trim);
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::pos_only());
   m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
         py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
   m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.operators import addresses
 from torchoffload._fit.recompute import Recomputation
-from torchoffload._fit.replay import Call, Forward
+from torchoffload._fit.record import Recorder
+from torchoffload._fit.replay import Call, Forward, Watch
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 
-__all__ = ["can_checkpoint", "plan_block", "unplan_block"]
+__all__ = ["can_checkpoint", "plan_block", "unplan_block", "watch_block"]
 
 _checkpoint: Any = getattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", None)
 _PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args")
@@ -41,10 +42,10 @@ def can_checkpoint() -> bool:
 
 
 class _Block:
-    """A planned block. It owns the entries in ``hook_stack`` that calls of its module make."""
+    """A planned or a watched block. It owns the entries in ``hook_stack`` that calls of its module make."""
 
-    def __init__(self, plan: BlockPlan) -> None:
-        self.plan = plan
+    def __init__(self, watch: Callable[[nn.Module, Any], Watch]) -> None:
+        self.watch = watch
 
 
 _lock = threading.RLock()
@@ -61,14 +62,29 @@ def plan_block(module: nn.Module, plan: BlockPlan) -> None:
     plan : BlockPlan
         What its recomputation keeps, leaves out and computes again. It replaces the plan that the module had.
     """
+    watch = Watch(plan)
+    watch_block(module, lambda _module, _inputs: watch)
+
+
+def watch_block(module: nn.Module, watch: Callable[[nn.Module, Any], Watch]) -> None:
+    """Have a function say, in each forward of a module with gradients, what the module does in it.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    watch : callable
+        Called with the module and its arguments, a tuple of the positional and the keyword ones. It replaces the plan
+        or the function that the module had.
+    """
     with _lock:
         if module not in _blocks:
             _install(module)
-        _blocks[module] = _Block(plan)
+        _blocks[module] = _Block(watch)
 
 
 def unplan_block(module: nn.Module) -> None:
-    """Take the plan of a module, and its hooks, away; autograd graphs that are alive stay valid."""
+    """Take the plan or the watch of a module, and its hooks, away; autograd graphs that are alive stay valid."""
     with _lock:
         if _blocks.pop(module, None) is not None:
             remove_forward_hooks(module, _enter, _leave)
@@ -121,8 +137,14 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             _install(module)  # for the next call; in this one the other hooks run between ours and forward
         _note_plain_call(block)
         return
-    steps = _checkpointed(module, block.plan, args, kwargs)
-    hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_finish, steps))
+    watch = block.watch(module, (args, kwargs))
+    if watch.records:
+        steps = _recorded(module, watch, args, kwargs)
+    elif watch.plan is not None:
+        steps = _checkpointed(module, watch.plan, watch, args, kwargs)
+    else:
+        steps = _plain()
+    hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_finish, steps, watch))
     next(steps)
 
 
@@ -133,19 +155,43 @@ def _note_plain_call(block: _Block) -> None:
         hook_stack.push(block, Role.MODULE, None, sys._getframe(2))
 
 
-def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+def _leave(module: nn.Module, _args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     block = _blocks.get(module)
     if block is not None:
-        hook_stack.leave(block)
+        _outcome.has_returned = output is not None  # PyTorch calls this hook with None where forward has raised
+        try:
+            hook_stack.leave(block)
+        finally:
+            _outcome.has_returned = False
 
 
-def _checkpointed(module: nn.Module, plan: BlockPlan, args: Any, kwargs: Any) -> Generator[None, None, None]:
+class _Outcome(threading.local):
+    has_returned = False
+
+
+_outcome = _Outcome()
+
+
+def _plain() -> Generator[None, None, None]:
+    yield
+
+
+def _recorded(module: nn.Module, watch: Watch, args: Any, kwargs: Any) -> Generator[None, None, None]:
+    with Recorder(module, (args, kwargs)) as recorder:
+        yield
+    if _outcome.has_returned:
+        watch.recorded(recorder.record)
+
+
+def _checkpointed(
+    module: nn.Module, plan: BlockPlan, watch: Watch, args: Any, kwargs: Any
+) -> Generator[None, None, None]:
     """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
     flat, structure = tree_flatten((args, kwargs))
     pack = hook_stack.top_pack_hook()
-    call = Call(module, plan, None if pack is core.noop_pack else pack, addresses(flat))
+    call = Call(module, plan, None if pack is core.noop_pack else pack, addresses(flat), watch)
 
     def forward(*leaves: Any) -> None:
         positional, keywords = tree_unflatten(list(leaves), structure)
@@ -161,6 +207,8 @@ def _checkpointed(module: nn.Module, plan: BlockPlan, args: Any, kwargs: Any) ->
     return steps
 
 
-def _finish(steps: Generator[None, None, None]) -> None:
+def _finish(steps: Generator[None, None, None], watch: Watch) -> None:
     for _ in steps:
         raise RuntimeError("torchoffload: PyTorch's checkpoint has another form than expected")
+    if _outcome.has_returned:
+        watch.ended()

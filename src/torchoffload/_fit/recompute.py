@@ -87,6 +87,7 @@ class Recomputation(Mode):
         call = self._call
         if call.refusal is not None:
             raise RuntimeError(call.refusal)
+        call.watch.begins_again()
         run = Run()
         if call.layouts:
             run.begin()
@@ -126,6 +127,8 @@ class Recomputation(Mode):
             return absent.leave_out_in_place(func, args, keywords)
         for tensor in tensors((args, keywords)):
             call.state.check_unchanged(number, tensor)
+        if call.watch.times_operators:
+            return call.watch.timed(number, lambda: absent.run(func, args, keywords))
         return absent.run(func, args, keywords)
 
     def _next(self, run: Run, operator: Any) -> int:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,9 @@ from torchoffload._fit.operators import (
 
 if TYPE_CHECKING:
     from torchoffload._fit.recompute import Run
+    from torchoffload._fit.record import BlockRecord
 
-__all__ = ["Argument", "Call", "Forward", "Held", "Mode"]
+__all__ = ["Argument", "Call", "Forward", "Held", "Mode", "Watch"]
 
 _FOREIGN_WRITE = (
     "torchoffload: {operator} in a planned block wrote to a tensor that is neither made in the block nor a parameter "
@@ -85,6 +87,38 @@ class Runs(threading.local):
         self.open: list[Run] = []
 
 
+class Watch:
+    """What one call of a block is to do, and who is told of it. This class tells nobody.
+
+    Parameters
+    ----------
+    plan : BlockPlan or None
+        The plan that the call follows; None if nothing is computed again.
+    """
+
+    records = False  # whether the call is recorded; then it follows no plan
+    times_operators = False  # whether ``timed`` is called
+
+    def __init__(self, plan: BlockPlan | None) -> None:
+        self.plan = plan
+
+    def recorded(self, record: "BlockRecord") -> None:
+        """Tell that forward has returned, and what it did."""
+
+    def ended(self) -> None:
+        """Tell that forward has returned."""
+
+    def left_plan(self) -> None:
+        """Tell that forward called another operator than planned."""
+
+    def begins_again(self) -> None:
+        """Tell that the recomputation begins."""
+
+    def timed(self, number: int, run: Callable[[], Any]) -> Any:
+        """Run one operator of the recomputation, and return its result."""
+        return run()
+
+
 class Call:
     """What one call of a planned block did, and what it keeps for its recomputation.
 
@@ -98,6 +132,8 @@ class Call:
         The pack hook of the context that moves what the plan says; None if nothing moves.
     inputs : set of int
         The addresses of the storages of the block's arguments.
+    watch : Watch
+        Who is told what the call does.
 
     Attributes
     ----------
@@ -117,8 +153,11 @@ class Call:
         Why the call cannot be computed again.
     """
 
-    def __init__(self, module: nn.Module, plan: BlockPlan, pack: PackHook | None, inputs: set[int]) -> None:
+    def __init__(
+        self, module: nn.Module, plan: BlockPlan, pack: PackHook | None, inputs: set[int], watch: Watch
+    ) -> None:
         self.plan = plan
+        self.watch = watch
         self.state = ModuleState(module)
         self.inputs = inputs
         self.operators: list[Any] = []
@@ -150,6 +189,7 @@ class Call:
         self.operators.append(operator)
         if self.left_at is None and not self._is_planned(number, operator, arguments):
             self.left_at = number
+            self.watch.left_plan()
         targets = written(operator, args, kwargs)
         storages = addresses(targets)
         self._drop(storages)

@@ -1,0 +1,95 @@
+// JointPlan: for each call of a block in a step what is kept, what moves, and what is computed again.
+// Ownership:     values only.
+// Thread safety: pure functions.
+// Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist.
+// Not handled:   link and compute of other processes on the same host; blocks of one kind that take different times.
+//
+// Note [Memory of a step of blocks]
+// What the device holds apart from what is planned here is measured, in a step that keeps nothing in its blocks: the
+// most while each block's forward runs, at the loss, and while each block's backward runs, with the block computed
+// again. A plan adds what it keeps on the device until the block's backward has begun, and the window. While a block's
+// backward runs its own values are there in any plan, so they are part of what was measured.
+//
+// Note [One price for all blocks]
+// The ways of a kind are the corners of its hull of bytes and time, so that going from one to the next saves less time
+// a byte each time. For one price of a byte each kind takes one way. So the plans that are looked at are: all kinds at
+// their ways of least bytes; then, by the time that a byte saves, one kind after the other goes on to its next way, the
+// first or the last calls of the kind before the others. What each plan keeps stays on the device as far as there is
+// room, from the last block to the first, and moves otherwise. Each such plan is simulated with windows of several
+// sizes, and the one that takes the least time is taken.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/planning/step.h"
+
+namespace torchoffload {
+
+// Something that a block may keep from its forward.
+struct BlockOutput {
+  uint64_t nbytes = 0;
+  double ready_s = 0;  // seconds from the start of the block's forward
+};
+
+// One way to run a block.
+struct BlockWay {
+  double recompute_s = 0;
+  std::vector<uint32_t> kept;  // outputs, by number
+  uint64_t input_bytes = 0;    // what it keeps of its arguments
+  bool is_plain = false;       // nothing is computed again, and autograd saves as it does: all of it moves, or nothing
+};
+
+// Blocks that do the same.
+struct BlockKind {
+  double forward_s = 0;
+  double backward_s = 0;  // without what is computed again
+  std::vector<BlockOutput> outputs;
+  std::vector<BlockWay> ways;  // the corners of a hull, from the least bytes to the least time
+};
+
+// One call of a block. The bytes are the most on the device while it runs; see Note [Memory of a step of blocks].
+struct BlockCall {
+  uint32_t kind = 0;
+  uint64_t forward_bytes = 0;
+  uint64_t backward_bytes = 0;
+};
+
+struct StepOfBlocks {
+  std::vector<BlockKind> kinds;
+  std::vector<BlockCall> calls;    // in the order of forward
+  double head_s = 0;               // before the first block
+  double loss_s = 0;               // between the last block's forward and its backward
+  double end_s = 0;                // behind the backward of the first block
+  uint64_t loss_bytes = 0;         // the most on the device in that time
+  uint64_t least_moved_bytes = 0;  // what is smaller does not move
+  uint64_t tier_bytes = 0;         // what the tier has room for
+  bool may_move = false;
+  LinkRates link;
+};
+
+struct CallPlan {
+  uint32_t way = 0;
+  std::vector<uint32_t> moved;  // outputs, by number
+  bool moves = false;           // something moves, and if it is not plain its arguments, too
+};
+
+struct JointPlan {
+  std::vector<CallPlan> calls;
+  double step_s = 0;
+  double recompute_s = 0;
+  uint64_t peak_bytes = 0;
+  uint64_t loss_bytes = 0;  // on the device at the loss: what is kept in the blocks, and the window
+  uint64_t kept_bytes = 0;  // of the blocks, on the device
+  uint64_t moved_bytes = 0;
+  uint64_t window_bytes = 0;  // of either window
+};
+
+// The plan of the least time whose peak is at most `memory_bytes`; nullopt if there is none.
+std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_bytes);
+
+// The plan of the least memory.
+JointPlan least_plan(const StepOfBlocks& step);
+
+}  // namespace torchoffload

@@ -1,0 +1,208 @@
+"""A step made of blocks, as it was surveyed, and the plan for it that the core finds: bytes, times, and what moves."""
+
+from dataclasses import dataclass, field
+
+from torchoffload._core import core
+from torchoffload._fit.graph import BlockPlan
+
+__all__ = ["Call", "CallPlan", "Kind", "Output", "Step", "StepPlan", "Way", "least_plan", "plan_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Something that a block may keep from its forward.
+
+    Attributes
+    ----------
+    nbytes : int
+        Its size.
+    ready_s : float
+        When it is there, in seconds from the start of the block's forward.
+    operators : tuple of int
+        The numbers of the operators that make it.
+    """
+
+    nbytes: int
+    ready_s: float
+    operators: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a block.
+
+    Attributes
+    ----------
+    recompute_s : float
+        How long its recomputation takes.
+    kept : tuple of int
+        The numbers of the outputs that it keeps.
+    input_bytes : int
+        What it keeps of its arguments.
+    plan : BlockPlan or None
+        How its recomputation goes; None if nothing is computed again.
+    """
+
+    recompute_s: float
+    kept: tuple[int, ...]
+    input_bytes: int
+    plan: BlockPlan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block is called as it is."""
+        return self.plan is None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Blocks that do the same.
+
+    Attributes
+    ----------
+    forward_s, backward_s : float
+        How long they take; backward without what is computed again.
+    outputs : tuple of Output
+        What they may keep.
+    ways : tuple of Way
+        The ways to run one, from the least bytes to the least time: the corners of a convex hull.
+    """
+
+    forward_s: float
+    backward_s: float
+    outputs: tuple[Output, ...]
+    ways: tuple[Way, ...]
+
+    def kept_bytes(self, way: Way) -> int:
+        """Return the bytes that a way keeps."""
+        return way.input_bytes + sum(self.outputs[number].nbytes for number in way.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a block.
+
+    Attributes
+    ----------
+    kind : int
+        The number of its kind.
+    forward_bytes, backward_bytes : int
+        The most on the device while its forward and its backward run, where nothing is kept in any block.
+    """
+
+    kind: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as it was surveyed. Note [Memory of a step of blocks] in ``joint_plan.h`` says what the bytes are.
+
+    Attributes
+    ----------
+    kinds, calls : tuple
+        The kinds of blocks, and the calls in the order of forward.
+    head_s, loss_s, end_s : float
+        What it takes outside of the blocks: in forward, between forward and backward, and at the end.
+    loss_bytes : int
+        The most on the device between the forward of the last block and its backward.
+    other_bytes : int
+        The most on the device outside of forward and backward.
+    fixed : dict of str to int
+        What takes memory whatever the plan is, for messages.
+    least_moved_bytes, tier_bytes : int
+        What is smaller does not move; what the tier has room for.
+    may_move : bool
+        Whether anything may move.
+    out_bytes_per_s, in_bytes_per_s, latency_s : float
+        The time of a copy is bytes / rate + latency.
+    """
+
+    kinds: tuple[Kind, ...]
+    calls: tuple[Call, ...]
+    head_s: float = 0.0
+    loss_s: float = 0.0
+    end_s: float = 0.0
+    loss_bytes: int = 0
+    other_bytes: int = 0
+    fixed: dict[str, int] = field(default_factory=dict)
+    least_moved_bytes: int = 1
+    tier_bytes: int = 2**62
+    may_move: bool = True
+    out_bytes_per_s: float = 1.0
+    in_bytes_per_s: float = 1.0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """What one call of a block does.
+
+    Attributes
+    ----------
+    way : int
+        The number of the way among those of its kind.
+    moved : tuple of int
+        The numbers of the outputs that move.
+    moves : bool
+        Whether anything moves. If so, the arguments of a block that is computed again do.
+    """
+
+    way: int
+    moved: tuple[int, ...]
+    moves: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What each block of a step does, and what the step takes then, as predicted.
+
+    Attributes
+    ----------
+    calls : tuple of CallPlan
+        In the order of forward.
+    step_s : float
+        Forward and backward, in seconds.
+    recompute_s : float
+        How much of it is spent on computing again.
+    peak_bytes : int
+        The most memory that is allocated on the device.
+    loss_bytes : int
+        What the blocks have on the device at the loss.
+    kept_bytes, moved_bytes : int
+        What the blocks keep on the device, and what moves.
+    window_bytes : int
+        The size of the offload window and of the reload window; 0 if nothing moves.
+    """
+
+    calls: tuple[CallPlan, ...]
+    step_s: float
+    recompute_s: float
+    peak_bytes: int
+    loss_bytes: int
+    kept_bytes: int
+    moved_bytes: int
+    window_bytes: int
+
+
+def _plan(step: Step, memory_bytes: int | None) -> StepPlan | None:
+    found = core.joint_plan(step, memory_bytes)
+    if found is None:
+        return None
+    calls = tuple(CallPlan(way, tuple(moved), moves) for way, moved, moves in found.pop("calls"))
+    return StepPlan(calls=calls, **found)
+
+
+def plan_step(step: Step, memory_bytes: int) -> StepPlan | None:
+    """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none."""
+    if max(step.other_bytes, 0) > memory_bytes:
+        return None
+    return _plan(step, max(memory_bytes, 0))
+
+
+def least_plan(step: Step) -> StepPlan:
+    """Return the plan of the least memory."""
+    plan = _plan(step, None)
+    assert plan is not None
+    return plan
