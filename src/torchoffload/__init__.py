@@ -20,6 +20,8 @@ from torchoffload._contexts.offload_activations import (
     trim,
 )
 from torchoffload._core import build_info as _build_info
+from torchoffload._fit.describe import FrontierPoint
+from torchoffload._fit.fit import FitPlan, Fitted, fit
 from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
 from torchoffload._observe.host_memory import HostMemory, host_memory
 from torchoffload._observe.module_stats import ModuleStats
@@ -33,6 +35,9 @@ __version__ = _build_info.version
 
 __all__ = [
     "EntryKind",
+    "FitPlan",
+    "Fitted",
+    "FrontierPoint",
     "HostMemory",
     "ModuleStats",
     "NoOpManager",
@@ -46,6 +51,7 @@ __all__ = [
     "Timing",
     "Transfers",
     "__version__",
+    "fit",
     "get_act_offloading_ctx_manager",
     "host_memory",
     "never_offload",

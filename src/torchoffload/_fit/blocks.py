@@ -122,14 +122,15 @@ def _may_checkpoint() -> bool:
     return pack is None or pack is core.noop_pack or isinstance(getattr(pack, "__self__", None), core.Context)
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     if torch.compiler.is_compiling():
         return
     block = _blocks.get(module)
     if block is None:
         return  # the module is a copy
     hook_stack.drop_ended()
-    if not _may_checkpoint():
+    # Where the hook was registered anew since the call began, PyTorch calls the former one, without the keywords.
+    if kwargs is None or not _may_checkpoint():
         _note_plain_call(block)
         return
     if not _is_innermost(module):

@@ -49,6 +49,9 @@ class Meter(Protocol):
     def total_bytes(self) -> int:
         """Return what this process can have of the device's memory."""
 
+    def oom_count(self) -> int:
+        """Return how often an allocation found no memory."""
+
     def keep_host_ahead(self, operator_count: int) -> None:
         """Have the device wait for as long as the host takes to enqueue so many operators."""
 
@@ -98,6 +101,10 @@ class CudaMeter:
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return min(free + torch.cuda.memory_reserved(self.device), int(total * fraction))
 
+    def oom_count(self) -> int:
+        """Return PyTorch's count."""
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
     def keep_host_ahead(self, operator_count: int) -> None:
         """Enqueue a kernel that only takes time."""
         torch.cuda._sleep(self._CYCLES_AN_OPERATOR * operator_count)
@@ -136,6 +143,10 @@ class ReckonedMeter:
             f"memory must be given for a model on {self.device.type!r}: what it may use there cannot be asked for. "
             'Give bytes, or a text such as memory="8GiB"'
         )
+
+    def oom_count(self) -> int:
+        """Return 0."""
+        return 0
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Do nothing: the host computes."""

@@ -1,6 +1,7 @@
 """A step made of blocks, as it was surveyed, and the plan for it that the core finds: bytes, times, and what moves."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
@@ -52,6 +53,13 @@ class Way:
     def is_plain(self) -> bool:
         """Whether the block is called as it is."""
         return self.plan is None
+
+    def plan_with(self, outputs: Sequence[Output], moved: Iterable[int]) -> BlockPlan | None:
+        """Return the plan, in which the outputs of these numbers move."""
+        if self.plan is None:
+            return None
+        moving = {operator for number in moved for operator in outputs[number].operators}
+        return replace(self.plan, moved=self.plan.kept & moving)
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,8 @@ def _tensors(inputs: object) -> Iterator[torch.Tensor]:
         yield from _tensors(list(inputs.values()))
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    # PyTorch leaves the keywords out if an earlier hook of this very call has removed this one, as fit does.
     # A compiled region saves its tensors after its whole forward, when this hook is over. So it must not be traced.
     if torch.compiler.is_compiling():
         return

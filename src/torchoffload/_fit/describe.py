@@ -1,0 +1,195 @@
+"""What a fitted model tells: its plan in words, the frontier of memory and time, and a picture of that."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchoffload._fit.step import CallPlan, Step, StepPlan, least_plan, plan_step
+from torchoffload._observe.units import human_bytes
+
+if TYPE_CHECKING:
+    from torchoffload._fit.driver import Driver
+
+__all__ = ["FrontierPoint", "describe", "frontier", "plot"]
+
+_GIB = 1 << 30
+_OPERATORS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """What the step takes in one amount of memory, as predicted.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        The most memory that is allocated on the device.
+    step_s : float
+        Forward and backward together, in seconds.
+    recompute_s : float
+        How much of it is spent on computing again, in seconds.
+    kept_bytes, moved_bytes : int
+        What the blocks keep on the device, and what they move, in bytes.
+    """
+
+    memory_bytes: int
+    step_s: float
+    recompute_s: float
+    kept_bytes: int
+    moved_bytes: int
+
+
+def _point(step: Step, plan: StepPlan) -> FrontierPoint:
+    peak = max(plan.peak_bytes, step.other_bytes)
+    return FrontierPoint(peak, plan.step_s, plan.recompute_s, plan.kept_bytes, plan.moved_bytes)
+
+
+def _surveyed(driver: "Driver") -> Step:
+    if driver.step is None:
+        raise RuntimeError("the survey is not done yet: it takes the first two or three training steps")
+    return driver.step
+
+
+def _stock(step: Step) -> StepPlan:
+    """Return the plan of a step in which nothing is moved or computed again."""
+    plan = plan_step(step, 2**60)
+    assert plan is not None
+    return plan
+
+
+def frontier(driver: "Driver", count: int) -> tuple[FrontierPoint, ...]:
+    """Return points from the least memory to that of a step in which nothing is moved or computed again."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+        raise ValueError(f"count must be a whole number of at least 2, got {count!r}")
+    step = _surveyed(driver)
+    least, stock = least_plan(step), _stock(step)
+    low, high = (max(plan.peak_bytes, step.other_bytes) for plan in (least, stock))
+    points = []
+    for number in range(count):
+        plan = plan_step(step, low + (high - low) * number // (count - 1))
+        if plan is not None and (not points or plan.step_s < points[-1].step_s):
+            points.append(_point(step, plan))
+    return tuple(points)
+
+
+def _ms(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _runs(names: list[str], plans: list[CallPlan]) -> Iterator[tuple[str, CallPlan, int]]:
+    """Yield neighbouring calls with equal plans as one: the name of the first and of the last, the plan, the count."""
+    first = 0
+    for number in range(1, len(plans) + 1):
+        if number == len(plans) or plans[number] != plans[first]:
+            name = names[first] if number == first + 1 else f"{names[first]} to {names[number - 1]}"
+            yield name, plans[first], number - first
+            first = number
+
+
+def _operators(driver: "Driver", kind: int, outputs: list[int]) -> str:
+    made, operators = driver.step.kinds[kind].outputs, driver.operators_of(kind)  # type: ignore[union-attr]
+    counts = Counter(
+        str(operators[number]).removeprefix("aten.").removesuffix(".default")
+        for output in outputs
+        for number in made[output].operators[:1]
+        if number < len(operators)
+    )
+    shown = [f"{name} ({count})" if count > 1 else name for name, count in counts.most_common(_OPERATORS_SHOWN)]
+    return ", ".join(shown) + (", ..." if len(counts) > _OPERATORS_SHOWN else "")
+
+
+def _call_line(driver: "Driver", name: str, planned: CallPlan, kind_number: int) -> str:
+    step = _surveyed(driver)
+    kind = step.kinds[kind_number]
+    way = kind.ways[planned.way]
+    moved = sum(kind.outputs[output].nbytes for output in planned.moved)
+    kept = [output for output in way.kept if output not in planned.moved]
+    kept_bytes = sum(kind.outputs[output].nbytes for output in kept)
+    obstacle = driver.obstacles.get(kind_number)
+    if way.is_plain:
+        does = f"all that is saved {'moves' if planned.moves else 'stays'}, {human_bytes(kept_bytes + moved)}"
+        return f"  {name}: {does}" + (f"; it cannot be computed again: {obstacle}" if obstacle else "")
+    parts = [f"computes again in {_ms(way.recompute_s)}"]
+    if planned.moved:
+        parts.append(f"moves {human_bytes(moved)} of {_operators(driver, kind_number, list(planned.moved))}")
+    if planned.moves:
+        parts.append(f"moves its input, {human_bytes(way.input_bytes)}")
+    if kept:
+        parts.append(f"keeps {human_bytes(kept_bytes)} of {_operators(driver, kind_number, kept)}")
+    return f"  {name}: " + "; ".join(parts)
+
+
+def describe(driver: "Driver") -> str:
+    """Return the report of a fitted model."""
+    model = type(driver.model).__name__
+    lines = [f"torchoffload.fit: {model}, {len(driver.names)} blocks, within {human_bytes(driver.memory_bytes)}"]
+    step, settled = driver.step, driver.settled
+    if step is None or settled is None:
+        done = "The first steps are being measured" if step is None else f"{len(driver.trials)} plans are being tried"
+        return "\n".join([*lines, f"  {done}: there is no plan yet. It takes some training steps."])
+    plan, stock = settled.plan, _stock(step)
+    peak = human_bytes(max(plan.peak_bytes, step.other_bytes))
+    reserved = f", {human_bytes(settled.reserved_bytes)} reserved" if settled.reserved_bytes else ""
+    lines += [
+        f"  predicted: {_ms(plan.step_s)} for forward and backward, at most {peak} allocated",
+        f"  measured: {_ms(settled.step_s)}{reserved}",
+        f"  of it {_ms(plan.recompute_s)} is computing again; {human_bytes(plan.moved_bytes)} move, "
+        f"{human_bytes(plan.kept_bytes)} stay; the windows have {human_bytes(plan.window_bytes)} each",
+        f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
+        f"{human_bytes(max(stock.peak_bytes, step.other_bytes))} (predicted)",
+        "What the blocks do:",
+    ]
+    names = [driver.names[module] for module in driver.call_modules]
+    first = 0
+    for name, planned, count in _runs(names, list(plan.calls)):
+        lines.append(_call_line(driver, name, planned, step.calls[first].kind))
+        first += count
+    lines.append("Time against memory, predicted:")
+    for point in frontier(driver, 8):
+        lines.append(f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}")
+    more = plan_step(step, driver.plan_bytes + _GIB)
+    if more is not None:
+        gained = max(0.0, plan.step_s - more.step_s)
+        lines.append(f"One more GiB would save {_ms(gained)} a step.")
+    if len(driver.trials) > 1:
+        tried = "; ".join(
+            f"{_ms(trial.plan.step_s)} predicted, {'out of memory' if trial.has_failed else _ms(trial.step_s)}"
+            for trial in driver.trials
+        )
+        lines.append(f"Plans that were tried: {tried}.")
+    if driver.left_plan_count:
+        lines.append(
+            f"{driver.left_plan_count} calls of blocks called other operators than planned: what came after these was "
+            "computed again, so it took longer and the gradients are right."
+        )
+    return "\n".join([*lines, *(f"Note: {note}" for note in driver.notes)])
+
+
+def plot(driver: "Driver", path: str | os.PathLike[str]) -> None:
+    """Write a picture of time against memory."""
+    points = frontier(driver, 24)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot_frontier needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        [point.memory_bytes / _GIB for point in points], [point.step_s * 1e3 for point in points],
+        marker=".", color="tab:blue", label="least time, predicted",
+    )  # fmt: skip
+    stock = points[-1]
+    axes.plot(stock.memory_bytes / _GIB, stock.step_s * 1e3, "s", color="tab:gray", label="nothing moved or computed again")
+    settled = driver.settled
+    if settled is not None:
+        taken = settled.plan.step_s if settled.step_s is None else settled.step_s
+        axes.plot(settled.plan.peak_bytes / _GIB, taken * 1e3, "*", markersize=12, color="tab:red",
+                  label="chosen, " + ("predicted" if settled.step_s is None else "measured"))  # fmt: skip
+    axes.axvline(driver.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given")
+    axes.set_xlabel("device memory at the peak [GiB]")
+    axes.set_ylabel("forward and backward [ms]")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,478 @@
+"""What a fitted model does from call to call: it is surveyed, plans are tried, and one is followed and watched."""
+
+import dataclasses
+import enum
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchoffload._contexts.options import OffloadOptions
+from torchoffload._core import core
+from torchoffload._fit.blocks import unplan_block, watch_block
+from torchoffload._fit.link import Link, measure_link
+from torchoffload._fit.meter import Meter
+from torchoffload._fit.plan_file import SavedPlan
+from torchoffload._fit.replay import Watch
+from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
+from torchoffload._fit.survey import Survey
+from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
+from torchoffload._modules.selection import Chosen
+from torchoffload._observe.units import human_bytes
+from torchoffload._warnings import warn_user
+
+__all__ = ["Driver", "Phase", "Trial", "unfit_message"]
+
+_TIMED_STEPS = 2
+_STEPS_OF_OTHER_SIZES = 12
+# Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
+_CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
+
+
+class Phase(enum.Enum):
+    """What a fitted model is at."""
+
+    SURVEY = "survey"
+    TRIALS = "trials"
+    SETTLED = "settled"
+    LEAST = "least memory"
+    REMOVED = "removed"
+
+
+@dataclasses.dataclass
+class Trial:
+    """A plan, and what it took when it was tried.
+
+    Attributes
+    ----------
+    plan : StepPlan
+        The plan.
+    step_s : float or None
+        The least time of the steps that were timed; None while there is none.
+    reserved_bytes : int
+        What was reserved on the device at the end of the latest step; 0 where this cannot be asked for.
+    has_failed : bool
+        Whether a step ran out of memory, or more was reserved than the user gives.
+    """
+
+    plan: StepPlan
+    step_s: float | None = None
+    reserved_bytes: int = 0
+    has_failed: bool = False
+
+
+class _Followed(Watch):
+    """What one call of a block does under a plan."""
+
+    def __init__(self, driver: "Driver", plan: Any) -> None:
+        super().__init__(plan)
+        self._driver = weakref.ref(driver)
+
+    def left_plan(self) -> None:
+        driver = self._driver()
+        if driver is not None:
+            driver.left_plan_count += 1
+
+
+class Driver:
+    """What a fitted model does from call to call.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    chosen : list of Chosen
+        Its blocks.
+    meter : Meter
+        The device's clock and memory.
+    memory_bytes : int
+        What the process may reserve on the device.
+    margin : float
+        The part of it that is left for fragmentation.
+    may_recompute, may_move : bool
+        What plans may do.
+    options : dict
+        The options of the contexts that move.
+    raises : bool
+        Whether a step that does not fit is an error, or else a warning.
+
+    Attributes
+    ----------
+    phase : Phase
+        What it is at.
+    step : Step or None
+        What the survey showed.
+    trials : list of Trial
+        The plans that are or were tried.
+    settled : Trial or None
+        The plan that is followed.
+    notes : list of str
+        What did not go as planned.
+    left_plan_count : int
+        How many calls of blocks called other operators than planned.
+    largest_size : int
+        The elements of the arguments of the model's largest call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: list[Chosen],
+        meter: Meter,
+        *,
+        memory_bytes: int,
+        margin: float,
+        may_recompute: bool,
+        may_move: bool,
+        options: dict[str, Any],
+        raises: bool,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.names = {each.module: each.name for each in chosen}
+        self.meter = meter
+        self.memory_bytes = memory_bytes
+        self.margin = margin
+        self.may_recompute, self.may_move = may_recompute, may_move
+        self.options = options
+        self._context_options = OffloadOptions(**options)
+        self._raises = raises
+        self.phase = Phase.SURVEY
+        self.step: Step | None = None
+        self.call_modules: list[nn.Module] = []
+        self.trials: list[Trial] = []
+        self.settled: Trial | None = None
+        self.notes: list[str] = []
+        self.left_plan_count = 0
+        self.survey: Survey
+        self.obstacles: dict[int, str] = {}
+        self._link: Link | None = None
+        self._handle: OffloadedModules | None = None
+        self._reset_counters: list[Callable[[], None]] = []
+        self._task = -1  # the graph task that was noticed last
+        self.largest_size = 0
+        self._size = 0
+        self._begin_survey()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. RuntimeError if it is gone."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("torchoffload: the model that was fitted does not exist any more")
+        return model
+
+    @property
+    def plan_bytes(self) -> int:
+        """What a plan may allocate on the device."""
+        return int(self.memory_bytes * (1 - self.margin))
+
+    # From call to call.
+
+    def call_begins(self, inputs: Any) -> None:
+        """Take notice of a call of the model with gradients, and change its plan if it is time to."""
+        for reset in self._reset_counters:
+            reset()
+        size = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        if self.phase is Phase.SETTLED or self.phase is Phase.LEAST:
+            if size > self.largest_size:
+                self._begin_survey()
+            elif self.phase is Phase.SETTLED:
+                self._check()
+        if self.phase is Phase.SURVEY:
+            if self._has_begun and self._has_ended:
+                is_known = self.survey.end_step()
+                self._has_begun = False
+                if is_known:
+                    self._make_plan()
+            self.largest_size = max(self.largest_size, size)
+        if self.phase is Phase.TRIALS:
+            if self._has_begun and (self._has_ended or self.meter.oom_count() > self._ooms):
+                self._has_begun = False
+                self._end_trial_step()
+        self._size = size
+        if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
+            self._has_begun, self._has_ended = True, False
+            if self.phase is Phase.SURVEY:
+                self.survey.begin_step()
+            else:
+                self._began = self.meter.now()
+
+    def call_ends(self, output: Any) -> None:
+        """Take notice of what the model returned."""
+        if self.phase not in {Phase.SURVEY, Phase.TRIALS}:
+            return
+        hook = partial(_backward_begins, weakref.ref(self))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(hook)
+
+    def backward_begins(self) -> None:
+        """Take notice of a backward, in which this is called."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        if self.phase is Phase.SURVEY and self._has_begun:
+            self.survey.backward_began()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._has_ended = True
+        if self.phase is Phase.SURVEY and self._has_begun:
+            self.survey.backward_ended()
+        elif self.phase is Phase.TRIALS:
+            self._ended = self.meter.now()
+
+    # The survey.
+
+    def _begin_survey(self) -> None:
+        self.phase = Phase.SURVEY
+        self._has_begun = self._has_ended = False
+        self.trials, self.settled, self.step = [], None, None
+        self.survey = Survey(self.model, self.meter, may_recompute=self.may_recompute)
+        self._follow(list(self.names), self.survey.watch, list(self.names) if self.may_move else [], None)
+
+    def _make_plan(self) -> None:
+        if self.may_move and self._link is None:
+            self._link = measure_link(self.meter.device, self._context_options)
+        link = self._link or Link(1.0, 1.0, 0.0)
+        budget = self._context_options.budget_bytes
+        if budget is None and self._context_options.tier == "host":
+            budget = core.host_memory()["default_budget"]
+        self.step, keys = self.survey.step(
+            least_moved_bytes=max(1, self._context_options.min_offload_bytes),
+            tier_bytes=2**62 if budget is None else budget,
+            may_move=self.may_move,
+            **dataclasses.asdict(link),
+        )
+        kinds = [self.survey.kinds[key] for key in keys]
+        self._operators = [kind.operators for kind in kinds]
+        self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
+        self.call_modules = [call.module for call in self.survey.calls if call.key in keys and call.returned is not None]
+        self.survey.forget_tensors()
+        self.choose()
+
+    def choose(self) -> None:
+        """Find plans for what the survey showed, and try them."""
+        step = self.step
+        assert step is not None
+        self.trials, self.settled = [], None
+        for recompute, rate in _CAUTIONS:
+            self._add_trial(plan_step(_cautious(step, recompute, rate), self.plan_bytes))
+        if step.may_move:
+            self._add_trial(plan_step(dataclasses.replace(step, may_move=False), self.plan_bytes))
+        if not self.trials:
+            self._does_not_fit(step)
+            return
+        self.phase = Phase.TRIALS
+        self._next_trial()
+
+    def _add_trial(self, plan: StepPlan | None) -> None:
+        if plan is not None and all(trial.plan.calls != plan.calls or trial.plan.window_bytes != plan.window_bytes
+                                    for trial in self.trials):  # fmt: skip
+            self.trials.append(Trial(plan))
+
+    def _does_not_fit(self, step: Step) -> None:
+        self.phase = Phase.LEAST
+        plan = least_plan(step)
+        self.settled = Trial(plan)
+        self._apply(plan)
+        message = unfit_message(step, plan, self.memory_bytes, self.margin)
+        self.notes.append(message)
+        if self._raises:
+            raise RuntimeError(message)
+        warn_user(f"torchoffload: {message} It runs in the least memory.")
+
+    # The trials.
+
+    def _next_trial(self) -> None:
+        self._trial = next(trial for trial in self.trials if trial.step_s is None and not trial.has_failed)
+        self._timed = -1  # the first step is not timed: memory is reserved in it
+        self._others = 0
+        self._ooms = self.meter.oom_count()
+        self._apply(self._trial.plan)
+        self._has_begun = self._has_ended = False
+
+    def _end_trial_step(self) -> None:
+        trial = self._trial
+        trial.reserved_bytes = self.meter.reserved_bytes()
+        trial.has_failed = self.meter.oom_count() > self._ooms or trial.reserved_bytes > self.memory_bytes
+        if trial.has_failed:
+            self._after_trial()
+            return
+        if self._size != self.largest_size:  # its time says nothing of the others
+            self._others += 1
+            if self._others > _STEPS_OF_OTHER_SIZES:
+                self._settle(trial)
+            return
+        self._timed += 1
+        if self._timed == 0:
+            return
+        taken_s = self.meter.between_s(self._began, self._ended)
+        trial.step_s = taken_s if trial.step_s is None else min(trial.step_s, taken_s)
+        if self._timed == _TIMED_STEPS:
+            self._after_trial()
+
+    def _after_trial(self) -> None:
+        if any(trial.step_s is None and not trial.has_failed for trial in self.trials):
+            self._next_trial()
+            return
+        timed = [trial for trial in self.trials if trial.step_s is not None and not trial.has_failed]
+        if timed:
+            self._settle(min(timed, key=lambda trial: trial.step_s or 0.0))
+        else:
+            self._tighten("each plan took more memory than predicted")
+
+    def _settle(self, trial: Trial) -> None:
+        if trial is not self._trial:
+            self._apply(trial.plan)
+        self.settled, self.phase = trial, Phase.SETTLED
+        self._ooms = self.meter.oom_count()
+
+    # Following a plan.
+
+    def _check(self) -> None:
+        """See whether the memory is what was given, after a step of a settled plan."""
+        if not self.meter.measures_memory or self.settled is None:
+            return
+        reserved = self.meter.reserved_bytes()
+        self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
+        if self.meter.oom_count() > self._ooms:
+            self._tighten("a step ran out of memory")
+        elif reserved > self.memory_bytes:
+            self._tighten(f"a step reserved {human_bytes(reserved)}")
+
+    def _tighten(self, why: str) -> None:
+        """Plan for less memory."""
+        worst = max(trial.reserved_bytes for trial in [*self.trials, *filter(None, [self.settled])])
+        beyond = max(0, worst - self.memory_bytes) / self.memory_bytes
+        self.margin = min(0.9, self.margin + max(beyond, 0.02))
+        self.notes.append(f"{why}: from then on plans leave {self.margin:.0%} of the memory free")
+        if self.margin >= 0.5 and self.step is not None:
+            self._does_not_fit(self.step)
+        else:
+            self.choose()
+
+    def _apply(self, plan: StepPlan) -> None:
+        step = self.step
+        assert step is not None
+        by_module: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
+        moving: dict[nn.Module, None] = {}
+        for module, call, planned in zip(self.call_modules, step.calls, plan.calls, strict=True):
+            kind = step.kinds[call.kind]
+            way = kind.ways[planned.way]
+            made = way.plan_with(kind.outputs, planned.moved)
+            by_module[module].append(_Followed(self, made))
+            if planned.moves:
+                moving[module] = None
+        self._reset_counters = []
+        watches = {}
+        for module, followed in by_module.items():
+            if any(each.plan is not None for each in followed):
+                turns = _Turns(followed)
+                watches[module] = turns
+                if len(followed) > 1:
+                    self._reset_counters.append(turns.reset)
+        self._follow(list(watches), lambda module, inputs: watches[module](), list(moving), plan.window_bytes)
+
+    def _follow(
+        self,
+        blocks: list[nn.Module],
+        watch: Callable[[nn.Module, Any], Watch],
+        moving: list[nn.Module],
+        window_bytes: int | None,
+    ) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        for module in self.names.keys() - set(blocks):
+            unplan_block(module)
+        if moving:
+            windows = {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
+            options = self.options | ({} if window_bytes is None else windows)
+            self._handle = offload_modules(self.model, moving, **options)
+        for module in blocks:
+            watch_block(module, watch)
+        self.meter.forget_reserved()
+
+    def operators_of(self, kind: int) -> tuple[Any, ...]:
+        """Return the operators of a kind of block, in order."""
+        return self._operators[kind]
+
+    def follow_saved(self, saved: SavedPlan) -> None:
+        """Follow a plan that was read from a file, without a survey."""
+        modules = {name: module for module, name in self.names.items()}
+        missing = [name for name in saved.names if name not in modules]
+        if missing:
+            raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
+        self.step = saved.step
+        self.call_modules = [modules[name] for name in saved.names]
+        self.largest_size = saved.largest_size
+        self._operators = [tuple(operators) for operators in saved.operators]
+        self.settled, self.phase = Trial(saved.plan, saved.step_s), Phase.SETTLED
+        self._ooms = self.meter.oom_count()
+        self._apply(saved.plan)
+
+    def remove(self) -> None:
+        """Take everything away."""
+        self.phase = Phase.REMOVED
+        self._follow([], lambda module, inputs: Watch(None), [], None)
+
+
+class _Turns:
+    """What each call of one block does, in the order of the calls of one step."""
+
+    def __init__(self, followed: list[_Followed]) -> None:
+        self._followed = followed
+        self._next = 0
+
+    def reset(self) -> None:
+        self._next = 0
+
+    def __call__(self) -> Watch:
+        turn = self._followed[self._next % len(self._followed)]
+        self._next += 1
+        return turn
+
+
+def _backward_begins(driver: "weakref.ref[Driver]", _gradient: torch.Tensor) -> None:
+    found = driver()
+    if found is not None:
+        found.backward_begins()
+
+
+def _cautious(step: Step, recompute: float, rate: float) -> Step:
+    """Return a step in which computing again takes longer, or copies do."""
+    kinds = tuple(
+        dataclasses.replace(
+            kind,
+            ways=tuple(dataclasses.replace(way, recompute_s=way.recompute_s * recompute) for way in kind.ways),
+        )
+        for kind in step.kinds
+    )
+    return dataclasses.replace(
+        step, kinds=kinds, out_bytes_per_s=step.out_bytes_per_s * rate, in_bytes_per_s=step.in_bytes_per_s * rate
+    )
+
+
+def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:
+    """Say how much memory a step needs at least, and what takes it."""
+    needed = max(least.peak_bytes, step.other_bytes)
+    suggestion = needed / (1 - margin)
+    parts = dict(step.fixed)
+    fixed = sum(parts.values())
+    parts["at the loss"] = max(0, step.loss_bytes - fixed)
+    parts["one block computed again"] = max(0, max((call.backward_bytes for call in step.calls), default=0) - fixed)
+    parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
+    told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+    return (
+        f"fit: {human_bytes(memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"{margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
+        f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
+    )

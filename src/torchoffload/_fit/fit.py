@@ -1,0 +1,388 @@
+"""fit: the step that takes the least time in the memory there is."""
+
+import os
+import re
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, Unpack
+
+import torch
+from torch import nn
+
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.blocks import can_checkpoint
+from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
+from torchoffload._fit.driver import Driver, Phase
+from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.meter import meter_for
+from torchoffload._fit.plan_file import read_plan, write_plan
+from torchoffload._fit.step import StepPlan
+from torchoffload._modules.selection import Chosen, Selector, choose
+from torchoffload._pytorch.module_hooks import remove_forward_hooks
+from torchoffload._pytorch.tracing import is_not_traced
+from torchoffload._warnings import warn_user
+
+__all__ = ["FitPlan", "Fitted", "fit"]
+
+_DEFAULT_MARGIN = 0.04
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
+_ALLOWED = 'a number of bytes, a text such as "40GiB", a fraction of the device above 0 and at most 1, or None'
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """The plan that a fitted model follows.
+
+    Attributes
+    ----------
+    predicted_s, measured_s : float or None
+        How long forward and backward take together, in seconds: as predicted, and as measured when the plan was tried.
+        None where nothing was measured.
+    predicted_peak_bytes : int
+        The most memory that is allocated on the device, as predicted.
+    reserved_bytes : int
+        The most that PyTorch had reserved on the device under the plan; 0 where this cannot be asked for.
+    recompute_s : float
+        How much of the predicted time is spent on computing again, in seconds.
+    kept_bytes, moved_bytes : int
+        What the blocks keep on the device, and what they move, in bytes.
+    window_bytes : int
+        The size of the offload window and of the reload window, in bytes.
+    """
+
+    predicted_s: float
+    measured_s: float | None
+    predicted_peak_bytes: int
+    reserved_bytes: int
+    recompute_s: float
+    kept_bytes: int
+    moved_bytes: int
+    window_bytes: int
+
+
+def _parse_memory(memory: object, total_bytes: "int | None") -> int:
+    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
+        raise TypeError(f"memory must be {_ALLOWED}, got {described(memory)}")
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory)
+        if found is None or found[2].lower() not in _UNITS:
+            raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
+        memory = int(float(found[1]) * _UNITS[found[2].lower()])
+    if isinstance(memory, float):
+        if not 0 < memory <= 1:
+            raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
+        assert total_bytes is not None
+        memory = int(memory * total_bytes)
+    if memory < 1:
+        raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
+    return memory
+
+
+_lock = threading.RLock()
+_drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictionary()
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return
+    driver = _drivers.get(module)
+    if driver is not None:
+        driver.call_begins((args, kwargs))
+
+
+def _leave(module: nn.Module, _args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return
+    driver = _drivers.get(module)
+    if driver is not None:
+        driver.call_ends(output)
+
+
+class Fitted:
+    """The handle that ``fit`` returns: the plan of a model, what it predicts, and how to undo it.
+
+    Dropping the handle changes nothing: the model goes on following its plan. Used as a context manager, it removes
+    the hooks at the end of the block.
+    """
+
+    def __init__(self, model: nn.Module, driver: Driver) -> None:
+        self._model = weakref.ref(model)
+        self._driver = driver
+
+    @property
+    def phase(self) -> str:
+        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed"."""
+        return self._driver.phase.value
+
+    @property
+    def plan(self) -> FitPlan | None:
+        """The plan that is followed; None as long as none has been chosen."""
+        settled = self._driver.settled
+        if settled is None:
+            return None
+        plan: StepPlan = settled.plan
+        return FitPlan(
+            predicted_s=plan.step_s,
+            measured_s=settled.step_s,
+            predicted_peak_bytes=plan.peak_bytes,
+            reserved_bytes=settled.reserved_bytes,
+            recompute_s=plan.recompute_s,
+            kept_bytes=plan.kept_bytes,
+            moved_bytes=plan.moved_bytes,
+            window_bytes=plan.window_bytes,
+        )
+
+    def frontier(self, count: int = 12) -> tuple[FrontierPoint, ...]:
+        """Return what the step would take in other amounts of memory, as predicted.
+
+        Parameters
+        ----------
+        count : int, default 12
+            The number of amounts, from the least that will do to what the step takes with nothing moved or computed
+            again.
+
+        Returns
+        -------
+        tuple of FrontierPoint
+            From the least memory to the most.
+
+        Raises
+        ------
+        RuntimeError
+            The survey is not done yet: it takes the first two or three steps.
+        """
+        return frontier(self._driver, count)
+
+    def report(self) -> str:
+        """Return a text for people: the plan, what each block does, and what more memory would buy."""
+        return describe(self._driver)
+
+    def plot_frontier(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of time against memory, with the plan that is followed. It needs matplotlib.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file; its suffix says which format, as matplotlib knows them.
+
+        Raises
+        ------
+        RuntimeError
+            The survey is not done yet.
+        ImportError
+            matplotlib is not installed.
+        """
+        plot(self._driver, path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, for ``fit(model, plan=path)`` in a later run of the same training.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file. It is replaced if it exists.
+
+        Raises
+        ------
+        RuntimeError
+            No plan has been chosen yet.
+        """
+        write_plan(self._driver, path)
+
+    def replan(self, memory: int | float | str) -> None:
+        """Plan for another amount of memory. What the survey showed still holds; plans are tried again.
+
+        Parameters
+        ----------
+        memory : int, float or str
+            As for ``fit``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``memory`` is not valid.
+        RuntimeError
+            The step does not fit, or the handle was removed.
+        """
+        driver = self._driver
+        if driver.phase is Phase.REMOVED:
+            raise RuntimeError("this fit was removed: call torchoffload.fit() again")
+        needs_total = isinstance(memory, float)
+        driver.memory_bytes = _parse_memory(memory, driver.meter.total_bytes() if needs_total else None)
+        if driver.step is not None:
+            driver.choose()
+
+    def remove(self) -> None:
+        """Remove all hooks from the model. Autograd graphs that are alive stay valid."""
+        model = self._model()
+        with _lock:
+            if self._driver.phase is Phase.REMOVED:
+                return
+            if model is not None:
+                remove_forward_hooks(model, _enter, _leave)
+                _drivers.pop(model, None)
+                self._driver.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        model = self._model()
+        return f"{type(self).__name__}({type(model).__name__}, {len(self._driver.names)} blocks, {self.phase})"
+
+
+def _chosen_blocks(model: nn.Module, blocks: "Selector | Sequence[Selector] | None") -> list[Chosen]:
+    chosen = choose(model, find_blocks(model) if blocks is None else blocks)
+    inside: set[nn.Module] = set()
+    outermost = []
+    for each in chosen:  # parents come first
+        if each.module not in inside:
+            outermost.append(each)
+            inside.update(each.module.modules())
+    return outermost
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]} - {torch.device("meta")}
+    on_accelerators = sorted((each for each in devices if each.type != "cpu"), key=str)
+    if len(on_accelerators) > 1:
+        shown = ", ".join(map(str, on_accelerators))
+        raise ValueError(f"model is spread over several devices ({shown}): call fit for the part on each of them")
+    return on_accelerators[0] if on_accelerators else torch.device("cpu")
+
+
+def _check_margin(margin: object) -> None:
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise TypeError(f"margin must be a number from 0 to below 0.5, got {described(margin)}")
+    if not 0 <= margin < 0.5:
+        raise ValueError(f"margin must be a number from 0 to below 0.5, got {short(margin)}")
+
+
+@is_not_traced
+def fit(
+    model: nn.Module,
+    memory: int | float | str | None = None,
+    *,
+    blocks: Selector | Sequence[Selector] | None = None,
+    recompute: bool = True,
+    move: bool = True,
+    margin: float = _DEFAULT_MARGIN,
+    plan: str | os.PathLike[str] | None = None,
+    on_unfit: Literal["error", "warn"] = "error",
+    **options: Unpack[ContextKeywords],
+) -> Fitted:
+    """Have training steps of ``model`` take the least time that is possible in the memory there is.
+
+    For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
+    host or to disk, and which are computed again in backward. The training loop stays as it is. The first two or three
+    steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
+    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of ``torch.utils.checkpoint``
+    are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module that the training loop calls, on one device.
+    memory : int, float, str, optional
+        What this process may reserve on the device, everything included: weights, gradients, the optimizer. Bytes, a
+        text such as ``"40GiB"``, or a fraction of what the device has. Default: all that the device has free.
+    blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
+        The blocks, as ``offload_modules`` takes modules. Default: the modules that the model repeats.
+    recompute : bool, default True
+        Whether blocks may be computed again.
+    move : bool, default True
+        Whether anything may move.
+    margin : float, default 0.04
+        The part of the memory that plans leave free, for fragmentation.
+    plan : str or os.PathLike, optional
+        A file that ``Fitted.save`` wrote: its plan is followed, without a survey. ``memory`` is that of the file, if
+        it is not given.
+    on_unfit : {"error", "warn"}, default "error"
+        What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
+        way it runs in the least memory from then on.
+    **options
+        The keyword options of ``OffloadActivations``, except ``model`` and the windows, for what moves.
+
+    Returns
+    -------
+    Fitted
+        A handle: ``report()``, ``plan``, ``frontier()``, ``plot_frontier()``, ``save()``, ``replan()``, ``remove()``.
+
+    Raises
+    ------
+    TypeError
+        An argument has a wrong type, or an option is unknown.
+    ValueError
+        An argument is out of its range, no module matches ``blocks``, ``model`` is fitted already, or is spread over
+        several devices.
+    FileNotFoundError, NotADirectoryError, PermissionError
+        ``disk_dir`` cannot be used, as for ``OffloadActivations``, or there is no file ``plan``.
+    RuntimeError
+        Something may move with ``tier="host"`` on a machine without an accelerator. A training step raises it where
+        the step does not fit, with the least memory that would do.
+
+    Notes
+    -----
+    While it measures it resets PyTorch's statistics of peak memory, and it empties the allocator's cache each time that
+    the plan changes. On a CPU the memory that a step takes is reckoned from sizes and not measured.
+
+    Examples
+    --------
+    >>> fitted = torchoffload.fit(model, memory="40GiB")
+    >>> train(model)
+    >>> print(fitted.report())
+    """
+    check_module("model", model)
+    check_bool("recompute", recompute)
+    check_bool("move", move)
+    _check_margin(margin)
+    if on_unfit not in ("error", "warn"):
+        raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    windows = [name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options]
+    if windows:
+        raise TypeError(f"fit chooses the windows itself: leave {windows[0]} out")
+    if move:
+        require_accelerator(OffloadOptions(**options).tier, "fit")
+    meter = meter_for(_device_of(model))
+    saved = None if plan is None else read_plan(plan)
+    if saved is not None and memory is None:
+        memory = saved.memory_bytes
+    if memory is None or isinstance(memory, float):
+        total_bytes = meter.total_bytes()
+        memory = total_bytes if memory is None else memory
+    else:
+        total_bytes = None
+    memory_bytes = _parse_memory(memory, total_bytes)
+    if recompute and not can_checkpoint():
+        recompute = False
+        warn_user(
+            f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
+            "nothing is computed again: what is saved is kept or moves. Update torchoffload."
+        )
+    chosen = _chosen_blocks(model, blocks)
+    with _lock:
+        if model in _drivers:
+            raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
+        driver = Driver(
+            model, chosen, meter, memory_bytes=memory_bytes, margin=float(margin), may_recompute=recompute,
+            may_move=move, options=dict(options), raises=on_unfit == "error",
+        )  # fmt: skip
+        if is_disabled():
+            driver.remove()
+        else:
+            remove_forward_hooks(model, _enter, _leave)
+            model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+            model.register_forward_hook(_leave)
+            _drivers[model] = driver
+            if saved is not None:
+                driver.follow_saved(saved)
+    return Fitted(model, driver)

@@ -1,0 +1,152 @@
+"""Kinds of blocks: which blocks do the same, and the ways to run a block that its record allows."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
+from torchoffload._fit.record import BlockRecord
+from torchoffload._fit.step import Output, Way
+
+__all__ = ["LEAST", "Kind", "kind_of_call"]
+
+# Computes the whole block again, whatever it does.
+LEAST = BlockPlan(operators=())
+
+
+def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """Return what a call of a block has in common with the calls that do the same, as a value to compare."""
+    modules = tuple((name, type(each), each.training) for name, each in module.named_modules())
+    tensors = tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad)
+        for table in (module.named_parameters(), module.named_buffers())
+        for name, each in table
+    )
+    arguments = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in tree_leaves(inputs)
+    )
+    device_type = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), "cpu")
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    return modules, tensors, arguments, autocast
+
+
+class Kind:
+    """What is known of the blocks of one kind.
+
+    Parameters
+    ----------
+    record : BlockRecord
+        What a call of one of them did.
+    changed : str or None
+        The type of a container that the call changed and that lived on, if there was one.
+    may_recompute : bool
+        Whether the user allows to compute again.
+
+    Attributes
+    ----------
+    obstacle : str or None
+        Why no block of the kind can be computed again; None if it can.
+    """
+
+    def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool) -> None:
+        self._record = record
+        self.obstacle: str | None = None
+        if not may_recompute:
+            self.obstacle = "recompute=False"
+        elif changed is not None:
+            self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
+        elif not frontier(record):
+            self.obstacle = "it writes to what is not its own, or runs kernels that PyTorch does not see"
+        self.least = self._corners()[0].plan if self.obstacle is None else None
+
+    def _corners(self) -> list[Corner]:
+        return frontier(self._record)
+
+    @property
+    def operators(self) -> tuple[Any, ...]:
+        """The operators of a call, in order."""
+        return tuple(call.operator for call in self._record.operators)
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of all that autograd saves and the block has made."""
+        return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.made)
+
+    @property
+    def saved_input_bytes(self) -> int:
+        """The bytes of the arguments that autograd saves."""
+        return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.inputs)
+
+    def set_times(self, seconds: dict[int, float]) -> None:
+        """Take the times of operators, by their numbers, for what was recorded; scale those that are not given."""
+        calls = self._record.operators
+        recorded_ns = sum(calls[number].duration_ns for number in seconds if number < len(calls))
+        scale = sum(seconds.values()) * 1e9 / recorded_ns if recorded_ns else 1.0
+        for number, call in enumerate(calls):
+            known = seconds.get(number)
+            call.duration_ns = max(1, round(call.duration_ns * scale if known is None else known * 1e9))
+
+    def recompute_s(self, plan: BlockPlan) -> float:
+        """Return how long a recomputation takes that follows ``plan``."""
+        return 1e-9 * sum(
+            call.duration_ns
+            for number, call in enumerate(self._record.operators)
+            if number not in plan.kept and number not in plan.skipped
+        )
+
+    def outputs_and_ways(self, input_bytes: int) -> tuple[tuple[Output, ...], tuple[Way, ...]]:
+        """Return what a block may keep, and the ways to run it, from the least bytes to the least time.
+
+        Parameters
+        ----------
+        input_bytes : int
+            The bytes of the arguments that are its own, and not those of another block as well.
+        """
+        record = self._record
+        grouped = group_operators(record)
+        groups = [] if grouped is None else grouped[0]
+        ready_s, so_far = [], 0
+        for call in record.operators:
+            so_far += call.duration_ns
+            ready_s.append(so_far * 1e-9)
+        corners = self._corners() if self.obstacle is None else []
+        outputs, plain, of_operator = [], [], {}
+        for group in groups:
+            if group.is_needed or any(group.operators[0] in corner.plan.kept for corner in corners):
+                if group.is_needed:
+                    plain.append(len(outputs))
+                of_operator[group.operators[0]] = len(outputs)
+                outputs.append(Output(group.nbytes, ready_s[group.operators[-1]], group.operators))
+        rest = self.saved_bytes - sum(outputs[number].nbytes for number in plain)
+        if rest > 0:  # made by no operator that counts
+            plain.append(len(outputs))
+            outputs.append(Output(rest, 0.0))
+        ways = [Way(0.0, tuple(plain), min(self.saved_input_bytes, input_bytes))]
+        for corner in corners:
+            kept = tuple(output for operator, output in of_operator.items() if operator in corner.plan.kept)
+            ways.append(Way(corner.recompute_ns * 1e-9, kept, input_bytes, corner.plan))
+        return tuple(outputs), tuple(_hull(ways, outputs))
+
+
+def _hull(ways: list[Way], outputs: list[Output]) -> list[Way]:
+    """Return the corners of the convex hull of bytes and time, from the least bytes to the least time."""
+
+    def nbytes(way: Way) -> int:
+        return way.input_bytes + sum(outputs[number].nbytes for number in way.kept)
+
+    corners: list[Way] = []
+    # Of ways that are alike the plain one is best: it has no modes.
+    for way in sorted(ways, key=lambda way: (nbytes(way), way.recompute_s, not way.is_plain)):
+        if corners and way.recompute_s >= corners[-1].recompute_s:
+            continue
+        while len(corners) > 1 and not _is_corner(*((nbytes(each), each.recompute_s) for each in (*corners[-2:], way))):
+            corners.pop()
+        corners.append(way)
+    return corners
+
+
+def _is_corner(left: tuple[int, float], middle: tuple[int, float], right: tuple[int, float]) -> bool:
+    return (middle[1] - left[1]) * (right[0] - middle[0]) < (right[1] - middle[1]) * (middle[0] - left[0])

@@ -1,0 +1,132 @@
+"""Plans as JSON files, for later runs of the same training."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
+
+if TYPE_CHECKING:
+    from torchoffload._fit.driver import Driver
+
+__all__ = ["SavedPlan", "read_plan", "write_plan"]
+
+_FORMAT = "torchoffload plan 1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedPlan:
+    """A plan as it stands in a file.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        What it was made for.
+    largest_size : int
+        The elements of the arguments of the model's largest call.
+    step : Step
+        What the survey showed.
+    plan : StepPlan
+        The plan.
+    step_s : float or None
+        How long it took when it was tried.
+    names : list of str
+        The block of each call.
+    operators : list of list of str
+        The operators of each kind of block.
+    """
+
+    memory_bytes: int
+    largest_size: int
+    step: Step
+    plan: StepPlan
+    step_s: float | None
+    names: list[str]
+    operators: list[list[str]]
+
+
+def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
+    """Write the plan that is followed."""
+    step, settled = driver.step, driver.settled
+    if step is None or settled is None:
+        raise RuntimeError("no plan has been chosen yet: it takes some training steps")
+    document = {
+        "format": _FORMAT,
+        "torch": torch.__version__,
+        "memory_bytes": driver.memory_bytes,
+        "largest_size": driver.largest_size,
+        "step": dataclasses.asdict(step),
+        "plan": dataclasses.asdict(settled.plan),
+        "step_s": settled.step_s,
+        "names": [driver.names[module] for module in driver.call_modules],
+        "operators": [[str(each) for each in driver.operators_of(kind)] for kind in range(len(step.kinds))],
+    }
+    text = json.dumps(document, default=_plain)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value)  # an operator
+
+
+def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
+    """Read a plan. ValueError if the file is none that ``write_plan`` wrote."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["format"] != _FORMAT:
+            raise ValueError("another format")
+        step = document["step"]
+        kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
+        calls = tuple(Call(**call) for call in step.pop("calls"))
+        plan = document["plan"]
+        planned = tuple(CallPlan(each["way"], tuple(each["moved"]), each["moves"]) for each in plan.pop("calls"))
+        return SavedPlan(
+            memory_bytes=document["memory_bytes"],
+            largest_size=document["largest_size"],
+            step=Step(kinds=kinds, calls=calls, **step),
+            plan=StepPlan(calls=planned, **plan),
+            step_s=document["step_s"],
+            names=document["names"],
+            operators=document["operators"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"plan {os.fspath(path)!r} is no file that Fitted.save() of this version wrote ({error}): fit without it, "
+            "and save it again"
+        ) from None
+
+
+def _kind(given: dict[str, Any]) -> Kind:
+    outputs = tuple(Output(each["nbytes"], each["ready_s"], tuple(each["operators"])) for each in given["outputs"])
+    ways = tuple(
+        Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))
+        for way in given["ways"]
+    )
+    return Kind(given["forward_s"], given["backward_s"], outputs, ways)
+
+
+def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:
+    if given is None:
+        return None
+    sets = {name: frozenset(given[name]) for name in ("kept", "moved", "skipped", "final", "draws")}
+    scalars = {int(number): _as_tuple(values) for number, values in given["scalars"].items()}
+    return BlockPlan(operators=tuple(map(_operator, given["operators"])), scalars=scalars, **sets)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _operator(name: str) -> Any:
+    """Return the operator of this name, such as "aten.mm.default"."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

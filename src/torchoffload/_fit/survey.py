@@ -1,0 +1,313 @@
+"""The survey: steps in the least memory, in which blocks are recorded and times and memory are measured."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchoffload._fit.effects import Containers
+from torchoffload._fit.kinds import Kind, kind_of_call
+from torchoffload._fit.meter import Meter, unique_bytes
+from torchoffload._fit.operators import storages
+from torchoffload._fit.record import BlockRecord
+from torchoffload._fit.replay import Watch
+from torchoffload._fit.step import Call, Step
+from torchoffload._fit.step import Kind as StepKind
+
+__all__ = ["Survey", "SurveyedCall"]
+
+_MOST_RECORDING_STEPS = 4
+_weak: Any = StorageWeakRef  # the class has no annotations
+
+
+class SurveyedCall(Watch):
+    """One call of a block in a surveyed step.
+
+    Attributes
+    ----------
+    module : nn.Module
+        The block.
+    key : tuple
+        What tells its kind.
+    input_bytes : int
+        The bytes of its arguments that no earlier call of the step was given, too.
+    forward_bytes, backward_bytes : int
+        The most on the device while it runs.
+    began, returned, began_again : moment
+        When its forward begins and ends, and when its recomputation begins; None while that has not happened.
+    """
+
+    def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
+        kind = survey.kinds.get(key)
+        super().__init__(None if kind is None else kind.least)
+        self.records = kind is None
+        self.module = module
+        self.key = key
+        self.input_bytes = survey.note_inputs(inputs)
+        self.forward_bytes = self.backward_bytes = 0
+        self.returned: Any = None
+        self.began_again: Any = None
+        self.moments: dict[int, tuple[Any, Any]] = {}
+        self._survey = survey
+        self._containers = Containers(module, inputs) if self.records else None
+        self.times_operators = not self.records and survey.is_first_of_kind(key)
+        self.began = survey.mark(self._note_forward)
+
+    def _note_forward(self, peak: int) -> None:
+        self.forward_bytes = max(self.forward_bytes, peak)
+
+    def _note_backward(self, peak: int) -> None:
+        self.backward_bytes = max(self.backward_bytes, peak)
+
+    def recorded(self, record: BlockRecord) -> None:
+        """Note what the call did, for all blocks of the kind."""
+        changed = self._containers.changed() if self._containers is not None else None
+        self._survey.add_kind(self.key, Kind(record, changed, self._survey.may_recompute))
+
+    def ended(self) -> None:
+        """Note the end of forward."""
+        self._containers = None
+        self.returned = self._survey.mark(self._survey.after(self))
+
+    def left_plan(self) -> None:
+        """Note that the block is not what its kind is."""
+        self._survey.differs(self.module)
+
+    def begins_again(self) -> None:
+        """Note the beginning of the block's backward."""
+        if self.times_operators and self.plan is not None:
+            self._survey.meter.keep_host_ahead(len(self.plan.operators))
+        self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
+        self._survey.last_again = self
+
+    def timed(self, number: int, run: Callable[[], Any]) -> Any:
+        """Run one operator of the recomputation between two moments."""
+        begin = self._survey.meter.now()
+        output = run()
+        self.moments[number] = (begin, self._survey.meter.now())
+        return output
+
+
+class Survey:
+    """Watches steps in the least memory until each block is known, and then says what a step takes.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    meter : Meter
+        The device's clock and memory.
+    may_recompute : bool
+        Whether blocks may be computed again.
+
+    Attributes
+    ----------
+    kinds : dict of tuple to Kind
+        What is known of each kind of block.
+    calls : list of SurveyedCall
+        The calls of the step, in the order of forward.
+    """
+
+    def __init__(self, model: nn.Module, meter: Meter, *, may_recompute: bool) -> None:
+        self.meter = meter
+        self.may_recompute = may_recompute
+        self.kinds: dict[tuple[Any, ...], Kind] = {}
+        self.calls: list[SurveyedCall] = []
+        self.last_again: SurveyedCall | None = None
+        self._model = model
+        self._different: dict[int, nn.Module] = {}  # blocks that are no kind with others
+        self._recording_steps = 0
+        self._sink: Callable[[int], None] = self._note_other
+        self._clear()
+
+    def _clear(self) -> None:
+        self.calls = []
+        self.last_again = None
+        self._new_kinds = False
+        self._inputs: dict[int, Any] = {}
+        self._loss_bytes = 0
+        self._backward_began: Any = None
+        self._ended: Any = None
+
+    # What calls of blocks tell.
+
+    def watch(self, module: nn.Module, inputs: Any) -> SurveyedCall:
+        """Return what a call of a block is to do."""
+        key = kind_of_call(module, inputs)
+        if id(module) in self._different:
+            key = (*key, id(module))
+        call = SurveyedCall(self, module, key, inputs)
+        self.calls.append(call)
+        return call
+
+    def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
+        """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
+        peak = self.meter.take_peak()
+        if begins_backward and self._backward_began is None:
+            self._backward_began = self.meter.now()
+            self._note_loss(peak)
+        else:
+            self._sink(peak)
+        self._sink = sink
+        return self.meter.now()
+
+    def after(self, call: SurveyedCall) -> Callable[[int], None]:
+        """Return who gets the peak behind a call's forward, if another call follows."""
+        return call._note_forward
+
+    def _note_loss(self, peak: int) -> None:
+        self._loss_bytes = max(self._loss_bytes, peak)
+
+    def _note_other(self, peak: int) -> None:
+        self._other_bytes = peak
+
+    def note_inputs(self, inputs: Any) -> int:
+        """Return the bytes of arguments that no earlier call of this step was given."""
+        nbytes = 0
+        for storage in storages(inputs):
+            known = self._inputs.get(storage._cdata)
+            if known is None or known.expired():
+                self._inputs[storage._cdata] = _weak(storage)
+                nbytes += storage.nbytes()
+        return nbytes
+
+    def is_first_of_kind(self, key: tuple[Any, ...]) -> bool:
+        """Return whether this step had no call of the kind so far."""
+        return all(call.key != key for call in self.calls)
+
+    def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
+        """Note what a kind of block does."""
+        self.kinds[key] = kind
+        self._new_kinds = True
+
+    def differs(self, module: nn.Module) -> None:
+        """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
+        if id(module) not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._different[id(module)] = module
+            self._new_kinds = True
+
+    # What the step tells.
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._clear()
+        self._other_bytes = 0
+        self._began = self.mark(self._note_other)
+
+    def backward_began(self) -> None:
+        """Note that a backward of the step begins."""
+        if self._backward_began is None:
+            self.mark(self._note_loss, begins_backward=True)
+
+    def backward_ended(self) -> None:
+        """End the step: a backward has ended."""
+        self._ended = self.mark(self._note_other)
+
+    def end_step(self) -> bool:
+        """Return whether the step shows all there is to know. Called when the next step is about to begin."""
+        self._sink(self.meter.take_peak())  # the optimizer's
+        if self._ended is None:
+            return False
+        if self._new_kinds and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._recording_steps += 1
+            return False
+        return True
+
+    def step(self, **limits: Any) -> tuple[Step, list[tuple[Any, ...]]]:
+        """Return what the step takes, and the keys of its kinds by their numbers.
+
+        Parameters
+        ----------
+        **limits
+            The fields of ``Step`` that are no matter of the survey.
+        """
+        calls = [call for call in self.calls if call.returned is not None and call.key in self.kinds]
+        keys = list(dict.fromkeys(call.key for call in calls))
+        between = self.meter.between_s
+        again = sorted(
+            (between(self._began, call.began_again), number)
+            for number, call in enumerate(calls)
+            if call.began_again is not None
+        )
+        end_s = between(self._began, self._ended)
+        begins = [begin for begin, _ in again]
+        spans = {
+            number: (again[i + 1][0] if i + 1 < len(again) else end_s) - begin for i, (begin, number) in enumerate(again)
+        }
+        last = again[-1][1] if again else -1
+        kinds = [self._kind(key, calls, spans, last) for key in keys]
+        forward_s = between(self._began, calls[-1].returned) if calls else 0.0
+        numbers = {key: number for number, key in enumerate(keys)}
+        in_blocks_s = sum(kinds[numbers[call.key]].forward_s for call in calls)
+        backward_s = sum(kinds[numbers[calls[number].key]].backward_s + self._least_s(calls[number].key) for number in spans)
+        rest_s = sum(kinds[numbers[call.key]].backward_s for number, call in enumerate(calls) if number not in spans)
+        first_s = begins[0] if begins else end_s
+        step = Step(
+            kinds=tuple(kinds),
+            calls=tuple(self._calls(calls, numbers, kinds)),
+            head_s=max(0.0, forward_s - in_blocks_s),
+            loss_s=max(0.0, first_s - forward_s - rest_s),
+            end_s=max(0.0, end_s - first_s - backward_s),
+            loss_bytes=self._loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
+            other_bytes=self._other_bytes,
+            fixed=self._fixed(),
+            **limits,
+        )
+        return step, keys
+
+    def _least_s(self, key: tuple[Any, ...]) -> float:
+        kind = self.kinds[key]
+        return 0.0 if kind.least is None else kind.recompute_s(kind.least)
+
+    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall], spans: dict[int, float], last: int) -> StepKind:
+        kind, between = self.kinds[key], self.meter.between_s
+        mine = [(number, call) for number, call in enumerate(calls) if call.key == key]
+        for _, call in mine:
+            if call.moments:
+                kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
+        # The first call is given what all share, too.
+        input_bytes = min(call.input_bytes for _, call in mine)
+        outputs, ways = kind.outputs_and_ways(input_bytes)
+        forward_s = statistics.median(between(call.began, call.returned) for _, call in mine)
+        known = [spans[number] for number, _ in mine if number in spans and number != last] or [
+            spans[number] for number, _ in mine if number in spans
+        ]
+        backward_s = 2 * forward_s
+        if known:
+            backward_s = max(statistics.median(known) - self._least_s(key), 0.5 * forward_s)
+        return StepKind(forward_s, backward_s, outputs, ways)
+
+    def _calls(
+        self, calls: list[SurveyedCall], numbers: dict[tuple[Any, ...], int], kinds: list[StepKind]
+    ) -> list[Call]:
+        found: list[Call] = []
+        behind = self._loss_bytes
+        for call in reversed(calls):
+            number = numbers[call.key]
+            kept = kinds[number].kept_bytes(kinds[number].ways[-1])
+            if not self.meter.measures_memory:
+                base = self._reckoned_bytes()
+                found.append(Call(number, base, base + self.kinds[call.key].saved_bytes + call.input_bytes))
+                continue
+            # Where nothing shows when a block's backward begins, it is a part of what comes before it.
+            is_known = call.began_again is not None
+            behind = call.backward_bytes if is_known else behind
+            found.append(Call(number, call.forward_bytes, behind + (0 if is_known else kept)))
+        return found[::-1]
+
+    def _fixed(self) -> dict[str, int]:
+        weights = unique_bytes([*self._model.parameters(), *self._model.buffers()])
+        gradients = sum(
+            each.numel() * each.element_size() for each in self._model.parameters() if each.requires_grad
+        )
+        return {"weights": weights, "gradients": gradients}
+
+    def _reckoned_bytes(self) -> int:
+        return sum(self._fixed().values())
+
+    def forget_tensors(self) -> None:
+        """Forget the calls, and with them all that they hold."""
+        self._clear()
