@@ -9,6 +9,7 @@
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/saved_tensor.h"
+#include "autograd/storage_addresses.h"
 #include "autograd/user_code.h"
 #include "core/planning/frontier.h"
 #include "core/planning/joint_plan.h"
@@ -284,6 +285,14 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("trim", trim);
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::pos_only());
+  m.def(
+      "storage_addresses",
+      [](const py::handle& value) {
+        PyObject* const addresses = storage_addresses(value.ptr());
+        if (addresses == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(addresses);
+      },
+      py::arg("value"), py::pos_only());
   m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
         py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
   m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());

@@ -92,6 +92,21 @@ def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tu
     ValueError: a group of that number does not exist, or there are too many.
     """
 
+def joint_plan(step: object, memory_bytes: int | None, /) -> dict[str, Any] | None:
+    """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
+
+    ``step`` has the attributes of ``_fit.step.Step``; each call is (number of its way, numbers of the outputs that move,
+    whether anything moves). None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
+
+    ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
+    """
+
+def storage_addresses(value: object, /) -> set[int] | None:
+    """Return the addresses of the storages of all tensors in a nest of tuples, lists and dicts.
+
+    None: there is something in it that is neither a plain tensor, nor such a container, nor a value without tensors.
+    """
+
 def absent_tensor(
     sizes: Sequence[int],
     strides: Sequence[int],

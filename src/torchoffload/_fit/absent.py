@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchoffload._core import core
-from torchoffload._fit.operators import Layout, storages, written
+from torchoffload._fit.operators import Layout, addresses, written
 
 __all__ = ["AbsentTensors"]
 
@@ -82,8 +82,8 @@ class AbsentTensors:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on arguments that all have values."""
         for target in written(func, args, kwargs):
-            for storage in storages(target):
-                self._make_readers(storage._cdata)  # they read what it is now
+            for storage in addresses(target):
+                self._make_readers(storage)  # they read what it is now
         self.make((args, kwargs))
         return func(*args, **kwargs)
 
@@ -91,18 +91,21 @@ class AbsentTensors:
         """Make the tensors in ``value`` that are absent."""
         if not self._thunks:
             return
-        if any(_hides_tensors(leaf) for leaf in tree_leaves(value)):
-            for address in list(self._thunks):
-                self._make(address)
-        for storage in storages(value):
-            self._make(storage._cdata)
+        found = core.storage_addresses(value)
+        if found is None:  # there are tensors of other classes
+            if any(_hides_tensors(leaf) for leaf in tree_leaves(value)):
+                found = set(self._thunks)
+            else:
+                found = addresses(value)
+        for address in found & self._thunks.keys():
+            self._make(address)
 
     def _add_thunk(self, tensor: torch.Tensor, run: Callable[[], None], arguments: Any) -> None:
         storage = tensor.untyped_storage()._cdata
         self._thunks.setdefault(storage, []).append(run)
         self._held.append(tensor)
-        for read in storages(arguments):
-            self._readers[read._cdata].add(storage)
+        for read in addresses(arguments):
+            self._readers[read].add(storage)
 
     def _make(self, storage: int) -> None:
         thunks = self._thunks.pop(storage, None)

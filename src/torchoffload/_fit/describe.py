@@ -88,8 +88,8 @@ def _runs(names: list[str], plans: list[CallPlan]) -> Iterator[tuple[str, CallPl
             first = number
 
 
-def _operators(driver: "Driver", kind: int, outputs: list[int]) -> str:
-    made, operators = driver.step.kinds[kind].outputs, driver.operators_of(kind)  # type: ignore[union-attr]
+def _operators(driver: "Driver", step: Step, kind: int, outputs: list[int]) -> str:
+    made, operators = step.kinds[kind].outputs, driver.operators_of(kind)
     counts = Counter(
         str(operators[number]).removeprefix("aten.").removesuffix(".default")
         for output in outputs
@@ -100,8 +100,7 @@ def _operators(driver: "Driver", kind: int, outputs: list[int]) -> str:
     return ", ".join(shown) + (", ..." if len(counts) > _OPERATORS_SHOWN else "")
 
 
-def _call_line(driver: "Driver", name: str, planned: CallPlan, kind_number: int) -> str:
-    step = _surveyed(driver)
+def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_number: int) -> str:
     kind = step.kinds[kind_number]
     way = kind.ways[planned.way]
     moved = sum(kind.outputs[output].nbytes for output in planned.moved)
@@ -113,11 +112,11 @@ def _call_line(driver: "Driver", name: str, planned: CallPlan, kind_number: int)
         return f"  {name}: {does}" + (f"; it cannot be computed again: {obstacle}" if obstacle else "")
     parts = [f"computes again in {_ms(way.recompute_s)}"]
     if planned.moved:
-        parts.append(f"moves {human_bytes(moved)} of {_operators(driver, kind_number, list(planned.moved))}")
+        parts.append(f"moves {human_bytes(moved)} of {_operators(driver, step, kind_number, list(planned.moved))}")
     if planned.moves:
         parts.append(f"moves its input, {human_bytes(way.input_bytes)}")
     if kept:
-        parts.append(f"keeps {human_bytes(kept_bytes)} of {_operators(driver, kind_number, kept)}")
+        parts.append(f"keeps {human_bytes(kept_bytes)} of {_operators(driver, step, kind_number, kept)}")
     return f"  {name}: " + "; ".join(parts)
 
 
@@ -144,7 +143,7 @@ def describe(driver: "Driver") -> str:
     names = [driver.names[module] for module in driver.call_modules]
     first = 0
     for name, planned, count in _runs(names, list(plan.calls)):
-        lines.append(_call_line(driver, name, planned, step.calls[first].kind))
+        lines.append(_call_line(driver, settled.step, name, planned, settled.step.calls[first].kind))
         first += count
     lines.append("Time against memory, predicted:")
     for point in frontier(driver, 8):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import statistics
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.blocks import unplan_block, watch_block
+from torchoffload._fit.kinds import hull
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.replay import Watch
-from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
+from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, least_plan, plan_step
 from torchoffload._fit.survey import Survey
 from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
 from torchoffload._modules.selection import Chosen
@@ -50,6 +52,8 @@ class Trial:
 
     Attributes
     ----------
+    step : Step
+        What the plan was made from.
     plan : StepPlan
         The plan.
     step_s : float or None
@@ -60,10 +64,27 @@ class Trial:
         Whether a step ran out of memory, or more was reserved than the user gives.
     """
 
+    step: Step
     plan: StepPlan
     step_s: float | None = None
     reserved_bytes: int = 0
     has_failed: bool = False
+
+    @property
+    def does(self) -> Any:
+        """What the blocks do, as a value to compare."""
+        ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
+        moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
+        return [(way.is_plain, way.kept) for way in ways], moves, self.plan.window_bytes
+
+    @property
+    def again_count(self) -> int:
+        """How many calls of blocks compute something again."""
+        calls = zip(self.step.calls, self.plan.calls, strict=True)
+        return sum(not self._way(call, planned).is_plain for call, planned in calls)
+
+    def _way(self, call: Call, planned: CallPlan) -> Way:
+        return self.step.kinds[call.kind].ways[planned.way]
 
 
 class _Followed(Watch):
@@ -136,13 +157,15 @@ class Driver:
         self.names = {each.module: each.name for each in chosen}
         self.meter = meter
         self.memory_bytes = memory_bytes
-        self.margin = margin
+        self.margin = self._given_margin = margin
         self.may_recompute, self.may_move = may_recompute, may_move
         self.options = options
         self._context_options = OffloadOptions(**options)
         self._raises = raises
         self.phase = Phase.SURVEY
         self.step: Step | None = None
+        self._surveyed: Step | None = None  # before anything was learned from trials
+        self._has_learned = False
         self.call_modules: list[nn.Module] = []
         self.trials: list[Trial] = []
         self.settled: Trial | None = None
@@ -189,6 +212,8 @@ class Driver:
                 self._has_begun = False
                 if is_known:
                     self._make_plan()
+                else:
+                    self._watch(self.survey.largest_input_bytes)
             self.largest_size = max(self.largest_size, size)
         if self.phase is Phase.TRIALS:
             if self._has_begun and (self._has_ended or self.meter.oom_count() > self._ooms):
@@ -236,7 +261,12 @@ class Driver:
         self._has_begun = self._has_ended = False
         self.trials, self.settled, self.step = [], None, None
         self.survey = Survey(self.model, self.meter, may_recompute=self.may_recompute)
-        self._follow(list(self.names), self.survey.watch, list(self.names) if self.may_move else [], None)
+        self._watch(None)
+
+    def _watch(self, window_bytes: int | None) -> None:
+        """Have the survey watch the blocks, in the least memory that is known."""
+        blocks = list(self.names)
+        self._follow(blocks, self.survey.watch, blocks if self.may_move else [], window_bytes)
 
     def _make_plan(self) -> None:
         if self.may_move and self._link is None:
@@ -251,6 +281,7 @@ class Driver:
             may_move=self.may_move,
             **dataclasses.asdict(link),
         )
+        self._surveyed = self.step
         kinds = [self.survey.kinds[key] for key in keys]
         self._operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
@@ -258,31 +289,39 @@ class Driver:
         self.survey.forget_tensors()
         self.choose()
 
+    def replan(self, memory_bytes: int) -> None:
+        """Plan for another amount of memory."""
+        self.memory_bytes, self.margin = memory_bytes, self._given_margin
+        if self.step is not None:
+            self.choose()
+
     def choose(self) -> None:
         """Find plans for what the survey showed, and try them."""
         step = self.step
         assert step is not None
         self.trials, self.settled = [], None
+        self._has_learned = step is not self._surveyed
         for recompute, rate in _CAUTIONS:
-            self._add_trial(plan_step(_cautious(step, recompute, rate), self.plan_bytes))
+            self._add_trial(step, plan_step(_cautious(step, recompute, rate), self.plan_bytes))
         if step.may_move:
-            self._add_trial(plan_step(dataclasses.replace(step, may_move=False), self.plan_bytes))
+            self._add_trial(step, plan_step(dataclasses.replace(step, may_move=False), self.plan_bytes))
         if not self.trials:
             self._does_not_fit(step)
             return
         self.phase = Phase.TRIALS
         self._next_trial()
 
-    def _add_trial(self, plan: StepPlan | None) -> None:
-        if plan is not None and all(trial.plan.calls != plan.calls or trial.plan.window_bytes != plan.window_bytes
-                                    for trial in self.trials):  # fmt: skip
-            self.trials.append(Trial(plan))
+    def _add_trial(self, step: Step, plan: StepPlan | None) -> None:
+        if plan is not None:
+            trial = Trial(step, plan)
+            if all(known.does != trial.does for known in self.trials):
+                self.trials.append(trial)
 
     def _does_not_fit(self, step: Step) -> None:
         self.phase = Phase.LEAST
         plan = least_plan(step)
-        self.settled = Trial(plan)
-        self._apply(plan)
+        self.settled = Trial(step, plan)
+        self._apply(self.settled)
         message = unfit_message(step, plan, self.memory_bytes, self.margin)
         self.notes.append(message)
         if self._raises:
@@ -296,7 +335,7 @@ class Driver:
         self._timed = -1  # the first step is not timed: memory is reserved in it
         self._others = 0
         self._ooms = self.meter.oom_count()
-        self._apply(self._trial.plan)
+        self._apply(self._trial)
         self._has_begun = self._has_ended = False
 
     def _end_trial_step(self) -> None:
@@ -324,14 +363,35 @@ class Driver:
             self._next_trial()
             return
         timed = [trial for trial in self.trials if trial.step_s is not None and not trial.has_failed]
-        if timed:
+        if timed and self._learns_from(timed):
+            self._next_trial()
+        elif timed:
             self._settle(min(timed, key=lambda trial: trial.step_s or 0.0))
         else:
             self._tighten("each plan took more memory than predicted")
 
+    def _learns_from(self, timed: list[Trial]) -> bool:
+        """Lay what plans took longer than predicted on the blocks that are computed again, once.
+
+        Returns whether another plan is the best one then, which is to be tried.
+        """
+        beyond = [(trial.step_s or 0.0) - trial.plan.step_s for trial in timed]
+        overheads = [s / trial.again_count for s, trial in zip(beyond, timed, strict=True) if trial.again_count]
+        step = self.step
+        if self._has_learned or step is None or not overheads:
+            return False
+        self._has_learned = True
+        overhead = statistics.median(overheads)
+        if overhead <= 0:
+            return False
+        self.step = step = with_overhead(step, overhead)
+        count = len(self.trials)
+        self._add_trial(step, plan_step(step, self.plan_bytes))
+        return len(self.trials) > count
+
     def _settle(self, trial: Trial) -> None:
         if trial is not self._trial:
-            self._apply(trial.plan)
+            self._apply(trial)
         self.settled, self.phase = trial, Phase.SETTLED
         self._ooms = self.meter.oom_count()
 
@@ -359,9 +419,8 @@ class Driver:
         else:
             self.choose()
 
-    def _apply(self, plan: StepPlan) -> None:
-        step = self.step
-        assert step is not None
+    def _apply(self, trial: Trial) -> None:
+        step, plan = trial.step, trial.plan
         by_module: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
         moving: dict[nn.Module, None] = {}
         for module, call, planned in zip(self.call_modules, step.calls, plan.calls, strict=True):
@@ -391,7 +450,7 @@ class Driver:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        for module in self.names.keys() - set(blocks):
+        for module in self.names:  # anew each time, so that their hooks are inside of those that move
             unplan_block(module)
         if moving:
             windows = {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
@@ -415,9 +474,9 @@ class Driver:
         self.call_modules = [modules[name] for name in saved.names]
         self.largest_size = saved.largest_size
         self._operators = [tuple(operators) for operators in saved.operators]
-        self.settled, self.phase = Trial(saved.plan, saved.step_s), Phase.SETTLED
+        self.settled, self.phase = Trial(saved.step, saved.plan, saved.step_s), Phase.SETTLED
         self._ooms = self.meter.oom_count()
-        self._apply(saved.plan)
+        self._apply(self.settled)
 
     def remove(self) -> None:
         """Take everything away."""
@@ -459,6 +518,18 @@ def _cautious(step: Step, recompute: float, rate: float) -> Step:
     return dataclasses.replace(
         step, kinds=kinds, out_bytes_per_s=step.out_bytes_per_s * rate, in_bytes_per_s=step.in_bytes_per_s * rate
     )
+
+
+def with_overhead(step: Step, overhead_s: float) -> Step:
+    """Return a step in which each call of a block that is computed again takes so much longer."""
+    kinds = []
+    for kind in step.kinds:
+        ways = [
+            way if way.is_plain else dataclasses.replace(way, recompute_s=way.recompute_s + overhead_s)
+            for way in kind.ways
+        ]
+        kinds.append(dataclasses.replace(kind, ways=tuple(hull(ways, kind.outputs))))
+    return dataclasses.replace(step, kinds=tuple(kinds))
 
 
 def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:

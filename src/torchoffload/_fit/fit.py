@@ -214,9 +214,7 @@ class Fitted:
         if driver.phase is Phase.REMOVED:
             raise RuntimeError("this fit was removed: call torchoffload.fit() again")
         needs_total = isinstance(memory, float)
-        driver.memory_bytes = _parse_memory(memory, driver.meter.total_bytes() if needs_total else None)
-        if driver.step is not None:
-            driver.choose()
+        driver.replan(_parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
 
     def remove(self) -> None:
         """Remove all hooks from the model. Autograd graphs that are alive stay valid."""

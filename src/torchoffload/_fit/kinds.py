@@ -1,6 +1,7 @@
 """Kinds of blocks: which blocks do the same, and the ways to run a block that its record allows."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,10 +11,24 @@ from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
 from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.step import Output, Way
 
-__all__ = ["LEAST", "Kind", "kind_of_call"]
+__all__ = ["HostTimes", "Kind", "hull", "kind_of_call"]
 
-# Computes the whole block again, whatever it does.
-LEAST = BlockPlan(operators=())
+# What the modes of a block take for each operator, at the very least: of two ways that take as long the one without
+# modes is better. What they really take shows when plans are tried.
+_MODES_S = 1e-6
+
+
+class HostTimes(NamedTuple):
+    """What the host takes to enqueue a block that is computed again.
+
+    Attributes
+    ----------
+    forward_s, backward_s : float
+        In forward, and in backward with the recomputation.
+    """
+
+    forward_s: float
+    backward_s: float
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -97,13 +112,24 @@ class Kind:
             if number not in plan.kept and number not in plan.skipped
         )
 
-    def outputs_and_ways(self, input_bytes: int) -> tuple[tuple[Output, ...], tuple[Way, ...]]:
+    @property
+    def duration_s(self) -> float:
+        """How long the operators of a call take."""
+        return 1e-9 * sum(call.duration_ns for call in self._record.operators)
+
+    def outputs_and_ways(
+        self, input_bytes: int, host: HostTimes, forward_s: float, backward_s: float
+    ) -> tuple[tuple[Output, ...], tuple[Way, ...]]:
         """Return what a block may keep, and the ways to run it, from the least bytes to the least time.
 
         Parameters
         ----------
         input_bytes : int
             The bytes of the arguments that are its own, and not those of another block as well.
+        host : HostTimes
+            What the host takes for a call that is computed again.
+        forward_s, backward_s : float
+            What the device takes for a call that is not.
         """
         record = self._record
         grouped = group_operators(record)
@@ -127,11 +153,14 @@ class Kind:
         ways = [Way(0.0, tuple(plain), min(self.saved_input_bytes, input_bytes))]
         for corner in corners:
             kept = tuple(output for operator, output in of_operator.items() if operator in corner.plan.kept)
-            ways.append(Way(corner.recompute_ns * 1e-9, kept, input_bytes, corner.plan))
-        return tuple(outputs), tuple(_hull(ways, outputs))
+            # A block takes as long as the device takes, or as the host takes to tell it what to do.
+            again_s = max(backward_s + corner.recompute_ns * 1e-9, host.backward_s) - backward_s
+            again_s += max(0.0, host.forward_s - forward_s) + _MODES_S * len(record.operators)
+            ways.append(Way(again_s, kept, input_bytes, corner.plan))
+        return tuple(outputs), tuple(hull(ways, outputs))
 
 
-def _hull(ways: list[Way], outputs: list[Output]) -> list[Way]:
+def hull(ways: Iterable[Way], outputs: Sequence[Output]) -> list[Way]:
     """Return the corners of the convex hull of bytes and time, from the least bytes to the least time."""
 
     def nbytes(way: Way) -> int:

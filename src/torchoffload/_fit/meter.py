@@ -63,7 +63,7 @@ class CudaMeter:
     """
 
     measures_memory = True
-    _CYCLES_AN_OPERATOR = 60_000  # some 30 us at the clock of a GPU
+    _CYCLES_AN_OPERATOR = 500_000  # some 300 us at the clock of a GPU: enough for its backward, too
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchoffload._fit.operators import storages, tensors
+from torchoffload._fit.operators import addresses, storages, tensors
 
 __all__ = ["ModuleState"]
 
@@ -50,6 +50,8 @@ class ModuleState:
 
     def note_versions(self) -> None:
         """Note the versions of what was written to. Autograd raises them once the operator has returned."""
+        if not self._written:
+            return
         for number, tensor in self._written:
             for storage in storages(tensor):
                 versions = self._versions.get(storage._cdata)
@@ -57,15 +59,18 @@ class ModuleState:
                     versions.append((number, tensor._version))
         self._written.clear()
 
-    def check_unchanged(self, number: int, tensor: torch.Tensor) -> None:
-        """RuntimeError if ``tensor`` is not what the operator of this number read in forward."""
-        for storage in storages(tensor):
-            versions = self._versions.get(storage._cdata)
-            if versions is None or tensor.is_inference():
-                continue
-            expected = next(version for writer, version in reversed(versions) if writer < number)
-            if tensor._version != expected:
-                raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape)))
+    def check_unchanged(self, number: int, arguments: Any) -> None:
+        """RuntimeError if a tensor in ``arguments`` is not what the operator of this number read in forward."""
+        if self._versions.keys().isdisjoint(addresses(arguments)):
+            return
+        for tensor in tensors(arguments):
+            for storage in storages(tensor):
+                versions = self._versions.get(storage._cdata)
+                if versions is None or tensor.is_inference():
+                    continue
+                expected = next(version for writer, version in reversed(versions) if writer < number)
+                if tensor._version != expected:
+                    raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape)))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from torchoffload._core import core
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
 __all__ = [
@@ -127,9 +128,17 @@ def has_own_counter(operator: Any) -> bool:
     return operator in _UNANNOTATED_VIEWS
 
 
-def takes_generator(arguments: Any) -> bool:
+_generators: dict[int, tuple[Any, bool]] = {}  # by the operator's address, as above
+
+
+def takes_generator(operator: Any, arguments: Any) -> bool:
     """Return whether a random number generator is among the arguments."""
-    return any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(arguments))
+    known = _generators.get(id(operator))
+    if known is None:
+        schema = getattr(operator, "_schema", None)
+        may_take = schema is None or any("Generator" in str(each.type) for each in schema.arguments)
+        known = _generators[id(operator)] = (operator, may_take)
+    return known[1] and any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(arguments))
 
 
 def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
@@ -167,7 +176,8 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 def addresses(value: Any) -> set[int]:
     """Return the addresses of the storages of the tensors in a nest of containers."""
-    return {storage._cdata for storage in storages(value)}
+    found = core.storage_addresses(value)
+    return {storage._cdata for storage in storages(value)} if found is None else found
 
 
 def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -60,7 +60,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
         "torch": torch.__version__,
         "memory_bytes": driver.memory_bytes,
         "largest_size": driver.largest_size,
-        "step": dataclasses.asdict(step),
+        "step": dataclasses.asdict(settled.step),
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
         "names": [driver.names[module] for module in driver.call_modules],

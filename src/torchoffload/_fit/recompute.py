@@ -103,6 +103,7 @@ class Recomputation(Mode):
         self._call.runs.open.pop().end()
         for packed in self._call.packed:
             packed.let_go()
+        self._call.watch.ends_again()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,8 +126,7 @@ class Recomputation(Mode):
             return absent.leave_out(call.layouts[number], func, args, keywords, may_run=number not in call.plan.final)
         if number in call.in_place:
             return absent.leave_out_in_place(func, args, keywords)
-        for tensor in tensors((args, keywords)):
-            call.state.check_unchanged(number, tensor)
+        call.state.check_unchanged(number, (args, keywords))
         if call.watch.times_operators:
             return call.watch.timed(number, lambda: absent.run(func, args, keywords))
         return absent.run(func, args, keywords)

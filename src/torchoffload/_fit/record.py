@@ -328,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 draws=has_drawn or draws_by_tag(func),
                 returns_tensors=any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output)),
                 leaves_uninitialised=leaves_uninitialised,
-                takes_generator=takes_generator(arguments),
+                takes_generator=takes_generator(func, arguments),
                 scalars=scalars(func, arguments),
             )
         )

@@ -114,6 +114,9 @@ class Watch:
     def begins_again(self) -> None:
         """Tell that the recomputation begins."""
 
+    def ends_again(self) -> None:
+        """Tell that the recomputation has ended."""
+
     def timed(self, number: int, run: Callable[[], Any]) -> Any:
         """Run one operator of the recomputation, and return its result."""
         return run()
@@ -191,16 +194,18 @@ class Call:
             self.left_at = number
             self.watch.left_plan()
         targets = written(operator, args, kwargs)
-        storages = addresses(targets)
-        self._drop(storages)
+        outside: set[int] = set()
         self._made |= made_by(operator, output, arguments)
-        outside = storages - self._made
-        if not all(map(self.state.owns, outside)):
-            self.refusal = _FOREIGN_WRITE.format(operator=operator)
         self.state.note_versions()
-        self.state.wrote(number, targets)
+        if targets:
+            storages = addresses(targets)
+            self._drop(storages)
+            outside = storages - self._made
+            if not all(map(self.state.owns, outside)):
+                self.refusal = _FOREIGN_WRITE.format(operator=operator)
+            self.state.wrote(number, targets)
         is_planned = self.left_at is None
-        if outside or takes_generator(arguments):
+        if outside or takes_generator(operator, arguments):
             self.once.add(number)
             needs = not (is_planned and number in self.plan.skipped)
             self._keep(number, output, arguments, needs=needs)

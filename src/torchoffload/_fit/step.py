@@ -35,7 +35,7 @@ class Way:
     Attributes
     ----------
     recompute_s : float
-        How long its recomputation takes.
+        How much longer it takes than a call that computes nothing again.
     kept : tuple of int
         The numbers of the outputs that it keeps.
     input_bytes : int

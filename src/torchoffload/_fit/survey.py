@@ -1,6 +1,8 @@
 """The survey: steps in the least memory, in which blocks are recorded and times and memory are measured."""
 
+import itertools
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchoffload._fit.effects import Containers
-from torchoffload._fit.kinds import Kind, kind_of_call
+from torchoffload._fit.kinds import HostTimes, Kind, kind_of_call
 from torchoffload._fit.meter import Meter, unique_bytes
 from torchoffload._fit.operators import storages
 from torchoffload._fit.record import BlockRecord
@@ -20,6 +22,7 @@ from torchoffload._fit.step import Kind as StepKind
 __all__ = ["Survey", "SurveyedCall"]
 
 _MOST_RECORDING_STEPS = 4
+_TIMED_CALLS = 2
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 
@@ -36,8 +39,13 @@ class SurveyedCall(Watch):
         The bytes of its arguments that no earlier call of the step was given, too.
     forward_bytes, backward_bytes : int
         The most on the device while it runs.
-    began, returned, began_again : moment
-        When its forward begins and ends, and when its recomputation begins; None while that has not happened.
+    began, returned, began_again, works_again : moment
+        When its forward begins and ends, when its recomputation begins, and when the device has come to that; None
+        while that has not happened.
+    span_s : float or None
+        From ``works_again`` to the next block's recomputation; None while it is not known.
+    forward_host_s, again_host_s, backward_host_s : float
+        What the host takes to enqueue the forward, the recomputation, and the block's backward.
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
@@ -50,11 +58,16 @@ class SurveyedCall(Watch):
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
+        self.works_again: Any = None
+        self.span_s: float | None = None
+        self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
         self._survey = survey
         self._containers = Containers(module, inputs) if self.records else None
-        self.times_operators = not self.records and survey.is_first_of_kind(key)
+        # The second one, since with the first one's backward that of the model's head ends.
+        self.times_operators = not self.records and survey.count_of_kind(key) < _TIMED_CALLS
         self.began = survey.mark(self._note_forward)
+        self._host_s = time.perf_counter()
 
     def _note_forward(self, peak: int) -> None:
         self.forward_bytes = max(self.forward_bytes, peak)
@@ -70,6 +83,7 @@ class SurveyedCall(Watch):
     def ended(self) -> None:
         """Note the end of forward."""
         self._containers = None
+        self.forward_host_s = time.perf_counter() - self._host_s
         self.returned = self._survey.mark(self._survey.after(self))
 
     def left_plan(self) -> None:
@@ -78,10 +92,23 @@ class SurveyedCall(Watch):
 
     def begins_again(self) -> None:
         """Note the beginning of the block's backward."""
-        if self.times_operators and self.plan is not None:
-            self._survey.meter.keep_host_ahead(len(self.plan.operators))
-        self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
+        now = time.perf_counter()
+        before = self._survey.last_again
+        if before is not None:
+            before.backward_host_s = now - before._host_s
         self._survey.last_again = self
+        self.began_again = self.works_again = self._survey.mark(self._note_backward, begins_backward=True)
+        if self.times_operators and self.plan is not None:
+            # So that operators follow each other on the device as they do where the host is far ahead.
+            self._survey.meter.keep_host_ahead(len(self.plan.operators))
+            self.works_again = self._survey.meter.now()
+        self._host_s = time.perf_counter()
+
+    def ends_again(self) -> None:
+        """Note the end of the recomputation."""
+        now = time.perf_counter()
+        self.again_host_s = now - self._host_s
+        self._host_s = now
 
     def timed(self, number: int, run: Callable[[], Any]) -> Any:
         """Run one operator of the recomputation between two moments."""
@@ -174,9 +201,14 @@ class Survey:
                 nbytes += storage.nbytes()
         return nbytes
 
-    def is_first_of_kind(self, key: tuple[Any, ...]) -> bool:
-        """Return whether this step had no call of the kind so far."""
-        return all(call.key != key for call in self.calls)
+    @property
+    def largest_input_bytes(self) -> int:
+        """The bytes of the arguments of the call that has the largest ones."""
+        return max((call.input_bytes for call in self.calls), default=0)
+
+    def count_of_kind(self, key: tuple[Any, ...]) -> int:
+        """Return how many calls of the kind this step had so far."""
+        return sum(call.key == key for call in self.calls)
 
     def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
         """Note what a kind of block does."""
@@ -211,7 +243,7 @@ class Survey:
         self._sink(self.meter.take_peak())  # the optimizer's
         if self._ended is None:
             return False
-        if self._new_kinds and self._recording_steps < _MOST_RECORDING_STEPS:
+        if (self._new_kinds or not self.calls) and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
             return False
         return True
@@ -227,30 +259,29 @@ class Survey:
         calls = [call for call in self.calls if call.returned is not None and call.key in self.kinds]
         keys = list(dict.fromkeys(call.key for call in calls))
         between = self.meter.between_s
-        again = sorted(
-            (between(self._began, call.began_again), number)
-            for number, call in enumerate(calls)
-            if call.began_again is not None
-        )
-        end_s = between(self._began, self._ended)
-        begins = [begin for begin, _ in again]
-        spans = {
-            number: (again[i + 1][0] if i + 1 < len(again) else end_s) - begin for i, (begin, number) in enumerate(again)
-        }
-        last = again[-1][1] if again else -1
-        kinds = [self._kind(key, calls, spans, last) for key in keys]
-        forward_s = between(self._began, calls[-1].returned) if calls else 0.0
+        again = [call for call in calls if call.began_again is not None]
+        again.sort(key=lambda call: between(self._began, call.began_again))
+        for call, following in itertools.pairwise(again):
+            call.span_s = between(call.works_again, following.began_again)
+        if again:
+            again[-1].span_s = between(again[-1].works_again, self._ended)
+        kinds = [self._kind(key, [call for call in calls if call.key == key]) for key in keys]
         numbers = {key: number for number, key in enumerate(keys)}
-        in_blocks_s = sum(kinds[numbers[call.key]].forward_s for call in calls)
-        backward_s = sum(kinds[numbers[calls[number].key]].backward_s + self._least_s(calls[number].key) for number in spans)
-        rest_s = sum(kinds[numbers[call.key]].backward_s for number, call in enumerate(calls) if number not in spans)
-        first_s = begins[0] if begins else end_s
+        returned_s = between(self._began, calls[-1].returned) if calls else 0.0
+        end_s = between(self._began, self._ended)
+        if again:
+            loss_s = between(calls[-1].returned, again[0].began_again)
+            last = kinds[numbers[again[-1].key]]
+            rest_s = max(0.0, again[-1].span_s - last.backward_s - self._least_s(again[-1].key))
+        else:
+            loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
+            rest_s = 0.0
         step = Step(
             kinds=tuple(kinds),
             calls=tuple(self._calls(calls, numbers, kinds)),
-            head_s=max(0.0, forward_s - in_blocks_s),
-            loss_s=max(0.0, first_s - forward_s - rest_s),
-            end_s=max(0.0, end_s - first_s - backward_s),
+            head_s=between(self._began, calls[0].began) if calls else end_s,
+            loss_s=loss_s,
+            end_s=rest_s,
             loss_bytes=self._loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
             other_bytes=self._other_bytes,
             fixed=self._fixed(),
@@ -262,23 +293,32 @@ class Survey:
         kind = self.kinds[key]
         return 0.0 if kind.least is None else kind.recompute_s(kind.least)
 
-    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall], spans: dict[int, float], last: int) -> StepKind:
+    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> StepKind:
         kind, between = self.kinds[key], self.meter.between_s
-        mine = [(number, call) for number, call in enumerate(calls) if call.key == key]
-        for _, call in mine:
-            if call.moments:
-                kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
-        # The first call is given what all share, too.
-        input_bytes = min(call.input_bytes for _, call in mine)
-        outputs, ways = kind.outputs_and_ways(input_bytes)
-        forward_s = statistics.median(between(call.began, call.returned) for _, call in mine)
-        known = [spans[number] for number, _ in mine if number in spans and number != last] or [
-            spans[number] for number, _ in mine if number in spans
-        ]
+        timed = [call for call in calls if call.moments]
+        for call in timed[-1:]:
+            kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
+        forward_s = statistics.median(between(call.began, call.returned) for call in calls)
+        if timed and self.meter.measures_memory:  # of the device alone, where the host is ahead
+            forward_s = min(forward_s, kind.duration_s)
         backward_s = 2 * forward_s
-        if known:
-            backward_s = max(statistics.median(known) - self._least_s(key), 0.5 * forward_s)
+        spans = [call.span_s for call in timed[-1:] or calls if call.span_s is not None]
+        if spans:
+            backward_s = max(statistics.median(spans) - self._least_s(key), 0.5 * forward_s)
+        # The first call is given what all share, too.
+        input_bytes = min(call.input_bytes for call in calls)
+        outputs, ways = kind.outputs_and_ways(input_bytes, self._host_s(calls), forward_s, backward_s)
         return StepKind(forward_s, backward_s, outputs, ways)
+
+    def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
+        """Return what the host takes for a call of these that is computed again; 0 where it is what computes."""
+        again = [call for call in calls[_TIMED_CALLS:] or calls if call.again_host_s > 0]
+        if not again or self.meter.device.type == "cpu":
+            return HostTimes(0.0, 0.0)
+        return HostTimes(
+            statistics.median(call.forward_host_s for call in again),
+            statistics.median(call.again_host_s + call.backward_host_s for call in again),
+        )
 
     def _calls(
         self, calls: list[SurveyedCall], numbers: dict[tuple[Any, ...], int], kinds: list[StepKind]

@@ -1,0 +1,17 @@
+// Storage addresses: which storages the arguments or results of an operator have, without a Python call for each.
+// Ownership:     returns a new reference.
+// Thread safety: needs the GIL.
+// Failures:      null with a Python exception set.
+// Not handled:   tensors of other classes, and containers other than tuples, lists and dicts: the caller looks into
+//                these itself, as PyTorch's pytree does.
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+namespace torchoffload {
+
+// Returns a set of the addresses of the storages (`UntypedStorage._cdata`) of all tensors in a nest of tuples, lists and
+// dicts, or None if something in it is neither a plain tensor, nor such a container, nor a value that has no tensors.
+PyObject* storage_addresses(PyObject* value);
+
+}  // namespace torchoffload
