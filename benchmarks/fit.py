@@ -171,7 +171,7 @@ class Bench:
                     predicted_peak_gib=plan.predicted_peak_bytes / GIB, settle_s=settle_s,
                 )  # fmt: skip
             except RuntimeError as error:
-                print(error, flush=True)
+                print(f"{memory / GIB:.1f} GiB: {error}", flush=True)
                 continue
             yield row
             if self.options.reports is not None:

@@ -48,7 +48,7 @@ _MISMATCH = (
 _COUNTS_ALL = hasattr(torch_checkpoint, "_RECOMPUTE")
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
+def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, with the version counter that it has.
 
     It is detached because the tensor becomes part of the autograd graph that holds the cache, once its operator has
@@ -72,7 +72,7 @@ class Kept:
     """
 
     def __init__(self, tensor: torch.Tensor, may_change: bool) -> None:
-        self._tensor = _alias(tensor)
+        self._tensor = alias(tensor)
         self._version = None if may_change else self._tensor._version
 
     def get(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Kept:
         """
         if self._version is not None and self._tensor._version != self._version:
             return None
-        return _alias(self._tensor)
+        return alias(self._tensor)
 
 
 class Packed:
@@ -103,7 +103,7 @@ class Packed:
 
     @saves_for_user_code  # the recomputation gives the tensor to code of the user's
     def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
-        self._handle = pack(_alias(tensor))
+        self._handle = pack(alias(tensor))
         self._held: torch.Tensor | None = None
 
     def hold(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.blocks import unplan_block, watch_block
@@ -23,7 +24,7 @@ from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, least_plan, plan_step
 from torchoffload._fit.survey import Survey
-from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
+from torchoffload._modules.offload_modules import offload_modules
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -174,7 +175,7 @@ class Driver:
         self.survey: Survey
         self.obstacles: dict[int, str] = {}
         self._link: Link | None = None
-        self._handle: OffloadedModules | None = None
+        self._handle = offload_modules(model, list(self.names), **options) if may_move else None
         self._reset_counters: list[Callable[[], None]] = []
         self._task = -1  # the graph task that was noticed last
         self.largest_size = 0
@@ -448,14 +449,13 @@ class Driver:
         window_bytes: int | None,
     ) -> None:
         if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        for module in self.names:  # anew each time, so that their hooks are inside of those that move
-            unplan_block(module)
-        if moving:
             windows = {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
             options = self.options | ({} if window_bytes is None else windows)
-            self._handle = offload_modules(self.model, moving, **options)
+            manager = OffloadActivations(model=self.model, **options)
+            numbers = {module: number for number, module in enumerate(self.names, start=1)}
+            self._handle._offloading.change(manager, [numbers[module] for module in moving])
+        for module in self.names.keys() - set(blocks):
+            unplan_block(module)
         for module in blocks:
             watch_block(module, watch)
         self.meter.forget_reserved()
@@ -481,7 +481,10 @@ class Driver:
     def remove(self) -> None:
         """Take everything away."""
         self.phase = Phase.REMOVED
-        self._follow([], lambda module, inputs: Watch(None), [], None)
+        for module in self.names:
+            unplan_block(module)
+        if self._handle is not None:
+            self._handle.remove()
 
 
 class _Turns:

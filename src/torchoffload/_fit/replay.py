@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchoffload._checkpoint.saved_outputs import Kept, Packed, PackHook
+from torchoffload._checkpoint.saved_outputs import Kept, Packed, PackHook, alias
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.module_state import ModuleState
 from torchoffload._fit.operators import (
@@ -47,6 +47,20 @@ class Argument:
     number: int
 
 
+class _Counter:
+    """The version counter of a tensor. It holds the memory of tensors of other classes only."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = alias(tensor)
+        self._version = self._alias._version
+        if type(tensor) in {torch.Tensor, nn.Parameter}:
+            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the counter stays
+
+    @property
+    def has_changed(self) -> bool:
+        return self._alias._version != self._version
+
+
 class Held:
     """One tensor that an operator returned, for the recomputation.
 
@@ -61,15 +75,15 @@ class Held:
     def __init__(self, kept: Kept | Packed | None, layout: Layout | None = None) -> None:
         self._kept = kept
         self.layout = layout
-        self._others: list[Kept] = []
+        self._others: list[_Counter] = []
 
     def watch(self, view: torch.Tensor) -> None:
-        """Watch for writes through a view that has a version counter of its own."""
-        self._others.append(Kept(view, may_change=False))
+        """Watch for writes through a view that has a version counter of its own. Its memory is not held."""
+        self._others.append(_Counter(view))
 
     def get(self) -> torch.Tensor | None:
         """Return the tensor; None if it was not kept, or was written to since."""
-        if self._kept is None or any(other.get_unless_mutated() is None for other in self._others):
+        if self._kept is None or any(other.has_changed for other in self._others):
             return None
         return self._kept.get_unless_mutated()
 

@@ -8,7 +8,7 @@ do nothing.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -48,14 +48,27 @@ class Offloading:
         self._chosen = [(each.name, weakref.ref(each.module)) for each in chosen]
         self._was_looked_at = False
         self.only_inputs = only_inputs
-        self.manager = manager
-        self.context = manager._context
-        self.context.set_module(len(names))  # so that the core has a row of counts for each module
-        self.context.set_module(0)
-        self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
+        self.change(manager, range(1, len(names) + 1))
         self.calls = 0  # since reset_stats()
         self.open_calls = 0  # on all threads
         self._on_thread = threading.local()
+
+    def change(self, manager: OffloadActivations, moving: Iterable[int]) -> None:
+        """Move under another context from the next call of the model on, and in some of the modules only.
+
+        Parameters
+        ----------
+        manager : OffloadActivations
+            The context.
+        moving : iterable of int
+            The numbers of the chosen modules whose saved tensors move, from 1.
+        """
+        self.manager = manager
+        self.context = manager._context
+        self.context.set_module(len(self.names))  # so that the core has a row of counts for each module
+        self.context.set_module(0)
+        self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
+        self.moving = frozenset(moving)
 
     @property
     def is_open(self) -> bool:
@@ -70,13 +83,13 @@ class Offloading:
         with _lock:
             self.calls += 1
             self.open_calls += 1
-        return self._close
+        return partial(self._close, self.context)
 
-    def _close(self) -> None:
+    def _close(self, context: core.Context) -> None:
         self._on_thread.is_open = False
         with _lock:
             self.open_calls -= 1
-        self.context.exit()
+        context.exit()
 
     def warn_of_compiled(self) -> None:
         """Warn of modules inside of compiled regions, where hooks are traced away.
@@ -159,7 +172,7 @@ class Part:
         has_gradients = torch.is_grad_enabled()
         is_first = not offloading.is_open
         if is_first:
-            if not has_gradients or is_disabled():
+            if not has_gradients or is_disabled() or not offloading.moving:
                 return None
             undo.append(offloading.open())
         if self.number:
@@ -170,7 +183,7 @@ class Part:
         # What goes to the hooks of others must go on doing so: a checkpoint counts what it gets, and a NoOpManager was
         # entered on purpose.
         may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
-        wants = is_first if offloading.only_inputs else self.number > 0
+        wants = is_first if offloading.only_inputs else self.number in offloading.moving
         is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         return offloading.hooks if wants and may_push and is_possible else None
 
