@@ -74,12 +74,14 @@ class Bench:
         self.loss_bytes = 0
 
     def step(self, context: Any) -> None:
+        """Forward under a context, and backward."""
         with context:
             loss = self.model(self.tokens, labels=self.tokens).loss
         self.loss_bytes = torch.cuda.memory_allocated() - self.fixed_bytes
         loss.backward()
 
     def clear(self) -> None:
+        """Set the gradients to zero."""
         for parameter in self.model.parameters():
             parameter.grad.zero_()
 
@@ -103,7 +105,9 @@ class Bench:
             end.synchronize()
             taken.append(begin.elapsed_time(end))
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        row = Row(way, statistics.median(taken), self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), **more)
+        row = Row(
+            way, statistics.median(taken), self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), **more
+        )
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()},
               flush=True)  # fmt: skip
         return row
@@ -127,7 +131,9 @@ class Bench:
                 if moves:
                     make = torchoffload.selective_checkpoint_context_fn
                 options["context_fn"] = functools.partial(make, SELECTIVE[way])
-            layer.forward = functools.partial(torch_checkpoint.checkpoint, type(layer).forward.__get__(layer), **options)
+            layer.forward = functools.partial(
+                torch_checkpoint.checkpoint, type(layer).forward.__get__(layer), **options
+            )
         try:
             yield
         finally:
@@ -135,6 +141,7 @@ class Bench:
                 vars(layer).pop("forward", None)
 
     def all_by_hand(self) -> Iterator[Row]:
+        """Measure the hand-made ways."""
         for way in WAYS:
             for moves in (False, True):
                 name = f"{way}, moved" if moves else way
@@ -149,6 +156,7 @@ class Bench:
                 torchoffload.trim()
 
     def all_fitted(self) -> Iterator[Row]:
+        """Measure fit at each budget."""
         fitted = torchoffload.fit(self.model, 1.0, margin=self.options.margin)
         self.run_until_settled(fitted)
         print(fitted.report(), flush=True)
@@ -181,6 +189,7 @@ class Bench:
         fitted.remove()
 
     def run_until_settled(self, fitted: torchoffload.Fitted) -> None:
+        """Run steps until a plan is settled."""
         for _ in range(60):
             if fitted.phase in {"settled", "least memory"}:
                 return

@@ -95,8 +95,8 @@ def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tu
 def joint_plan(step: object, memory_bytes: int | None, /) -> dict[str, Any] | None:
     """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
 
-    ``step`` has the attributes of ``_fit.step.Step``; each call is (number of its way, numbers of the outputs that move,
-    whether anything moves). None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
+    ``step`` has the attributes of ``_fit.step.Step``. Each call is (number of its way, numbers of the outputs that
+    move, whether anything moves). None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
     """

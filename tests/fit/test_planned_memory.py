@@ -47,7 +47,7 @@ class Projected(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 64, bias=False), nn.Linear(64, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)) * 2)
+        return x + self.down(torch.sin(self.up(x)))
 
 
 def test_what_moves_is_not_held(device_under_test: Device):

@@ -88,7 +88,7 @@ class Planner {
   JointPlan least() {
     const std::vector<uint32_t> ways(step_.calls.size(), 0);
     JointPlan plan;
-    place(ways, kUnlimited, largest_bytes_, true, plan);
+    place(ways, kUnlimited, step_.may_move ? largest_bytes_ : 0, step_.may_move, plan);
     time(ways, plan);
     return plan;
   }
@@ -126,7 +126,7 @@ class Planner {
       room -= static_cast<int64_t>(kept);
       if (room < 0) return false;
       plan.kept_bytes += kept;
-      room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, window_bytes));
+      room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, 2 * window_bytes));
       if (room < 0) return false;
     }
     plan.window_bytes = plan.moved_bytes > 0 ? window_bytes : 0;
@@ -186,7 +186,7 @@ class Planner {
   void find_peak(JointPlan& plan) const {
     uint64_t kept = 0;
     for (size_t call = 0; call < step_.calls.size(); ++call) {
-      plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].backward_bytes + kept + plan.window_bytes);
+      plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].backward_bytes + kept + 2 * plan.window_bytes);
       kept += kept_of(call, plan.calls[call]);
       plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].forward_bytes + kept + plan.window_bytes);
     }

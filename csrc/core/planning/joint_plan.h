@@ -7,8 +7,9 @@
 // Note [Memory of a step of blocks]
 // What the device holds apart from what is planned here is measured, in a step that keeps nothing in its blocks: the
 // most while each block's forward runs, at the loss, and while each block's backward runs, with the block computed
-// again. A plan adds what it keeps on the device until the block's backward has begun, and the window. While a block's
-// backward runs its own values are there in any plan, so they are part of what was measured.
+// again. A plan adds what it keeps on the device until the block's backward has begun, and the window; in backward both
+// windows, since what was still on its way out at the loss is there while reloads run ahead. While a block's backward
+// runs its own values are there in any plan, so they are part of what was measured.
 //
 // Note [One price for all blocks]
 // The ways of a kind are the corners of its hull of bytes and time, so that going from one to the next saves less time

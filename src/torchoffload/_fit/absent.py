@@ -93,10 +93,8 @@ class AbsentTensors:
             return
         found = core.storage_addresses(value)
         if found is None:  # there are tensors of other classes
-            if any(_hides_tensors(leaf) for leaf in tree_leaves(value)):
-                found = set(self._thunks)
-            else:
-                found = addresses(value)
+            hides = any(_hides_tensors(leaf) for leaf in tree_leaves(value))
+            found = set(self._thunks) if hides else addresses(value)
         for address in found & self._thunks.keys():
             self._make(address)
 

@@ -66,7 +66,7 @@ def frontier(driver: "Driver", count: int) -> tuple[FrontierPoint, ...]:
     step = _surveyed(driver)
     least, stock = least_plan(step), _stock(step)
     low, high = (max(plan.peak_bytes, step.other_bytes) for plan in (least, stock))
-    points = []
+    points: list[FrontierPoint] = []
     for number in range(count):
         plan = plan_step(step, low + (high - low) * number // (count - 1))
         if plan is not None and (not points or plan.step_s < points[-1].step_s):
@@ -147,12 +147,14 @@ def describe(driver: "Driver") -> str:
         first += count
     lines.append("Time against memory, predicted:")
     for point in frontier(driver, 8):
-        lines.append(f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}")
+        lines.append(
+            f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}"
+        )
     more = plan_step(step, driver.plan_bytes + _GIB)
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
         lines.append(f"One more GiB would save {_ms(gained)} a step.")
-    if len(driver.trials) > 1:
+    if driver.trials:
         tried = "; ".join(
             f"{_ms(trial.plan.step_s)} predicted, {'out of memory' if trial.has_failed else _ms(trial.step_s)}"
             for trial in driver.trials
@@ -180,13 +182,17 @@ def plot(driver: "Driver", path: str | os.PathLike[str]) -> None:
         marker=".", color="tab:blue", label="least time, predicted",
     )  # fmt: skip
     stock = points[-1]
-    axes.plot(stock.memory_bytes / _GIB, stock.step_s * 1e3, "s", color="tab:gray", label="nothing moved or computed again")
+    axes.plot(
+        stock.memory_bytes / _GIB, stock.step_s * 1e3, "s", color="tab:gray", label="nothing moved or computed again"
+    )
     settled = driver.settled
     if settled is not None:
         taken = settled.plan.step_s if settled.step_s is None else settled.step_s
         axes.plot(settled.plan.peak_bytes / _GIB, taken * 1e3, "*", markersize=12, color="tab:red",
                   label="chosen, " + ("predicted" if settled.step_s is None else "measured"))  # fmt: skip
-    axes.axvline(driver.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given")
+    axes.axvline(
+        driver.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given"
+    )
     axes.set_xlabel("device memory at the peak [GiB]")
     axes.set_ylabel("forward and backward [ms]")
     axes.set_ylim(bottom=0)

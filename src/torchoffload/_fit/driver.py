@@ -4,9 +4,7 @@ import dataclasses
 import enum
 import statistics
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,25 +14,25 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
+from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.blocks import unplan_block, watch_block
-from torchoffload._fit.kinds import hull
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.replay import Watch
-from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
 from torchoffload._fit.survey import Survey
+from torchoffload._fit.trials import Trial, plans_to_try, unfit_message, with_overhead
+from torchoffload._fit.turns import turns_of
 from torchoffload._modules.offload_modules import offload_modules
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
 
-__all__ = ["Driver", "Phase", "Trial", "unfit_message"]
+__all__ = ["Driver", "Phase"]
 
 _TIMED_STEPS = 2
 _STEPS_OF_OTHER_SIZES = 12
-# Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
-_CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
 
 
 class Phase(enum.Enum):
@@ -47,75 +45,17 @@ class Phase(enum.Enum):
     REMOVED = "removed"
 
 
-@dataclasses.dataclass
-class Trial:
-    """A plan, and what it took when it was tried.
-
-    Attributes
-    ----------
-    step : Step
-        What the plan was made from.
-    plan : StepPlan
-        The plan.
-    step_s : float or None
-        The least time of the steps that were timed; None while there is none.
-    reserved_bytes : int
-        What was reserved on the device at the end of the latest step; 0 where this cannot be asked for.
-    has_failed : bool
-        Whether a step ran out of memory, or more was reserved than the user gives.
-    """
-
-    step: Step
-    plan: StepPlan
-    step_s: float | None = None
-    reserved_bytes: int = 0
-    has_failed: bool = False
-
-    @property
-    def does(self) -> Any:
-        """What the blocks do, as a value to compare."""
-        ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
-        moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
-        return [(way.is_plain, way.kept) for way in ways], moves, self.plan.window_bytes
-
-    @property
-    def again_count(self) -> int:
-        """How many calls of blocks compute something again."""
-        calls = zip(self.step.calls, self.plan.calls, strict=True)
-        return sum(not self._way(call, planned).is_plain for call, planned in calls)
-
-    def _way(self, call: Call, planned: CallPlan) -> Way:
-        return self.step.kinds[call.kind].ways[planned.way]
-
-
-class _Followed(Watch):
-    """What one call of a block does under a plan."""
-
-    def __init__(self, driver: "Driver", plan: Any) -> None:
-        super().__init__(plan)
-        self._driver = weakref.ref(driver)
-
-    def left_plan(self) -> None:
-        driver = self._driver()
-        if driver is not None:
-            driver.left_plan_count += 1
-
-
 class Driver:
     """What a fitted model does from call to call.
 
     Parameters
     ----------
-    model : nn.Module
-        The model.
-    chosen : list of Chosen
-        Its blocks.
+    model, chosen : nn.Module, list of Chosen
+        The model, and its blocks.
     meter : Meter
         The device's clock and memory.
-    memory_bytes : int
-        What the process may reserve on the device.
-    margin : float
-        The part of it that is left for fragmentation.
+    memory_bytes, margin : int, float
+        What the process may reserve on the device, and the part of it that is left for fragmentation.
     may_recompute, may_move : bool
         What plans may do.
     options : dict
@@ -164,6 +104,7 @@ class Driver:
         self._context_options = OffloadOptions(**options)
         self._raises = raises
         self.phase = Phase.SURVEY
+        self._has_begun = self._has_ended = False  # whether a measured step has begun, and its backward ended
         self.step: Step | None = None
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
@@ -177,7 +118,8 @@ class Driver:
         self._link: Link | None = None
         self._handle = offload_modules(model, list(self.names), **options) if may_move else None
         self._reset_counters: list[Callable[[], None]] = []
-        self._task = -1  # the graph task that was noticed last
+        self._backwards = Backwards(self)
+        self._ooms = meter.oom_count()
         self.largest_size = 0
         self._size = 0
         self._begin_survey()
@@ -216,10 +158,10 @@ class Driver:
                 else:
                     self._watch(self.survey.largest_input_bytes)
             self.largest_size = max(self.largest_size, size)
-        if self.phase is Phase.TRIALS:
-            if self._has_begun and (self._has_ended or self.meter.oom_count() > self._ooms):
-                self._has_begun = False
-                self._end_trial_step()
+        is_over = self._has_ended or self.meter.oom_count() > self._ooms
+        if self.phase is Phase.TRIALS and self._has_begun and is_over:
+            self._has_begun = False
+            self._end_trial_step()
         self._size = size
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
             self._has_begun, self._has_ended = True, False
@@ -230,25 +172,16 @@ class Driver:
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
-        if self.phase not in {Phase.SURVEY, Phase.TRIALS}:
-            return
-        hook = partial(_backward_begins, weakref.ref(self))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(hook)
+        if self.phase in {Phase.SURVEY, Phase.TRIALS}:
+            self._backwards.follow(output)
 
     def backward_begins(self) -> None:
         """Take notice of a backward, in which this is called."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return
-        self._task = task
         if self.phase is Phase.SURVEY and self._has_begun:
             self.survey.backward_began()
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._backward_ends)
 
-    def _backward_ends(self) -> None:
+    def backward_ends(self) -> None:
+        """Take notice of the end of a backward."""
         self._has_ended = True
         if self.phase is Phase.SURVEY and self._has_begun:
             self.survey.backward_ended()
@@ -286,7 +219,9 @@ class Driver:
         kinds = [self.survey.kinds[key] for key in keys]
         self._operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
-        self.call_modules = [call.module for call in self.survey.calls if call.key in keys and call.returned is not None]
+        self.call_modules = [
+            call.module for call in self.survey.calls if call.key in keys and call.returned is not None
+        ]
         self.survey.forget_tensors()
         self.choose()
 
@@ -302,10 +237,8 @@ class Driver:
         assert step is not None
         self.trials, self.settled = [], None
         self._has_learned = step is not self._surveyed
-        for recompute, rate in _CAUTIONS:
-            self._add_trial(step, plan_step(_cautious(step, recompute, rate), self.plan_bytes))
-        if step.may_move:
-            self._add_trial(step, plan_step(dataclasses.replace(step, may_move=False), self.plan_bytes))
+        for plan in plans_to_try(step, self.plan_bytes):
+            self._add_trial(step, plan)
         if not self.trials:
             self._does_not_fit(step)
             return
@@ -421,25 +354,9 @@ class Driver:
             self.choose()
 
     def _apply(self, trial: Trial) -> None:
-        step, plan = trial.step, trial.plan
-        by_module: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
-        moving: dict[nn.Module, None] = {}
-        for module, call, planned in zip(self.call_modules, step.calls, plan.calls, strict=True):
-            kind = step.kinds[call.kind]
-            way = kind.ways[planned.way]
-            made = way.plan_with(kind.outputs, planned.moved)
-            by_module[module].append(_Followed(self, made))
-            if planned.moves:
-                moving[module] = None
-        self._reset_counters = []
-        watches = {}
-        for module, followed in by_module.items():
-            if any(each.plan is not None for each in followed):
-                turns = _Turns(followed)
-                watches[module] = turns
-                if len(followed) > 1:
-                    self._reset_counters.append(turns.reset)
-        self._follow(list(watches), lambda module, inputs: watches[module](), list(moving), plan.window_bytes)
+        watches, moving = turns_of(trial, self.call_modules, self._count_left)
+        self._reset_counters = [turns.reset for turns in watches.values()]
+        self._follow(list(watches), lambda module, _: watches[module](), moving, trial.plan.window_bytes)
 
     def _follow(
         self,
@@ -478,6 +395,9 @@ class Driver:
         self._ooms = self.meter.oom_count()
         self._apply(self.settled)
 
+    def _count_left(self) -> None:
+        self.left_plan_count += 1
+
     def remove(self) -> None:
         """Take everything away."""
         self.phase = Phase.REMOVED
@@ -485,68 +405,3 @@ class Driver:
             unplan_block(module)
         if self._handle is not None:
             self._handle.remove()
-
-
-class _Turns:
-    """What each call of one block does, in the order of the calls of one step."""
-
-    def __init__(self, followed: list[_Followed]) -> None:
-        self._followed = followed
-        self._next = 0
-
-    def reset(self) -> None:
-        self._next = 0
-
-    def __call__(self) -> Watch:
-        turn = self._followed[self._next % len(self._followed)]
-        self._next += 1
-        return turn
-
-
-def _backward_begins(driver: "weakref.ref[Driver]", _gradient: torch.Tensor) -> None:
-    found = driver()
-    if found is not None:
-        found.backward_begins()
-
-
-def _cautious(step: Step, recompute: float, rate: float) -> Step:
-    """Return a step in which computing again takes longer, or copies do."""
-    kinds = tuple(
-        dataclasses.replace(
-            kind,
-            ways=tuple(dataclasses.replace(way, recompute_s=way.recompute_s * recompute) for way in kind.ways),
-        )
-        for kind in step.kinds
-    )
-    return dataclasses.replace(
-        step, kinds=kinds, out_bytes_per_s=step.out_bytes_per_s * rate, in_bytes_per_s=step.in_bytes_per_s * rate
-    )
-
-
-def with_overhead(step: Step, overhead_s: float) -> Step:
-    """Return a step in which each call of a block that is computed again takes so much longer."""
-    kinds = []
-    for kind in step.kinds:
-        ways = [
-            way if way.is_plain else dataclasses.replace(way, recompute_s=way.recompute_s + overhead_s)
-            for way in kind.ways
-        ]
-        kinds.append(dataclasses.replace(kind, ways=tuple(hull(ways, kind.outputs))))
-    return dataclasses.replace(step, kinds=tuple(kinds))
-
-
-def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:
-    """Say how much memory a step needs at least, and what takes it."""
-    needed = max(least.peak_bytes, step.other_bytes)
-    suggestion = needed / (1 - margin)
-    parts = dict(step.fixed)
-    fixed = sum(parts.values())
-    parts["at the loss"] = max(0, step.loss_bytes - fixed)
-    parts["one block computed again"] = max(0, max((call.backward_bytes for call in step.calls), default=0) - fixed)
-    parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
-    told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
-    return (
-        f"fit: {human_bytes(memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
-        f"{margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
-        f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
-    )

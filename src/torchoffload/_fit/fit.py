@@ -195,7 +195,7 @@ class Fitted:
         """
         write_plan(self._driver, path)
 
-    def replan(self, memory: int | float | str) -> None:
+    def replan(self, memory: float | str) -> None:
         """Plan for another amount of memory. What the survey showed still holds; plans are tried again.
 
         Parameters
@@ -268,7 +268,7 @@ def _check_margin(margin: object) -> None:
 @is_not_traced
 def fit(
     model: nn.Module,
-    memory: int | float | str | None = None,
+    memory: float | str | None = None,
     *,
     blocks: Selector | Sequence[Selector] | None = None,
     recompute: bool = True,
@@ -283,8 +283,8 @@ def fit(
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first two or three
     steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
-    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of ``torch.utils.checkpoint``
-    are.
+    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
+    ``torch.utils.checkpoint`` are.
 
     Parameters
     ----------
@@ -345,7 +345,9 @@ def fit(
     _check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
-    windows = [name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options]
+    windows = [
+        name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options
+    ]
     if windows:
         raise TypeError(f"fit chooses the windows itself: leave {windows[0]} out")
     if move:

@@ -139,7 +139,9 @@ class Kind:
             so_far += call.duration_ns
             ready_s.append(so_far * 1e-9)
         corners = self._corners() if self.obstacle is None else []
-        outputs, plain, of_operator = [], [], {}
+        outputs: list[Output] = []
+        plain: list[int] = []  # the outputs that autograd saves
+        of_operator: dict[int, int] = {}
         for group in groups:
             if group.is_needed or any(group.operators[0] in corner.plan.kept for corner in corners):
                 if group.is_needed:

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,12 +42,16 @@ def measure_link(device: torch.device, options: OffloadOptions) -> Link:
     return _cuda(device)
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def _cuda(device: torch.device) -> Link:
     on_host = torch.empty(_NBYTES, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
 
     def seconds(target: torch.Tensor, source: torch.Tensor, count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         begin.record()
         for _ in range(count):
             target.copy_(source, non_blocking=True)

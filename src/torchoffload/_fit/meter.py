@@ -70,7 +70,7 @@ class CudaMeter:
 
     def now(self) -> Any:
         """Return an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -107,7 +107,7 @@ class CudaMeter:
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Enqueue a kernel that only takes time."""
-        torch.cuda._sleep(self._CYCLES_AN_OPERATOR * operator_count)
+        torch.cuda._sleep(self._CYCLES_AN_OPERATOR * operator_count)  # type: ignore[no-untyped-call]
 
 
 class ReckonedMeter:

@@ -131,8 +131,8 @@ class Watch:
     def ends_again(self) -> None:
         """Tell that the recomputation has ended."""
 
-    def timed(self, number: int, run: Callable[[], Any]) -> Any:
-        """Run one operator of the recomputation, and return its result."""
+    def timed(self, _number: int, run: Callable[[], Any]) -> Any:
+        """Run the operator of this number in the recomputation, and return its result."""
         return run()
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -110,11 +109,11 @@ class SurveyedCall(Watch):
         self.again_host_s = now - self._host_s
         self._host_s = now
 
-    def timed(self, number: int, run: Callable[[], Any]) -> Any:
+    def timed(self, _number: int, run: Callable[[], Any]) -> Any:
         """Run one operator of the recomputation between two moments."""
         begin = self._survey.meter.now()
         output = run()
-        self.moments[number] = (begin, self._survey.meter.now())
+        self.moments[_number] = (begin, self._survey.meter.now())
         return output
 
 
@@ -272,7 +271,7 @@ class Survey:
         if again:
             loss_s = between(calls[-1].returned, again[0].began_again)
             last = kinds[numbers[again[-1].key]]
-            rest_s = max(0.0, again[-1].span_s - last.backward_s - self._least_s(again[-1].key))
+            rest_s = max(0.0, (again[-1].span_s or 0.0) - last.backward_s - self._least_s(again[-1].key))
         else:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
@@ -340,9 +339,7 @@ class Survey:
 
     def _fixed(self) -> dict[str, int]:
         weights = unique_bytes([*self._model.parameters(), *self._model.buffers()])
-        gradients = sum(
-            each.numel() * each.element_size() for each in self._model.parameters() if each.requires_grad
-        )
+        gradients = sum(each.numel() * each.element_size() for each in self._model.parameters() if each.requires_grad)
         return {"weights": weights, "gradients": gradients}
 
     def _reckoned_bytes(self) -> int:

@@ -1,0 +1,109 @@
+"""Plans that are tried, and what is laid on a step because of what they took."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torchoffload._fit.kinds import hull
+from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, plan_step
+from torchoffload._observe.units import human_bytes
+
+__all__ = ["Trial", "plans_to_try", "unfit_message", "with_overhead"]
+
+# Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
+_CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
+
+
+@dataclasses.dataclass
+class Trial:
+    """A plan, and what it took when it was tried.
+
+    Attributes
+    ----------
+    step : Step
+        What the plan was made from.
+    plan : StepPlan
+        The plan.
+    step_s : float or None
+        The least time of the steps that were timed; None while there is none.
+    reserved_bytes : int
+        What was reserved on the device at the end of the latest step; 0 where this cannot be asked for.
+    has_failed : bool
+        Whether a step ran out of memory, or more was reserved than the user gives.
+    """
+
+    step: Step
+    plan: StepPlan
+    step_s: float | None = None
+    reserved_bytes: int = 0
+    has_failed: bool = False
+
+    @property
+    def does(self) -> Any:
+        """What the blocks do, as a value to compare."""
+        ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
+        moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
+        return [(way.is_plain, way.kept) for way in ways], moves, self.plan.window_bytes
+
+    @property
+    def again_count(self) -> int:
+        """How many calls of blocks compute something again."""
+        calls = zip(self.step.calls, self.plan.calls, strict=True)
+        return sum(not self._way(call, planned).is_plain for call, planned in calls)
+
+    def _way(self, call: Call, planned: CallPlan) -> Way:
+        return self.step.kinds[call.kind].ways[planned.way]
+
+
+def plans_to_try(step: Step, memory_bytes: int) -> Iterator[StepPlan]:
+    """Yield the best plans within a memory: as predicted, with some caution, and without moving anything."""
+    steps = [_cautious(step, recompute, rate) for recompute, rate in _CAUTIONS]
+    if step.may_move:
+        steps.append(dataclasses.replace(step, may_move=False))
+    for each in steps:
+        plan = plan_step(each, memory_bytes)
+        if plan is not None:
+            yield plan
+
+
+def _cautious(step: Step, recompute: float, rate: float) -> Step:
+    """Return a step in which computing again takes longer, or copies do."""
+    kinds = tuple(
+        dataclasses.replace(
+            kind,
+            ways=tuple(dataclasses.replace(way, recompute_s=way.recompute_s * recompute) for way in kind.ways),
+        )
+        for kind in step.kinds
+    )
+    return dataclasses.replace(
+        step, kinds=kinds, out_bytes_per_s=step.out_bytes_per_s * rate, in_bytes_per_s=step.in_bytes_per_s * rate
+    )
+
+
+def with_overhead(step: Step, overhead_s: float) -> Step:
+    """Return a step in which each call of a block that is computed again takes so much longer."""
+    kinds = []
+    for kind in step.kinds:
+        ways = [
+            way if way.is_plain else dataclasses.replace(way, recompute_s=way.recompute_s + overhead_s)
+            for way in kind.ways
+        ]
+        kinds.append(dataclasses.replace(kind, ways=tuple(hull(ways, kind.outputs))))
+    return dataclasses.replace(step, kinds=tuple(kinds))
+
+
+def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:
+    """Say how much memory a step needs at least, and what takes it."""
+    needed = max(least.peak_bytes, step.other_bytes)
+    suggestion = needed / (1 - margin)
+    parts = dict(step.fixed)
+    fixed = sum(parts.values())
+    parts["at the loss"] = max(0, step.loss_bytes - fixed)
+    parts["one block computed again"] = max(0, max((call.backward_bytes for call in step.calls), default=0) - fixed)
+    parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
+    told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+    return (
+        f"fit: {human_bytes(memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"{margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
+        f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
+    )

@@ -1,0 +1,74 @@
+"""What each call of a block does under a plan."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.replay import Watch
+from torchoffload._fit.trials import Trial
+
+__all__ = ["Turns", "turns_of"]
+
+
+class _Followed(Watch):
+    """What one call of a block does under a plan.
+
+    Parameters
+    ----------
+    plan : BlockPlan or None
+        The plan; None if nothing is computed again.
+    tell : callable
+        Called where forward calls another operator than planned.
+    """
+
+    def __init__(self, plan: BlockPlan | None, tell: Callable[[], None]) -> None:
+        super().__init__(plan)
+        self._tell = tell
+
+    def left_plan(self) -> None:
+        """Tell that forward called another operator than planned."""
+        self._tell()
+
+
+class Turns:
+    """What each call of one block does, in the order of the calls of one step."""
+
+    def __init__(self, followed: list[_Followed]) -> None:
+        self._followed = followed
+        self._next = 0
+
+    def reset(self) -> None:
+        """Begin with the first call again: a step begins."""
+        self._next = 0
+
+    def __call__(self) -> Watch:
+        turn = self._followed[self._next % len(self._followed)]
+        self._next += 1
+        return turn
+
+
+def turns_of(
+    trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None]
+) -> tuple[dict[nn.Module, Turns], list[nn.Module]]:
+    """Return what each block does that computes something again, and the blocks of which something moves.
+
+    Parameters
+    ----------
+    trial : Trial
+        The plan.
+    modules : iterable of nn.Module
+        The block of each call of the step.
+    tell : callable
+        Called where a block calls another operator than planned.
+    """
+    followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
+    moving: dict[nn.Module, None] = {}
+    for module, call, planned in zip(modules, trial.step.calls, trial.plan.calls, strict=True):
+        kind = trial.step.kinds[call.kind]
+        followed[module].append(_Followed(kind.ways[planned.way].plan_with(kind.outputs, planned.moved), tell))
+        if planned.moves:
+            moving[module] = None
+    turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
+    return turns, list(moving)

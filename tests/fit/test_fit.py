@@ -1,0 +1,239 @@
+"""fit: the same bits as stock in all its phases, whatever plan it takes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from devices import Device
+from fitted_models import Model, options_of
+from gradients import Run, assert_same_gradients, execute
+from planned_blocks import BLOCKS, WIDTH
+
+pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
+
+STEPS = 20
+BUDGETS = {"least": 0.0, "middle": 0.5, "all": 1.0}
+
+
+@contextlib.contextmanager
+def fitted(run: Run, device: Device, model: nn.Module, **more: Any) -> Iterator[Any]:
+    """The model, fitted with room for all; in stock runs as it is."""
+    if run.stock:
+        yield None
+        return
+    with torchoffload.fit(model, 1 << 50, **(options_of(device) | more)) as handle:
+        yield handle
+
+
+def take_budget(handle: Any, budget: float) -> None:
+    """Plan for a part of the memory between 0, the least that the survey says will do, and 1, which is room for all."""
+    points = handle.frontier()
+    low, high = points[0].memory_bytes, points[-1].memory_bytes
+    handle.replan(int((low + (high - low) * budget) / (1 - 0.04)) + 1)
+
+
+def train(
+    run: Run,
+    handle: Any,
+    model: nn.Module,
+    *,
+    steps: int = STEPS,
+    batch: Callable[[int], torch.Tensor] | None = None,
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: model(x),
+    budget: float | None = None,
+) -> None:
+    """Trains, and checks each step's loss and gradients; all phases are passed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    make = batch or (lambda step: run.tensor(4, 8, WIDTH))
+    was_replanned = False
+    for step in range(steps):
+        x = make(step)
+        optimizer.zero_grad()
+        loss = call(model, x)
+        loss.backward()
+        run.check(loss=loss.detach(), gradients={name: each.grad for name, each in model.named_parameters()})
+        optimizer.step()
+        if handle is not None and budget is not None and not was_replanned and handle.phase == "settled":
+            take_budget(handle, budget)
+            was_replanned = True
+    run.check(buffers={name: each.clone() for name, each in model.named_buffers()}, random=torch.rand(2))
+
+
+def assert_fitted(device: Device, make: Callable[[], nn.Module], budget: float = 0.5, **more: Any) -> None:
+    times = more.pop("times", 1)
+
+    def program(run: Run):
+        model = run.module(lambda: Model(make, times=times))
+        with fitted(run, device, model) as handle:
+            torch.manual_seed(3)
+            train(run, handle, model, budget=budget, **more)
+            if handle is not None:
+                assert handle.phase == "settled", handle.report()
+                assert handle.plan is not None
+        return
+
+    assert_same_gradients(program, device=device, min_moved_fraction=1e-9)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_all_phases_have_the_bits_of_stock(device_under_test: Device, block: str, budget: str):
+    assert_fitted(device_under_test, BLOCKS[block], BUDGETS[budget])
+
+
+def test_without_computing_again(device_under_test: Device):
+    def program(run: Run):
+        model = run.module(lambda: Model(BLOCKS["transformer"]))
+        with fitted(run, device_under_test, model, recompute=False) as handle:
+            train(run, handle, model, budget=0.5)
+            assert handle is None or handle.plan.recompute_s == 0
+        return
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+def test_without_moving(device_under_test: Device):
+    def program(run: Run):
+        model = run.module(lambda: Model(BLOCKS["transformer"]))
+        with fitted(run, device_under_test, model, move=False) as handle:
+            train(run, handle, model, budget=0.0)
+            if handle is not None:
+                assert handle.plan.moved_bytes == 0
+                assert handle.plan.recompute_s > 0
+        return
+
+    stock = execute(program, device_under_test, stock=True)
+    torchoffload.reset_stats()
+    assert execute(program, device_under_test, stock=False) == stock
+    assert "exception" not in stock
+    assert torchoffload.stats().bytes_offloaded == 0
+
+
+def test_blocks_that_are_called_twice(device_under_test: Device):
+    assert_fitted(device_under_test, BLOCKS["dropouts"], times=2)
+
+
+def test_under_autocast(device_under_test: Device):
+    def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model(x)
+
+    assert_fitted(device_under_test, BLOCKS["transformer"], call=call)
+
+
+def test_two_calls_before_a_backward(device_under_test: Device):
+    assert_fitted(device_under_test, BLOCKS["transformer"], call=lambda model, x: model(x) + model(x + 1))
+
+
+def test_evaluation_between_steps(device_under_test: Device):
+    def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        return model(x)
+
+    assert_fitted(device_under_test, BLOCKS["batch norm"], call=call)
+
+
+def test_larger_and_smaller_batches(device_under_test: Device):
+    """A larger call than any before is surveyed anew; smaller ones follow the plan."""
+
+    def program(run: Run):
+        model = run.module(lambda: Model(BLOCKS["transformer"]))
+        with fitted(run, device_under_test, model) as handle:
+            phases = []
+            sizes = [4] * 14 + [2, 3, 4] + [6] * 14
+            for size in sizes:
+                train(run, handle, model, steps=1, batch=lambda _, size=size: run.tensor(size, 8, WIDTH))
+                phases.append(None if handle is None else handle.phase)
+            if handle is not None:
+                assert phases[16] == "settled"
+                assert phases[17] == "survey"
+                assert phases[-1] == "settled"
+        return
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+def test_a_forward_that_raises(device_under_test: Device):
+    """In a survey, in a trial and later; the loop goes on."""
+
+    class Raises(BLOCKS["transformer"]):  # type: ignore[misc]
+        raises = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.raises:
+                raise ValueError("stop")
+            return y
+
+    def program(run: Run):
+        model = run.module(lambda: Model(Raises))
+        with fitted(run, device_under_test, model) as handle:
+            for step in range(STEPS):
+                if step in {0, 1, 3, 12}:
+                    model.net.blocks[2].raises = True
+                    with run.raising(f"step {step}"):
+                        model(run.tensor(4, 8, WIDTH))
+                    model.net.blocks[2].raises = False
+                train(run, handle, model, steps=1)
+            if handle is not None:
+                assert handle.phase == "settled"
+        return
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+class Cached(nn.Module):
+    """Appends to a list that the caller gives, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        h = torch.sin(self.up(x))
+        cache.append(h)
+        return x + torch.cos(sum(cache))
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().mean()
+
+
+def test_a_block_that_changes_a_list_is_not_computed_again(device_under_test: Device):
+    def program(run: Run):
+        model = run.module(WithCache)
+        with fitted(run, device_under_test, model) as handle:
+            train(run, handle, model, steps=12)
+            if handle is not None:
+                assert "it cannot be computed again: its forward changes a list" in handle.report()
+        return
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+def test_a_model_without_blocks_is_one_block(device_under_test: Device):
+    def program(run: Run):
+        model = run.module(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)))
+        with fitted(run, device_under_test, model) as handle:
+            train(run, handle, model, call=lambda model, x: model(x).square().mean(), budget=0.3)
+            if handle is not None:
+                assert "1 blocks" in repr(handle)
+        return
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)

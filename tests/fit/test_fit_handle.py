@@ -1,0 +1,177 @@
+"""The handle of fit: its errors, its report, its files, and what it leaves behind."""
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from devices import Device
+from fitted_models import Model, options_of
+from planned_blocks import BLOCKS, WIDTH
+
+pytestmark = pytest.mark.devices("disk")
+
+
+def settled(model: nn.Module, device: Device, memory: Any = "1GiB", steps: int = 16, **more: Any) -> Any:
+    handle = torchoffload.fit(model, memory, **(options_of(device) | more))
+    for _ in range(steps):
+        model(torch.randn(4, 8, WIDTH)).backward()
+    return handle
+
+
+def test_with_room_for_all_nothing_is_installed_on_the_blocks(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with settled(model, device_under_test) as handle:
+        assert handle.plan.moved_bytes == handle.plan.recompute_s == 0
+        torchoffload.reset_stats()
+        model(torch.randn(4, 8, WIDTH)).backward()
+        assert torchoffload.stats().bytes_offloaded == 0
+
+
+def test_too_little_memory_is_an_error_that_says_how_much_would_do(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    handle = torchoffload.fit(model, "1KiB", **options_of(device_under_test))
+    for _ in range(2):
+        model(torch.randn(4, 8, WIDTH)).backward()
+    with pytest.raises(RuntimeError, match=r"1\.0 KiB is too little. This step needs at least .* Give\s+memory="):
+        model(torch.randn(4, 8, WIDTH))
+    assert handle.phase == "least memory"
+    model(torch.randn(4, 8, WIDTH)).backward()
+    assert handle.plan is not None
+    handle.remove()
+
+
+def test_too_little_memory_may_be_a_warning(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with pytest.warns(UserWarning, match="It runs in the least memory"):
+        handle = settled(model, device_under_test, "1KiB", on_unfit="warn")
+    assert handle.phase == "least memory"
+    assert handle.plan.moved_bytes > 0
+    handle.remove()
+
+
+def test_less_memory_takes_less(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with settled(model, device_under_test) as handle:
+        points = handle.frontier()
+        assert [p.memory_bytes for p in points] == sorted(p.memory_bytes for p in points)
+        assert [p.step_s for p in points] == sorted((p.step_s for p in points), reverse=True)
+        handle.replan(int(points[0].memory_bytes / 0.96) + 1)
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.phase == "settled"
+        assert handle.plan.predicted_peak_bytes <= points[0].memory_bytes
+        assert handle.plan.moved_bytes + handle.plan.recompute_s > 0
+        for part in ("What the blocks do:", "net.blocks.0", "One more GiB would save", "Plans that were tried"):
+            assert part in handle.report(), handle.report()
+
+
+def test_before_the_survey_is_done(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)) as handle:
+        assert handle.plan is None
+        assert "no plan yet" in handle.report()
+        with pytest.raises(RuntimeError, match="survey is not done"):
+            handle.frontier()
+        with pytest.raises(RuntimeError, match="no plan has been chosen"):
+            handle.save("plan.json")
+
+
+def test_remove_takes_all_hooks_away(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    handle = settled(model, device_under_test, steps=1)
+    loss = model(torch.randn(4, 8, WIDTH))
+    handle.remove()
+    handle.remove()
+    loss.backward()
+    assert handle.phase == "removed"
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    with settled(model, device_under_test) as again:
+        assert again.phase == "settled"
+    with pytest.raises(RuntimeError, match="was removed"):
+        handle.replan("1GiB")
+
+
+def test_a_model_is_fitted_once(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    first = torchoffload.fit(model, "1GiB", **options_of(device_under_test))
+    with pytest.raises(ValueError, match="fitted already"):
+        torchoffload.fit(model, "1GiB", **options_of(device_under_test))
+    first.remove()
+    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)):
+        pass
+
+
+def test_a_copy_is_an_ordinary_model(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with settled(model, device_under_test, steps=3):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            torchoffload.reset_stats()
+            copied(torch.randn(4, 8, WIDTH)).backward()
+            assert torchoffload.stats().bytes_offloaded == 0
+
+
+def test_a_saved_plan_is_followed_at_once(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    path = device_under_test.directory / "plan.json"
+    with settled(model, device_under_test) as handle:
+        handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        handle.save(path)
+        plan = handle.plan
+    other = Model(BLOCKS["transformer"])
+    with torchoffload.fit(other, plan=path, **options_of(device_under_test)) as handle:
+        assert handle.phase == "settled"
+        assert handle.plan == plan
+        for _ in range(3):
+            other(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.phase == "settled"
+        assert "other operators than planned" not in handle.report()
+    with pytest.raises(ValueError, match="which this model does not have"):
+        torchoffload.fit(Model(BLOCKS["transformer"], depth=2), plan=path, **options_of(device_under_test))
+    path.write_text(json.dumps({"format": "another"}))
+    with pytest.raises(ValueError, match=r"no file that Fitted\.save"):
+        torchoffload.fit(other, plan=path, **options_of(device_under_test))
+
+
+def test_a_picture_of_the_frontier(device_under_test: Device):
+    pytest.importorskip("matplotlib")
+    model = Model(BLOCKS["transformer"])
+    path = device_under_test.directory / "frontier.png"
+    with settled(model, device_under_test) as handle:
+        handle.plot_frontier(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_can_be_chosen(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with settled(model, device_under_test, blocks="net.blocks.[12]") as handle:
+        assert "2 blocks" in repr(handle)
+        assert "net.blocks.1 to net.blocks.2" in handle.report()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"memory": "much"}, ValueError), ({"memory": 1.5}, ValueError), ({"memory": -1}, ValueError),
+        ({"memory": True}, TypeError), ({"memory": [1]}, TypeError), ({"memory": None}, ValueError),
+        ({"memory": "1GiB", "margin": 0.6}, ValueError), ({"memory": "1GiB", "margin": "a"}, TypeError),
+        ({"memory": "1GiB", "recompute": 1}, TypeError), ({"memory": "1GiB", "on_unfit": "ignore"}, ValueError),
+        ({"memory": "1GiB", "blocks": "none.such"}, ValueError), ({"memory": "1GiB", "unknown": 1}, TypeError),
+        ({"memory": "1GiB", "offload_window_bytes": 1}, TypeError), ({"memory": "1GiB", "plan": "absent"}, OSError),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(device_under_test: Device, arguments: dict[str, Any], error: type[Exception]):
+    model = Model(BLOCKS["transformer"])
+    with pytest.raises(error):
+        torchoffload.fit(model, **(options_of(device_under_test) | arguments))
+    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)):
+        pass  # nothing was left behind
