@@ -10,8 +10,8 @@
 
 namespace torchoffload {
 
-// Returns a set of the addresses of the storages (`UntypedStorage._cdata`) of all tensors in a nest of tuples, lists and
-// dicts, or None if something in it is neither a plain tensor, nor such a container, nor a value that has no tensors.
+// Returns a set of the addresses of the storages (`UntypedStorage._cdata`) of all tensors in a nest of tuples, lists
+// and dicts, or None if something in it is neither a plain tensor, nor such a container, nor a value without tensors.
 PyObject* storage_addresses(PyObject* value);
 
 }  // namespace torchoffload

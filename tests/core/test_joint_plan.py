@@ -198,3 +198,11 @@ def test_a_kind_that_does_not_exist_is_refused():
         plan_step(step(kinds=(Kind(1.0, 2.0, (), ()),)), MIB)
     with pytest.raises(ValueError, match="link"):
         core.joint_plan(moving(0.0), MIB)
+
+
+def test_the_least_memory_is_the_least():
+    for rate in (1e12, 1e7):
+        for of in (step(), moving(rate), moving(rate, least_moved_bytes=2 * MIB), moving(rate, loss_bytes=150 * MIB)):
+            least = least_plan(of)
+            assert plan_step(of, least.peak_bytes) is not None
+            assert plan_step(of, int(least.peak_bytes * 0.998)) is None

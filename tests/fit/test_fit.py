@@ -13,6 +13,7 @@ from devices import Device
 from fitted_models import Model, options_of
 from gradients import Run, assert_same_gradients, execute
 from planned_blocks import BLOCKS, WIDTH
+from torchoffload._fit import kinds
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 
@@ -237,3 +238,37 @@ def test_a_model_without_blocks_is_one_block(device_under_test: Device):
         return
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+class Reduces(nn.Module):
+    """Calls a collective in its forward, as a layer does that is split over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(self.up(x))
+        return x + torch.cos(torch.ops.torchoffload_tests.reduce(h.detach()) + h)
+
+
+def test_a_block_with_a_collective_is_not_computed_again(device_under_test: Device, monkeypatch: pytest.MonkeyPatch):
+    """What is a collective is told by the namespace of the operator; here it is one that needs no process group."""
+    monkeypatch.setattr(kinds, "_COLLECTIVES", frozenset(("torchoffload_tests",)))
+
+    def program(run: Run):
+        model = run.module(lambda: Model(Reduces))
+        with fitted(run, device_under_test, model) as handle:
+            train(run, handle, model, budget=0.0)
+            if handle is not None:
+                assert handle.plan.recompute_s == 0
+                assert "collectives inside" in handle.report()
+        return None
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+@torch.library.custom_op("torchoffload_tests::reduce", mutates_args=())
+def reduce(x: torch.Tensor) -> torch.Tensor:
+    """Stands for a collective of one rank."""
+    return x.clone()

@@ -175,3 +175,13 @@ def test_wrong_arguments_are_refused(device_under_test: Device, arguments: dict[
         torchoffload.fit(model, **(options_of(device_under_test) | arguments))
     with torchoffload.fit(model, "1GiB", **options_of(device_under_test)):
         pass  # nothing was left behind
+
+
+def test_a_plan_that_cannot_be_followed_leaves_nothing_behind(device_under_test: Device):
+    path = device_under_test.directory / "plan.json"
+    with settled(Model(BLOCKS["transformer"]), device_under_test) as handle:
+        handle.save(path)
+    model = Model(BLOCKS["transformer"], depth=2)
+    with pytest.raises(ValueError, match="which this model does not have"):
+        torchoffload.fit(model, plan=path, **options_of(device_under_test))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

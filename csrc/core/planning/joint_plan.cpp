@@ -40,7 +40,7 @@ std::vector<Transition> transitions_of(const StepOfBlocks& step) {
       transitions.push_back({number, to, (before.recompute_s - after.recompute_s) / std::max(nbytes, 1.0)});
     }
   }
-  // Of one kind the order is that of its ways, which a hull has from the steepest on; a stable sort keeps it for equals.
+  // Of one kind the order is that of its ways, which a hull has from the steepest on: a stable sort keeps it.
   std::ranges::stable_sort(
       transitions, [](const Transition& a, const Transition& b) { return a.saved_s_a_byte > b.saved_s_a_byte; });
   return transitions;
@@ -57,11 +57,7 @@ class Planner {
       calls_of_[step.calls[call].kind].push_back(call);
     }
     for (const BlockKind& kind : step.kinds) {
-      for (const BlockWay& way : kind.ways) {
-        largest_bytes_ = std::max(largest_bytes_, way.input_bytes);
-        for (const uint32_t output : way.kept)
-          largest_bytes_ = std::max(largest_bytes_, kind.outputs.at(output).nbytes);
-      }
+      for (const BlockWay& way : kind.ways) kept_bytes(kind, way);  // throws where there is no such output
     }
   }
 
@@ -85,10 +81,16 @@ class Planner {
     return std::move(best_);
   }
 
+  // Everything computed again, and moved or not: where little is kept, windows may take more than they save.
   JointPlan least() {
     const std::vector<uint32_t> ways(step_.calls.size(), 0);
     JointPlan plan;
-    place(ways, kUnlimited, step_.may_move ? largest_bytes_ : 0, step_.may_move, plan);
+    place(ways, kUnlimited, 0, false, plan);
+    if (step_.may_move) {
+      JointPlan moved;
+      place(ways, kUnlimited, largest_of(ways), true, moved);
+      if (moved.peak_bytes < plan.peak_bytes) plan = std::move(moved);
+    }
     time(ways, plan);
     return plan;
   }
@@ -97,9 +99,10 @@ class Planner {
   void consider(const std::vector<uint32_t>& ways, uint64_t memory_bytes) {
     // First with all that is kept on the device, where a window is of no use.
     if (try_plan(ways, memory_bytes, 0) || !step_.may_move) return;
+    const uint64_t largest_bytes = largest_of(ways);
     for (const uint64_t size : kWindowSizes) {
-      if (size > 1 && size * largest_bytes_ > memory_bytes / 2) break;
-      try_plan(ways, memory_bytes, size * largest_bytes_);
+      if (size > 1 && size * largest_bytes > memory_bytes / 2) break;
+      try_plan(ways, memory_bytes, size * largest_bytes);
     }
   }
 
@@ -111,6 +114,18 @@ class Planner {
     // A plan that moves nothing is preferred to one that takes as long.
     if (!best_ || plan.step_s < best_->step_s) best_ = std::move(plan);
     return true;
+  }
+
+  // The bytes of the largest record that may move.
+  uint64_t largest_of(const std::vector<uint32_t>& ways) const {
+    uint64_t largest = 0;
+    for (size_t call = 0; call < ways.size(); ++call) {
+      const BlockKind& kind = step_.kinds[step_.calls[call].kind];
+      const BlockWay& way = kind.ways[ways[call]];
+      largest = std::max(largest, way.input_bytes);
+      for (const uint32_t output : way.kept) largest = std::max(largest, kind.outputs[output].nbytes);
+    }
+    return largest;
   }
 
   // Decides what stays on the device and what moves, from the last call to the first. False: it does not fit.
@@ -252,7 +267,6 @@ class Planner {
 
   const StepOfBlocks& step_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
-  uint64_t largest_bytes_ = 0;
   std::optional<JointPlan> best_;
 };
 

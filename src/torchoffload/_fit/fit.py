@@ -376,6 +376,12 @@ def fit(
             model, chosen, meter, memory_bytes=memory_bytes, margin=float(margin), may_recompute=recompute,
             may_move=move, options=dict(options), raises=on_unfit == "error",
         )  # fmt: skip
+        try:
+            if saved is not None:
+                driver.follow_saved(saved)
+        except BaseException:
+            driver.remove()
+            raise
         if is_disabled():
             driver.remove()
         else:
@@ -383,6 +389,4 @@ def fit(
             model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
             model.register_forward_hook(_leave)
             _drivers[model] = driver
-            if saved is not None:
-                driver.follow_saved(saved)
     return Fitted(model, driver)

@@ -16,6 +16,7 @@ __all__ = ["HostTimes", "Kind", "hull", "kind_of_call"]
 # What the modes of a block take for each operator, at the very least: of two ways that take as long the one without
 # modes is better. What they really take shows when plans are tried.
 _MODES_S = 1e-6
+_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 
 
 class HostTimes(NamedTuple):
@@ -71,6 +72,8 @@ class Kind:
         self.obstacle: str | None = None
         if not may_recompute:
             self.obstacle = "recompute=False"
+        elif any(getattr(call.operator, "namespace", "") in _COLLECTIVES for call in record.operators):
+            self.obstacle = "it has collectives inside, which all ranks have to call alike"
         elif changed is not None:
             self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
         elif not frontier(record):

@@ -21,7 +21,7 @@ __all__ = ["Recomputation", "Run"]
 _OTHER_WAY = (
     "torchoffload: the recomputation of a block called {found} where its forward had called {expected}, as operator "
     "{number} of the block. A block that is computed again has to do the same each time: it must not depend on state "
-    "that changes between forward and backward. Mark it with recompute=False."
+    "that changes between forward and backward. Leave it out of fit's blocks, or give fit recompute=False."
 )
 
 

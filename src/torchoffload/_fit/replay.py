@@ -36,7 +36,7 @@ __all__ = ["Argument", "Call", "Forward", "Held", "Mode", "Watch"]
 _FOREIGN_WRITE = (
     "torchoffload: {operator} in a planned block wrote to a tensor that is neither made in the block nor a parameter "
     "or buffer of it, which did not happen when the plan was made. The block cannot be computed again. Write to a new "
-    "tensor, register the tensor as a buffer, or mark the block with recompute=False."
+    "tensor, register the tensor as a buffer, or leave the block out of fit's blocks."
 )
 
 
