@@ -1,9 +1,11 @@
 """fit: the same bits as stock in all its phases, whatever plan it takes."""
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from fitted_models import Model, options_of
 from gradients import Run, assert_same_gradients, execute
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit import kinds
+from torchoffload._fit.effects import Containers
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 
@@ -263,7 +266,6 @@ def test_a_block_with_a_collective_is_not_computed_again(device_under_test: Devi
             if handle is not None:
                 assert handle.plan.recompute_s == 0
                 assert "collectives inside" in handle.report()
-        return None
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
 
@@ -272,3 +274,84 @@ def test_a_block_with_a_collective_is_not_computed_again(device_under_test: Devi
 def reduce(x: torch.Tensor) -> torch.Tensor:
     """Stands for a collective of one rank."""
     return x.clone()
+
+
+class Effects(nn.Module):
+    """Has effects on objects of other classes in its forward, and reads what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.state = types.SimpleNamespace(count=0.5, values=[1.0], array=numpy.ones(2))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, step: types.SimpleNamespace) -> torch.Tensor:
+        state = self.state
+        state.count += 0.5
+        state.count += 0.5  # the address of what it was is used again
+        state.array[0] += 1
+        self.calls += 1
+        if self.calls % 5 == 0:
+            state.values.append(0.25)
+        h = torch.sin(self.up(x)) * state.count * step.number
+        return x + torch.cos(h * sum(state.values)) / float(state.array.sum())
+
+
+class WithEffects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Effects() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        step = types.SimpleNamespace(number=1.0)
+        for number, block in enumerate(self.blocks):
+            step.number = 1.0 + number
+            x = block(x, step)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_effects_come_once_and_objects_are_as_they_were(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch, sees: bool
+):
+    """Without what the survey sees, too: a recomputation has objects as they were, and leaves them as they are."""
+    if not sees:
+        monkeypatch.setattr(Containers, "changed", lambda self: None)
+
+    def program(run: Run):
+        model = run.module(WithEffects)
+        with fitted(run, device_under_test, model) as handle:
+            train(run, handle, model, budget=0.0)
+        run.check(
+            states=[vars(block.state)["values"] for block in model.blocks], counts=[b.state.count for b in model.blocks]
+        )
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+class Decays(nn.Module):
+    """Writes to a buffer and reads it, for something that nobody needs while its weight is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rate", torch.full((WIDTH,), 0.5))
+        self.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rate.mul_(0.9)
+        return torch.sin(self.up(x)) + self.rate.rsqrt() * self.weight
+
+
+@pytest.mark.parametrize("at", [1, 8, 18])
+def test_what_cannot_run_again_can_be_asked_for_later(device_under_test: Device, at: int):
+    def program(run: Run):
+        model = run.module(lambda: Model(Decays))
+        with fitted(run, device_under_test, model) as handle:
+            for step in range(STEPS):
+                if step == at:
+                    for block in model.net.blocks:
+                        block.weight.requires_grad_(True)
+                train(run, handle, model, steps=1, budget=0.0 if step == 12 else None)
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)

@@ -1,13 +1,16 @@
 """The handle of fit: its errors, its report, its files, and what it leaves behind."""
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import torchoffload
 from devices import Device
@@ -179,9 +182,76 @@ def test_wrong_arguments_are_refused(device_under_test: Device, arguments: dict[
 
 def test_a_plan_that_cannot_be_followed_leaves_nothing_behind(device_under_test: Device):
     path = device_under_test.directory / "plan.json"
-    with settled(Model(BLOCKS["transformer"]), device_under_test) as handle:
+    large = Model(BLOCKS["transformer"])
+    with settled(large, device_under_test) as handle:
         handle.save(path)
     model = Model(BLOCKS["transformer"], depth=2)
     with pytest.raises(ValueError, match="which this model does not have"):
         torchoffload.fit(model, plan=path, **options_of(device_under_test))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_saved_plan_is_not_followed_where_other_things_are_asked(device_under_test: Device):
+    model, path = Model(BLOCKS["transformer"]), device_under_test.directory / "plan.json"
+    with settled(model, device_under_test) as handle:
+        handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.plan.recompute_s > 0
+        handle.save(path)
+    options = options_of(device_under_test)
+    with torchoffload.fit(model, "1GiB", plan=path, **options) as handle:
+        for _ in range(12):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.plan.recompute_s == 0
+    with pytest.raises(RuntimeError, match="is too little"):
+        torchoffload.fit(model, "1KiB", plan=path, **options)
+    with torchoffload.fit(model, "10MiB", plan=path, recompute=False, **options) as handle:
+        for _ in range(12):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.plan.recompute_s == 0
+
+
+def test_a_model_that_is_dropped_is_freed(device_under_test: Device):
+    for steps in (0, 1, 16):
+        model = Model(BLOCKS["transformer"])
+        handle = settled(model, device_under_test, steps=steps)
+        gone = weakref.ref(model.net.blocks[0])
+        del model
+        gc.collect()
+        assert gone() is None
+        with pytest.raises(RuntimeError, match=r"does not exist any more|no plan has been chosen"):
+            handle.save(device_under_test.directory / "plan.json")
+
+
+def test_steps_without_a_backward_and_calls_past_the_model_hold_nothing(device_under_test: Device):
+    """The survey goes on once there are training steps."""
+    model = Model(BLOCKS["transformer"])
+    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)) as handle:
+        for _ in range(100):
+            model(torch.randn(4, 8, WIDTH))
+        for _ in range(5):
+            model.forward(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.phase == "survey"
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.phase == "settled"
+
+
+def test_blocks_belong_to_one_fit(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    options = options_of(device_under_test) | {"move": False}
+    with torchoffload.fit(model.net, "1GiB", **options), pytest.raises(ValueError, match="of another model"):
+        torchoffload.fit(model, "1GiB", **options)
+
+
+def test_inside_of_transforms_and_traces_blocks_are_called_as_they_are(device_under_test: Device):
+    model, x = Model(BLOCKS["in place"]), torch.randn(4, 8, WIDTH)
+    expected = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)):
+        found = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        torch.func.grad(model)(x)
+        with forward_ad.dual_level():
+            model(forward_ad.make_dual(x, torch.ones_like(x)))
+        torch.jit.trace(model, (x,))
+    assert torch.equal(expected[1], found[1])

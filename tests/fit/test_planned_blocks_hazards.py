@@ -240,12 +240,14 @@ def test_a_write_to_somebody_elses_tensor_is_an_error(device_under_test: Device)
 
 @pytest.mark.devices("disk")
 def test_a_recomputation_that_goes_another_way_is_an_error(device_under_test: Device):
-    switch = [False]
-    block = Linears(lambda block, h: torch.cos(torch.sin(h)) if switch[0] else torch.sin(h))
+    class Switch:
+        is_on = False
+
+    block = Linears(lambda block, h: torch.cos(torch.sin(h)) if Switch.is_on else torch.sin(h))
     x = torch.ones(4, 8, WIDTH, requires_grad=True)
     plan_block(block, corners(block, x)[0].plan)
     y = block(x)
-    switch[0] = True
+    Switch.is_on = True
     with pytest.raises(RuntimeError, match=r"called aten.cos.default where its forward had called aten.* as"):
         y.sum().backward()
 

@@ -30,11 +30,15 @@ class Backwards:
 
     def follow(self, output: Any) -> None:
         """Tell of backwards through the tensors in ``output``."""
-        for leaf in tree_leaves(output):
+        for leaf in [*tree_leaves(output), *tree_leaves(dict(getattr(output, "__dict__", {})))]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._begins)  # type: ignore[no-untyped-call]
 
     def _begins(self, _gradient: torch.Tensor) -> None:
+        self.is_seen()
+
+    def is_seen(self) -> None:
+        """Take notice of a backward, in which this is called."""
         task, listener = torch._C._current_graph_task_id(), self._listener()
         if task == self._task or listener is None:
             return

@@ -27,6 +27,7 @@ from torchoffload._fit.replay import Call, Forward, Watch
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.hook_stack import Role
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
+from torchoffload._pytorch.tracing import is_transformed
 
 __all__ = ["can_checkpoint", "plan_block", "unplan_block", "watch_block"]
 
@@ -114,6 +115,8 @@ def _may_checkpoint() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
+    if is_transformed():
+        return False
     if torch_checkpoint._checkpoint_debug_enabled:  # it takes no modes of others
         return False
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
@@ -192,12 +195,12 @@ def _checkpointed(
     """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
     flat, structure = tree_flatten((args, kwargs))
     pack = hook_stack.top_pack_hook()
-    call = Call(module, plan, None if pack is core.noop_pack else pack, addresses(flat), watch)
+    call = Call(module, plan, None if pack is core.noop_pack else pack, (args, kwargs), watch)
 
     def forward(*leaves: Any) -> None:
         positional, keywords = tree_unflatten(list(leaves), structure)
         call.runs.open[-1].inputs = addresses(list(leaves))
-        with call.state.in_place():
+        with call.state.in_place(), call.effects.in_place():
             module.forward(*positional, **keywords)
 
     def modes() -> tuple[Forward, Recomputation]:

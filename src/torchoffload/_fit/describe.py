@@ -89,7 +89,7 @@ def _runs(names: list[str], plans: list[CallPlan]) -> Iterator[tuple[str, CallPl
 
 
 def _operators(driver: "Driver", step: Step, kind: int, outputs: list[int]) -> str:
-    made, operators = step.kinds[kind].outputs, driver.operators_of(kind)
+    made, operators = step.kinds[kind].outputs, driver.operators[kind]
     counts = Counter(
         str(operators[number]).removeprefix("aten.").removesuffix(".default")
         for output in outputs

@@ -1,10 +1,8 @@
 """What a fitted model does from call to call: it is surveyed, plans are tried, and one is followed and watched."""
 
 import dataclasses
-import enum
-import statistics
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,31 +16,23 @@ from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.blocks import unplan_block, watch_block
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
+from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
 from torchoffload._fit.survey import Survey
-from torchoffload._fit.trials import Trial, plans_to_try, unfit_message, with_overhead
-from torchoffload._fit.turns import turns_of
+from torchoffload._fit.trials import Trial, learned, plans_to_try, restricted, unfit_message
+from torchoffload._fit.turns import turns_of, weakly
 from torchoffload._modules.offload_modules import offload_modules
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
 
-__all__ = ["Driver", "Phase"]
+__all__ = ["Driver"]
 
 _TIMED_STEPS = 2
+_MOST_OPEN_CALLS = 64
 _STEPS_OF_OTHER_SIZES = 12
-
-
-class Phase(enum.Enum):
-    """What a fitted model is at."""
-
-    SURVEY = "survey"
-    TRIALS = "trials"
-    SETTLED = "settled"
-    LEAST = "least memory"
-    REMOVED = "removed"
 
 
 class Driver:
@@ -95,7 +85,8 @@ class Driver:
         raises: bool,
     ) -> None:
         self._model = weakref.ref(model)
-        self.names = {each.module: each.name for each in chosen}
+        # Held weakly, as the model: what is held by a model's hooks must not hold the model.
+        self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
         self.meter = meter
         self.memory_bytes = memory_bytes
         self.margin = self._given_margin = margin
@@ -104,11 +95,13 @@ class Driver:
         self._context_options = OffloadOptions(**options)
         self._raises = raises
         self.phase = Phase.SURVEY
+        self._open_calls = 0  # calls of the model since the measured step began
         self._has_begun = self._has_ended = False  # whether a measured step has begun, and its backward ended
         self.step: Step | None = None
+        self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
-        self.call_modules: list[nn.Module] = []
+        self._call_modules: list[weakref.ref[nn.Module]] = []
         self.trials: list[Trial] = []
         self.settled: Trial | None = None
         self.notes: list[str] = []
@@ -133,6 +126,11 @@ class Driver:
         return model
 
     @property
+    def call_modules(self) -> list[nn.Module]:
+        """The block of each call of the step that was surveyed, in the order of forward."""
+        return [module for each in self._call_modules if (module := each()) is not None]
+
+    @property
     def plan_bytes(self) -> int:
         """What a plan may allocate on the device."""
         return int(self.memory_bytes * (1 - self.margin))
@@ -150,6 +148,9 @@ class Driver:
             elif self.phase is Phase.SETTLED:
                 self._check()
         if self.phase is Phase.SURVEY:
+            self._open_calls += 1
+            if self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
+                self._has_begun = False
             if self._has_begun and self._has_ended:
                 is_known = self.survey.end_step()
                 self._has_begun = False
@@ -164,7 +165,7 @@ class Driver:
             self._end_trial_step()
         self._size = size
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
-            self._has_begun, self._has_ended = True, False
+            self._has_begun, self._has_ended, self._open_calls = True, False, 0
             if self.phase is Phase.SURVEY:
                 self.survey.begin_step()
             else:
@@ -194,13 +195,14 @@ class Driver:
         self.phase = Phase.SURVEY
         self._has_begun = self._has_ended = False
         self.trials, self.settled, self.step = [], None, None
-        self.survey = Survey(self.model, self.meter, may_recompute=self.may_recompute)
+        self.survey = Survey(self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute)
         self._watch(None)
 
     def _watch(self, window_bytes: int | None) -> None:
         """Have the survey watch the blocks, in the least memory that is known."""
         blocks = list(self.names)
-        self._follow(blocks, self.survey.watch, blocks if self.may_move else [], window_bytes)
+        watch = weakly(self.survey.watch, otherwise=Watch(None))
+        self._follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
 
     def _make_plan(self) -> None:
         if self.may_move and self._link is None:
@@ -217,10 +219,10 @@ class Driver:
         )
         self._surveyed = self.step
         kinds = [self.survey.kinds[key] for key in keys]
-        self._operators = [kind.operators for kind in kinds]
+        self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
-        self.call_modules = [
-            call.module for call in self.survey.calls if call.key in keys and call.returned is not None
+        self._call_modules = [
+            weakref.ref(call.module) for call in self.survey.calls if call.key in keys and call.returned is not None
         ]
         self.survey.forget_tensors()
         self.choose()
@@ -309,16 +311,10 @@ class Driver:
 
         Returns whether another plan is the best one then, which is to be tried.
         """
-        beyond = [(trial.step_s or 0.0) - trial.plan.step_s for trial in timed]
-        overheads = [s / trial.again_count for s, trial in zip(beyond, timed, strict=True) if trial.again_count]
-        step = self.step
-        if self._has_learned or step is None or not overheads:
+        if self._has_learned or self.step is None:
             return False
         self._has_learned = True
-        overhead = statistics.median(overheads)
-        if overhead <= 0:
-            return False
-        self.step = step = with_overhead(step, overhead)
+        self.step = step = learned(self.step, timed)
         count = len(self.trials)
         self._add_trial(step, plan_step(step, self.plan_bytes))
         return len(self.trials) > count
@@ -354,14 +350,13 @@ class Driver:
             self.choose()
 
     def _apply(self, trial: Trial) -> None:
-        watches, moving = turns_of(trial, self.call_modules, self._count_left)
+        watches, moving = turns_of(trial, self.call_modules, weakly(self.count_left))
         self._reset_counters = [turns.reset for turns in watches.values()]
-        self._follow(list(watches), lambda module, _: watches[module](), moving, trial.plan.window_bytes)
+        self._follow(watches, moving, trial.plan.window_bytes)
 
     def _follow(
         self,
-        blocks: list[nn.Module],
-        watch: Callable[[nn.Module, Any], Watch],
+        blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
         moving: list[nn.Module],
         window_bytes: int | None,
     ) -> None:
@@ -371,31 +366,30 @@ class Driver:
             manager = OffloadActivations(model=self.model, **options)
             numbers = {module: number for number, module in enumerate(self.names, start=1)}
             self._handle._offloading.change(manager, [numbers[module] for module in moving])
-        for module in self.names.keys() - set(blocks):
+        for module in set(self.names) - set(blocks):
             unplan_block(module)
-        for module in blocks:
+        for module, watch in blocks.items():
             watch_block(module, watch)
         self.meter.forget_reserved()
 
-    def operators_of(self, kind: int) -> tuple[Any, ...]:
-        """Return the operators of a kind of block, in order."""
-        return self._operators[kind]
-
     def follow_saved(self, saved: SavedPlan) -> None:
-        """Follow a plan that was read from a file, without a survey."""
+        """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
         modules = {name: module for module, name in self.names.items()}
         missing = [name for name in saved.names if name not in modules]
         if missing:
             raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
-        self.step = saved.step
-        self.call_modules = [modules[name] for name in saved.names]
+        self.step = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
+        self._call_modules = [weakref.ref(modules[name]) for name in saved.names]
         self.largest_size = saved.largest_size
-        self._operators = [tuple(operators) for operators in saved.operators]
+        self.operators = [tuple(operators) for operators in saved.operators]
+        if self.step != saved.step or self.memory_bytes != saved.memory_bytes:
+            self.choose()
+            return
         self.settled, self.phase = Trial(saved.step, saved.plan, saved.step_s), Phase.SETTLED
-        self._ooms = self.meter.oom_count()
         self._apply(self.settled)
 
-    def _count_left(self) -> None:
+    def count_left(self) -> None:
+        """Count a call of a block that called another operator than planned."""
         self.left_plan_count += 1
 
     def remove(self) -> None:

@@ -17,14 +17,15 @@ from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
-from torchoffload._fit.driver import Driver, Phase
+from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
 from torchoffload._fit.meter import meter_for
+from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Chosen, Selector, choose
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
-from torchoffload._pytorch.tracing import is_not_traced
+from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
 
 __all__ = ["FitPlan", "Fitted", "fit"]
@@ -89,7 +90,9 @@ _drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictio
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
+        return
+    if torch._C._current_graph_task_id() != -1:
         return
     driver = _drivers.get(module)
     if driver is not None:
@@ -97,7 +100,9 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _leave(module: nn.Module, _args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
+        return
+    if torch._C._current_graph_task_id() != -1:
         return
     driver = _drivers.get(module)
     if driver is not None:
@@ -372,6 +377,10 @@ def fit(
     with _lock:
         if model in _drivers:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
+        for other in _drivers.values():
+            for each in chosen:
+                if each.module in other.names:
+                    raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         driver = Driver(
             model, chosen, meter, memory_bytes=memory_bytes, margin=float(margin), may_recompute=recompute,
             may_move=move, options=dict(options), raises=on_unfit == "error",

@@ -55,6 +55,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
     step, settled = driver.step, driver.settled
     if step is None or settled is None:
         raise RuntimeError("no plan has been chosen yet: it takes some training steps")
+    model = driver.model  # so that its blocks are there
     document = {
         "format": _FORMAT,
         "torch": torch.__version__,
@@ -64,8 +65,9 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
         "names": [driver.names[module] for module in driver.call_modules],
-        "operators": [[str(each) for each in driver.operators_of(kind)] for kind in range(len(step.kinds))],
+        "operators": [[str(each) for each in driver.operators[kind]] for kind in range(len(step.kinds))],
     }
+    del model
     text = json.dumps(document, default=_plain)
     Path(path).write_text(text, encoding="utf-8")
 
@@ -87,6 +89,12 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         calls = tuple(Call(**call) for call in step.pop("calls"))
         plan = document["plan"]
         planned = tuple(CallPlan(each["way"], tuple(each["moved"]), each["moves"]) for each in plan.pop("calls"))
+        for call, each in zip(calls, planned, strict=True):
+            outputs, ways = kinds[call.kind].outputs, kinds[call.kind].ways
+            if not 0 <= each.way < len(ways) or any(not 0 <= number < len(outputs) for number in each.moved):
+                raise ValueError("a number is that of no way or output")
+        if len(document["names"]) != len(calls) or len(document["operators"]) != len(kinds):
+            raise ValueError("a name is missing")
         return SavedPlan(
             memory_bytes=document["memory_bytes"],
             largest_size=document["largest_size"],
@@ -96,7 +104,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
             names=document["names"],
             operators=document["operators"],
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"plan {os.fspath(path)!r} is no file that Fitted.save() of this version wrote ({error}): fit without it, "
             "and save it again"

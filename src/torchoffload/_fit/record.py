@@ -158,7 +158,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _sums(storage: torch.UntypedStorage) -> tuple[int, int]:
-    if storage.device.type == "meta":
+    if storage.device.type == "meta" or storage.data_ptr() == 0:  # the latter has no memory, as a zero tensor's
         return 0, 0
     with torch.no_grad():
         every = _bytes(storage)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchoffload._checkpoint.saved_outputs import Kept, Packed, PackHook, alias
+from torchoffload._fit.effects import Containers
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.module_state import ModuleState
 from torchoffload._fit.operators import (
@@ -147,8 +148,8 @@ class Call:
         The plan that the call follows.
     pack : callable or None
         The pack hook of the context that moves what the plan says; None if nothing moves.
-    inputs : set of int
-        The addresses of the storages of the block's arguments.
+    arguments : tuple
+        The positional and the keyword arguments of the call.
     watch : Watch
         Who is told what the call does.
 
@@ -170,13 +171,12 @@ class Call:
         Why the call cannot be computed again.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: BlockPlan, pack: PackHook | None, inputs: set[int], watch: Watch
-    ) -> None:
+    def __init__(self, module: nn.Module, plan: BlockPlan, pack: PackHook | None, arguments: Any, watch: Watch) -> None:
         self.plan = plan
         self.watch = watch
         self.state = ModuleState(module)
-        self.inputs = inputs
+        self.effects = Containers(module, arguments)
+        self.inputs = addresses(tree_leaves(arguments))
         self.operators: list[Any] = []
         self.left_at: int | None = None
         self.kept: dict[int, Any] = {}
@@ -223,8 +223,8 @@ class Call:
             self.once.add(number)
             needs = not (is_planned and number in self.plan.skipped)
             self._keep(number, output, arguments, needs=needs)
-        elif is_planned and number in self.plan.kept:
-            self._keep(number, output, ())
+        elif is_planned and (number in self.plan.kept or number in self.plan.skipped & self.plan.final):
+            self._keep(number, output, ())  # one that is final could not be made after all, if anything asked for it
         elif is_planned and number in self.plan.skipped:
             self._leave_out(number, output, args, kwargs, targets)
 

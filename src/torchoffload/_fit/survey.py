@@ -3,11 +3,14 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from torchoffload._fit.effects import Containers
 from torchoffload._fit.kinds import HostTimes, Kind, kind_of_call
@@ -30,8 +33,6 @@ class SurveyedCall(Watch):
 
     Attributes
     ----------
-    module : nn.Module
-        The block.
     key : tuple
         What tells its kind.
     input_bytes : int
@@ -51,7 +52,7 @@ class SurveyedCall(Watch):
         kind = survey.kinds.get(key)
         super().__init__(None if kind is None else kind.least)
         self.records = kind is None
-        self.module = module
+        self._module = weakref.ref(module)
         self.key = key
         self.input_bytes = survey.note_inputs(inputs)
         self.forward_bytes = self.backward_bytes = 0
@@ -67,6 +68,13 @@ class SurveyedCall(Watch):
         self.times_operators = not self.records and survey.count_of_kind(key) < _TIMED_CALLS
         self.began = survey.mark(self._note_forward)
         self._host_s = time.perf_counter()
+
+    @property
+    def module(self) -> nn.Module:
+        """The block."""
+        module = self._module()
+        assert module is not None
+        return module
 
     def _note_forward(self, peak: int) -> None:
         self.forward_bytes = max(self.forward_bytes, peak)
@@ -92,6 +100,7 @@ class SurveyedCall(Watch):
     def begins_again(self) -> None:
         """Note the beginning of the block's backward."""
         now = time.perf_counter()
+        self._survey.backward_is_seen()
         before = self._survey.last_again
         if before is not None:
             before.backward_host_s = now - before._host_s
@@ -126,6 +135,8 @@ class Survey:
         The model.
     meter : Meter
         The device's clock and memory.
+    backward_is_seen : callable
+        Called in a backward, where a block is computed again.
     may_recompute : bool
         Whether blocks may be computed again.
 
@@ -137,14 +148,17 @@ class Survey:
         The calls of the step, in the order of forward.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, *, may_recompute: bool) -> None:
+    def __init__(
+        self, model: nn.Module, meter: Meter, backward_is_seen: Callable[[], None], *, may_recompute: bool
+    ) -> None:
+        self.backward_is_seen = backward_is_seen
         self.meter = meter
         self.may_recompute = may_recompute
         self.kinds: dict[tuple[Any, ...], Kind] = {}
         self.calls: list[SurveyedCall] = []
         self.last_again: SurveyedCall | None = None
-        self._model = model
-        self._different: dict[int, nn.Module] = {}  # blocks that are no kind with others
+        self._model = weakref.ref(model)
+        self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -155,15 +169,19 @@ class Survey:
         self._new_kinds = False
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
+        self._began: Any = None
         self._backward_began: Any = None
         self._ended: Any = None
 
     # What calls of blocks tell.
 
-    def watch(self, module: nn.Module, inputs: Any) -> SurveyedCall:
+    def watch(self, module: nn.Module, inputs: Any) -> Watch:
         """Return what a call of a block is to do."""
+        has_no_values = any(map(is_lazy, _state(module)))
+        if self._began is None or self._ended is not None or has_no_values:
+            return Watch(None)  # the model itself was not called, or its parameters do not exist yet
         key = kind_of_call(module, inputs)
-        if id(module) in self._different:
+        if module in self._different:
             key = (*key, id(module))
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
@@ -216,8 +234,8 @@ class Survey:
 
     def differs(self, module: nn.Module) -> None:
         """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
-        if id(module) not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:
-            self._different[id(module)] = module
+        if module not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._different.add(module)
             self._new_kinds = True
 
     # What the step tells.
@@ -338,8 +356,10 @@ class Survey:
         return found[::-1]
 
     def _fixed(self) -> dict[str, int]:
-        weights = unique_bytes([*self._model.parameters(), *self._model.buffers()])
-        gradients = sum(each.numel() * each.element_size() for each in self._model.parameters() if each.requires_grad)
+        model = self._model()
+        assert model is not None
+        weights = unique_bytes([*model.parameters(), *model.buffers()])
+        gradients = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
         return {"weights": weights, "gradients": gradients}
 
     def _reckoned_bytes(self) -> int:
@@ -348,3 +368,8 @@ class Survey:
     def forget_tensors(self) -> None:
         """Forget the calls, and with them all that they hold."""
         self._clear()
+
+
+def _state(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

@@ -1,14 +1,15 @@
 """Plans that are tried, and what is laid on a step because of what they took."""
 
 import dataclasses
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torchoffload._fit.kinds import hull
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, plan_step
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["Trial", "plans_to_try", "unfit_message", "with_overhead"]
+__all__ = ["Trial", "learned", "plans_to_try", "restricted", "unfit_message", "with_overhead"]
 
 # Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
 _CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
@@ -80,6 +81,17 @@ def _cautious(step: Step, recompute: float, rate: float) -> Step:
     )
 
 
+def learned(step: Step, trials: Iterable[Trial]) -> Step:
+    """Lay what plans took longer than predicted on the blocks that were computed again."""
+    overheads = [
+        (trial.step_s - trial.plan.step_s) / trial.again_count
+        for trial in trials
+        if trial.step_s is not None and trial.again_count
+    ]
+    overhead_s = statistics.median(overheads) if overheads else 0.0
+    return with_overhead(step, overhead_s) if overhead_s > 0 else step
+
+
 def with_overhead(step: Step, overhead_s: float) -> Step:
     """Return a step in which each call of a block that is computed again takes so much longer."""
     kinds = []
@@ -90,6 +102,14 @@ def with_overhead(step: Step, overhead_s: float) -> Step:
         ]
         kinds.append(dataclasses.replace(kind, ways=tuple(hull(ways, kind.outputs))))
     return dataclasses.replace(step, kinds=tuple(kinds))
+
+
+def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
+    """Return a step in which nothing is computed again, or nothing moves."""
+    if not may_recompute:
+        kinds = [dataclasses.replace(kind, ways=tuple(way for way in kind.ways if way.is_plain)) for kind in step.kinds]
+        step = dataclasses.replace(step, kinds=tuple(kinds))
+    return step if may_move else dataclasses.replace(step, may_move=False)
 
 
 def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:

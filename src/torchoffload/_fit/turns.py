@@ -1,7 +1,9 @@
 """What each call of a block does under a plan."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -9,7 +11,7 @@ from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.trials import Trial
 
-__all__ = ["Turns", "turns_of"]
+__all__ = ["Turns", "turns_of", "weakly"]
 
 
 class _Followed(Watch):
@@ -43,7 +45,7 @@ class Turns:
         """Begin with the first call again: a step begins."""
         self._next = 0
 
-    def __call__(self) -> Watch:
+    def __call__(self, _module: nn.Module, _inputs: Any) -> Watch:
         turn = self._followed[self._next % len(self._followed)]
         self._next += 1
         return turn
@@ -72,3 +74,17 @@ def turns_of(
             moving[module] = None
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
     return turns, list(moving)
+
+
+def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return a function that calls a method and does not hold its object; it returns ``otherwise`` once that is gone.
+
+    What is held by the hooks of a model must not hold the model, since the tables of hooks hold it until then.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return otherwise if found is None else found(*arguments)
+
+    return call

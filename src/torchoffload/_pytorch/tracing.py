@@ -1,9 +1,12 @@
-"""Telling torch.compile not to trace the functions of torchoffload."""
+"""Telling torch.compile not to trace the functions of torchoffload, and whether PyTorch transforms or traces a call."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["is_not_traced"]
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["is_not_traced", "is_transformed"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -24,3 +27,10 @@ def is_not_traced(function: _Function) -> _Function:
         "around the call of what was compiled"
     )
     return function
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, forward-mode differentiation, or torch.jit.trace is under way."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return True
+    return torch._C._get_tracing_state() is not None
