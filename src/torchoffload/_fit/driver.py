@@ -189,12 +189,10 @@ class Driver:
         elif self.phase is Phase.TRIALS:
             self._ended = self.meter.now()
 
-    # The survey.
-
     def _begin_survey(self) -> None:
         self.phase = Phase.SURVEY
         self._has_begun = self._has_ended = False
-        self.trials, self.settled, self.step = [], None, None
+        self.trials, self.settled, self.step, self._surveyed = [], None, None, None
         self.survey = Survey(self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute)
         self._watch(None)
 
@@ -211,13 +209,13 @@ class Driver:
         budget = self._context_options.budget_bytes
         if budget is None and self._context_options.tier == "host":
             budget = core.host_memory()["default_budget"]
-        self.step, keys = self.survey.step(
+        self._surveyed, keys = self.survey.step(
             least_moved_bytes=max(1, self._context_options.min_offload_bytes),
             tier_bytes=2**62 if budget is None else budget,
             may_move=self.may_move,
             **dataclasses.asdict(link),
         )
-        self._surveyed = self.step
+        self.step = self._surveyed
         kinds = [self.survey.kinds[key] for key in keys]
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
@@ -229,7 +227,7 @@ class Driver:
 
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""
-        self.memory_bytes, self.margin = memory_bytes, self._given_margin
+        self.memory_bytes, self.margin, self.step = memory_bytes, self._given_margin, self._surveyed
         if self.step is not None:
             self.choose()
 
@@ -263,8 +261,6 @@ class Driver:
         if self._raises:
             raise RuntimeError(message)
         warn_user(f"torchoffload: {message} It runs in the least memory.")
-
-    # The trials.
 
     def _next_trial(self) -> None:
         self._trial = next(trial for trial in self.trials if trial.step_s is None and not trial.has_failed)
@@ -378,7 +374,7 @@ class Driver:
         missing = [name for name in saved.names if name not in modules]
         if missing:
             raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
-        self.step = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
+        self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         self._call_modules = [weakref.ref(modules[name]) for name in saved.names]
         self.largest_size = saved.largest_size
         self.operators = [tuple(operators) for operators in saved.operators]

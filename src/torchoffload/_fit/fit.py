@@ -1,7 +1,6 @@
 """fit: the step that takes the least time in the memory there is."""
 
 import os
-import re
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from torch import nn
 from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
-from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, short
+from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.driver import Driver
@@ -31,9 +31,6 @@ from torchoffload._warnings import warn_user
 __all__ = ["FitPlan", "Fitted", "fit"]
 
 _DEFAULT_MARGIN = 0.04
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
-_ALLOWED = 'a number of bytes, a text such as "40GiB", a fraction of the device above 0 and at most 1, or None'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +62,6 @@ class FitPlan:
     kept_bytes: int
     moved_bytes: int
     window_bytes: int
-
-
-def _parse_memory(memory: object, total_bytes: "int | None") -> int:
-    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
-        raise TypeError(f"memory must be {_ALLOWED}, got {described(memory)}")
-    if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory)
-        if found is None or found[2].lower() not in _UNITS:
-            raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
-        memory = int(float(found[1]) * _UNITS[found[2].lower()])
-    if isinstance(memory, float):
-        if not 0 < memory <= 1:
-            raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
-        assert total_bytes is not None
-        memory = int(memory * total_bytes)
-    if memory < 1:
-        raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
-    return memory
 
 
 _lock = threading.RLock()
@@ -219,7 +198,7 @@ class Fitted:
         if driver.phase is Phase.REMOVED:
             raise RuntimeError("this fit was removed: call torchoffload.fit() again")
         needs_total = isinstance(memory, float)
-        driver.replan(_parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
+        driver.replan(parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
 
     def remove(self) -> None:
         """Remove all hooks from the model. Autograd graphs that are alive stay valid."""
@@ -261,13 +240,6 @@ def _device_of(model: nn.Module) -> torch.device:
         shown = ", ".join(map(str, on_accelerators))
         raise ValueError(f"model is spread over several devices ({shown}): call fit for the part on each of them")
     return on_accelerators[0] if on_accelerators else torch.device("cpu")
-
-
-def _check_margin(margin: object) -> None:
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
-        raise TypeError(f"margin must be a number from 0 to below 0.5, got {described(margin)}")
-    if not 0 <= margin < 0.5:
-        raise ValueError(f"margin must be a number from 0 to below 0.5, got {short(margin)}")
 
 
 @is_not_traced
@@ -347,7 +319,7 @@ def fit(
     check_module("model", model)
     check_bool("recompute", recompute)
     check_bool("move", move)
-    _check_margin(margin)
+    check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
     windows = [
@@ -366,7 +338,7 @@ def fit(
         memory = total_bytes if memory is None else memory
     else:
         total_bytes = None
-    memory_bytes = _parse_memory(memory, total_bytes)
+    memory_bytes = parse_memory(memory, total_bytes)
     if recompute and not can_checkpoint():
         recompute = False
         warn_user(

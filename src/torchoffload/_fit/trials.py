@@ -82,11 +82,14 @@ def _cautious(step: Step, recompute: float, rate: float) -> Step:
 
 
 def learned(step: Step, trials: Iterable[Trial]) -> Step:
-    """Lay what plans took longer than predicted on the blocks that were computed again."""
+    """Lay what plans took longer than predicted on the blocks that were computed again.
+
+    Only plans that move nothing tell: others may have waited for copies.
+    """
     overheads = [
         (trial.step_s - trial.plan.step_s) / trial.again_count
         for trial in trials
-        if trial.step_s is not None and trial.again_count
+        if trial.step_s is not None and trial.again_count and not trial.plan.moved_bytes
     ]
     overhead_s = statistics.median(overheads) if overheads else 0.0
     return with_overhead(step, overhead_s) if overhead_s > 0 else step
