@@ -42,8 +42,7 @@ class FrontierPoint:
 
 
 def _point(step: Step, plan: StepPlan) -> FrontierPoint:
-    peak = max(plan.peak_bytes, step.other_bytes)
-    return FrontierPoint(peak, plan.step_s, plan.recompute_s, plan.kept_bytes, plan.moved_bytes)
+    return FrontierPoint(step.peak_bytes(plan), plan.step_s, plan.recompute_s, plan.kept_bytes, plan.moved_bytes)
 
 
 def _surveyed(driver: "Driver") -> Step:
@@ -65,7 +64,7 @@ def frontier(driver: "Driver", count: int) -> tuple[FrontierPoint, ...]:
         raise ValueError(f"count must be a whole number of at least 2, got {count!r}")
     step = _surveyed(driver)
     least, stock = least_plan(step), _stock(step)
-    low, high = (max(plan.peak_bytes, step.other_bytes) for plan in (least, stock))
+    low, high = map(step.peak_bytes, (least, stock))
     points: list[FrontierPoint] = []
     for number in range(count):
         plan = plan_step(step, low + (high - low) * number // (count - 1))
@@ -129,7 +128,7 @@ def describe(driver: "Driver") -> str:
         done = "The first steps are being measured" if step is None else f"{len(driver.trials)} plans are being tried"
         return "\n".join([*lines, f"  {done}: there is no plan yet. It takes some training steps."])
     plan, stock = settled.plan, _stock(step)
-    peak = human_bytes(max(plan.peak_bytes, step.other_bytes))
+    peak = human_bytes(step.peak_bytes(plan))
     reserved = f", {human_bytes(settled.reserved_bytes)} reserved" if settled.reserved_bytes else ""
     lines += [
         f"  predicted: {_ms(plan.step_s)} for forward and backward, at most {peak} allocated",
@@ -137,7 +136,7 @@ def describe(driver: "Driver") -> str:
         f"  of it {_ms(plan.recompute_s)} is computing again; {human_bytes(plan.moved_bytes)} move, "
         f"{human_bytes(plan.kept_bytes)} stay; the windows have {human_bytes(plan.window_bytes)} each",
         f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
-        f"{human_bytes(max(stock.peak_bytes, step.other_bytes))} (predicted)",
+        f"{human_bytes(step.peak_bytes(stock))} (predicted)",
         "What the blocks do:",
     ]
     names = [driver.names[module] for module in driver.call_modules]

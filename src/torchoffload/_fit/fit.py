@@ -23,7 +23,7 @@ from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
-from torchoffload._modules.selection import Chosen, Selector, choose
+from torchoffload._modules.selection import Selector, choose, outermost
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
@@ -68,22 +68,21 @@ _lock = threading.RLock()
 _drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictionary()
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _driver_of(module: nn.Module) -> Driver | None:
+    """Return the driver of a model that is called in a training step; None for a copy, and in any other call."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
-        return
-    if torch._C._current_graph_task_id() != -1:
-        return
-    driver = _drivers.get(module)
+        return None
+    return None if torch._C._current_graph_task_id() != -1 else _drivers.get(module)
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    driver = _driver_of(module)
     if driver is not None:
         driver.call_begins((args, kwargs))
 
 
 def _leave(module: nn.Module, _args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
-        return
-    if torch._C._current_graph_task_id() != -1:
-        return
-    driver = _drivers.get(module)
+    driver = _driver_of(module)
     if driver is not None:
         driver.call_ends(output)
 
@@ -222,17 +221,6 @@ class Fitted:
         return f"{type(self).__name__}({type(model).__name__}, {len(self._driver.names)} blocks, {self.phase})"
 
 
-def _chosen_blocks(model: nn.Module, blocks: "Selector | Sequence[Selector] | None") -> list[Chosen]:
-    chosen = choose(model, find_blocks(model) if blocks is None else blocks)
-    inside: set[nn.Module] = set()
-    outermost = []
-    for each in chosen:  # parents come first
-        if each.module not in inside:
-            outermost.append(each)
-            inside.update(each.module.modules())
-    return outermost
-
-
 def _device_of(model: nn.Module) -> torch.device:
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]} - {torch.device("meta")}
     on_accelerators = sorted((each for each in devices if each.type != "cpu"), key=str)
@@ -345,7 +333,7 @@ def fit(
             f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
             "nothing is computed again: what is saved is kept or moves. Update torchoffload."
         )
-    chosen = _chosen_blocks(model, blocks)
+    chosen = outermost(choose(model, find_blocks(model) if blocks is None else blocks))
     with _lock:
         if model in _drivers:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")

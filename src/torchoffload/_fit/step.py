@@ -142,6 +142,10 @@ class Step:
     in_bytes_per_s: float = 1.0
     latency_s: float = 0.0
 
+    def peak_bytes(self, plan: "StepPlan") -> int:
+        """Return the most that is on the device under a plan, outside of forward and backward as well."""
+        return max(plan.peak_bytes, self.other_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
@@ -204,7 +208,7 @@ def _plan(step: Step, memory_bytes: int | None) -> StepPlan | None:
 
 def plan_step(step: Step, memory_bytes: int) -> StepPlan | None:
     """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none."""
-    if max(step.other_bytes, 0) > memory_bytes:
+    if step.other_bytes > memory_bytes:
         return None
     return _plan(step, max(memory_bytes, 0))
 

@@ -91,7 +91,8 @@ class SurveyedCall(Watch):
         """Note the end of forward."""
         self._containers = None
         self.forward_host_s = time.perf_counter() - self._host_s
-        self.returned = self._survey.mark(self._survey.after(self))
+        # What comes next is this call's, if another one follows; else it is the loss's.
+        self.returned = self._survey.mark(self._note_forward)
 
     def left_plan(self) -> None:
         """Note that the block is not what its kind is."""
@@ -170,7 +171,7 @@ class Survey:
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
-        self._backward_began: Any = None
+        self._has_backward_begun = False
         self._ended: Any = None
 
     # What calls of blocks tell.
@@ -190,17 +191,13 @@ class Survey:
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
         peak = self.meter.take_peak()
-        if begins_backward and self._backward_began is None:
-            self._backward_began = self.meter.now()
+        if begins_backward and not self._has_backward_begun:
+            self._has_backward_begun = True
             self._note_loss(peak)
         else:
             self._sink(peak)
         self._sink = sink
         return self.meter.now()
-
-    def after(self, call: SurveyedCall) -> Callable[[int], None]:
-        """Return who gets the peak behind a call's forward, if another call follows."""
-        return call._note_forward
 
     def _note_loss(self, peak: int) -> None:
         self._loss_bytes = max(self._loss_bytes, peak)
@@ -248,7 +245,7 @@ class Survey:
 
     def backward_began(self) -> None:
         """Note that a backward of the step begins."""
-        if self._backward_began is None:
+        if not self._has_backward_begun:
             self.mark(self._note_loss, begins_backward=True)
 
     def backward_ended(self) -> None:

@@ -117,7 +117,7 @@ def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
 
 def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:
     """Say how much memory a step needs at least, and what takes it."""
-    needed = max(least.peak_bytes, step.other_bytes)
+    needed = step.peak_bytes(least)
     suggestion = needed / (1 - margin)
     parts = dict(step.fixed)
     fixed = sum(parts.values())

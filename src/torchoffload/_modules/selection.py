@@ -15,7 +15,7 @@ from torch import nn
 from torchoffload._contexts.options import check_module, described, short
 from torchoffload._pytorch.module_wrappers import COMPILED, INNER_NAMES, INNER_NAMES_OF_MODELS
 
-__all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "without_last"]
+__all__ = ["Chosen", "Selector", "choose", "compiled_with_more", "outermost", "without_last"]
 
 Selector = str | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
 
@@ -183,6 +183,17 @@ def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
     return [each.name for each in chosen if id(each.module) in inside]
 
 
+def outermost(chosen: Iterable[Chosen]) -> list[Chosen]:
+    """Return the chosen modules that lie inside no other one; a module comes before the modules inside it."""
+    inside: set[nn.Module] = set()
+    found = []
+    for each in chosen:
+        if each.module not in inside:
+            found.append(each)
+            inside.update(each.module.modules())
+    return found
+
+
 def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
     """Leave out the last ``count`` of the chosen modules, and the chosen modules inside these.
 
@@ -212,18 +223,13 @@ def without_last(chosen: list[Chosen], count: object) -> list[Chosen]:
         return chosen
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"{allowed}, got {described(count)}")
-    inside: set[nn.Module] = set()
-    outermost = []
-    for each in chosen:  # parents come first
-        if each.module not in inside:
-            outermost.append(each)
-            inside.update(each.module.modules())
     if count < 0:
         raise ValueError(f"{allowed}, got {short(count)}")
-    if count >= len(outermost):
+    found = outermost(chosen)
+    if count >= len(found):
         raise ValueError(
-            f"keep_last={short(count)} of the {len(outermost)} chosen modules leaves none that moves: make it smaller, "
+            f"keep_last={short(count)} of the {len(found)} chosen modules leaves none that moves: make it smaller, "
             "or do without offload_modules"
         )
-    kept = {module for each in outermost[len(outermost) - count :] for module in each.module.modules()}
+    kept = {module for each in found[len(found) - count :] for module in each.module.modules()}
     return [each for each in chosen if each.module not in kept]
