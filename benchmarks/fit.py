@@ -28,7 +28,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 import torchoffload
 from hardware import command_line, hardware
-from workloads import build_model, parse_workload, random_tokens
+from subjects import OTHER_SUBJECTS, make_subject
 
 GIB = 1 << 30
 aten = torch.ops.aten
@@ -63,12 +63,10 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.workload = parse_workload(options.workload)
         self.device = torch.device("cuda")
         torch.manual_seed(0)
-        self.model = build_model(self.workload, self.device, torch.bfloat16)
-        self.tokens = random_tokens(self.workload, self.device)
-        self.layers = list(self.model.get_submodule("model.layers").children())
+        self.subject = make_subject(options.workload, self.device)
+        self.model, self.layers = self.subject.model, self.subject.layers
         self.fixed_bytes = torch.cuda.memory_allocated()
         self.gradients: list[torch.Tensor] | None = None
         self.loss_bytes = 0
@@ -76,7 +74,7 @@ class Bench:
     def step(self, context: Any) -> None:
         """Forward under a context, and backward."""
         with context:
-            loss = self.model(self.tokens, labels=self.tokens).loss
+            loss = self.subject.loss()
         self.loss_bytes = torch.cuda.memory_allocated() - self.fixed_bytes
         loss.backward()
 
@@ -220,7 +218,10 @@ def compare(rows: list[Row]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", default="A", help="as in train_step.py, such as A or C:layers=2")
+    parser.add_argument(
+        "--workload", default="A",
+        help=f"as in train_step.py, such as A or C:layers=2, or one of {', '.join(OTHER_SUBJECTS)}",
+    )
     parser.add_argument("--budgets", type=int, default=8, help="how many between the least memory and that of stock")
     parser.add_argument("--gib", type=float, nargs="*", default=[], help="peaks in GiB to plan for besides")
     parser.add_argument("--margin", type=float, default=0.04)

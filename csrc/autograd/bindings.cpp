@@ -8,6 +8,7 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
+#include "autograd/object_contents.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/storage_addresses.h"
 #include "autograd/user_code.h"
@@ -29,6 +30,12 @@ void bind_testing(py::module_& module);
 #endif
 
 namespace {
+
+// A new reference that a function of CPython's kind returned. Throws the Python exception that it has set.
+py::object taken(PyObject* reference) {
+  if (reference == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(reference);
+}
 
 Placement parse_tier(const std::string& name) {
   if (name == "host") return Placement::Host;
@@ -186,7 +193,7 @@ BlockKind parse_kind(const py::handle& given) {
   kind.forward_s = given.attr("forward_s").cast<double>();
   kind.backward_s = given.attr("backward_s").cast<double>();
   for (const py::handle& output : given.attr("outputs")) {
-    kind.outputs.push_back({output.attr("nbytes").cast<uint64_t>(), output.attr("ready_s").cast<double>()});
+    kind.outputs.push_back({output.attr("sizes").cast<std::vector<uint64_t>>(), output.attr("ready_s").cast<double>()});
   }
   for (const py::handle& way : given.attr("ways")) kind.ways.push_back(parse_way(way));
   return kind;
@@ -287,12 +294,20 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::pos_only());
   m.def(
       "storage_addresses",
-      [](const py::handle& value) {
-        PyObject* const addresses = storage_addresses(value.ptr());
-        if (addresses == nullptr) throw py::error_already_set();
-        return py::reinterpret_steal<py::object>(addresses);
+      [](const py::handle& value) { return taken(storage_addresses(value.ptr())); }, py::arg("value"),
+      py::pos_only());
+  m.def(
+      "object_contents",
+      [](const py::list& roots, const py::set& left_out, const py::object& describe) {
+        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr()));
       },
-      py::arg("value"), py::pos_only());
+      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::pos_only());
+  m.def(
+      "changed_contents",
+      [](const py::list& before, const py::object& describe) {
+        return taken(changed_contents(before.ptr(), describe.ptr()));
+      },
+      py::arg("before"), py::arg("describe"), py::pos_only());
   m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
         py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
   m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());

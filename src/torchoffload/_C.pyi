@@ -107,6 +107,20 @@ def storage_addresses(value: object, /) -> set[int] | None:
     None: there is something in it that is neither a plain tensor, nor such a container, nor a value without tensors.
     """
 
+def object_contents(
+    roots: list[Any], left_out: set[Any], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], /
+) -> list[tuple[Any, list[Any]]]:
+    """Return the objects that can be reached from ``roots``, each with what is in it; of very many the first ones.
+
+    Plain lists, dicts and tuples are looked into here, and ``describe`` says of any other object what is in it, or
+    None, and what to follow. What is in ``left_out`` is left out, as tensors, types, modules, texts and numbers are.
+    """
+
+def changed_contents(
+    before: list[tuple[Any, list[Any]]], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], /
+) -> list[tuple[int, list[Any]]]:
+    """Return the places in ``before`` of objects that contain something else now, each with what it contains."""
+
 def absent_tensor(
     sizes: Sequence[int],
     strides: Sequence[int],

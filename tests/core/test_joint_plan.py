@@ -18,7 +18,7 @@ AGAIN = BlockPlan(operators=())
 
 def kind(*, forward_s: float = 1.0, backward_s: float = 2.0, input_mib: int = 1) -> Kind:
     """Keeps its input alone, or one output of two, or both."""
-    outputs = (Output(4 * MIB, 0.25), Output(8 * MIB, 0.75))
+    outputs = (Output((4 * MIB,), 0.25), Output((8 * MIB,), 0.75))
     ways = (
         Way(1.0, (), input_mib * MIB, AGAIN),
         Way(0.4, (0,), input_mib * MIB, AGAIN),
@@ -108,7 +108,7 @@ def best_of_all(of: Step, memory_bytes: int) -> float | None:
 )
 def test_near_the_best_of_all_choices(sizes: list[int], times: list[int], count: int, room: int):
     """The plans that are looked at have one price for all blocks: at most one step of one block away from the best."""
-    outputs = tuple(Output(size * MIB, 0.1) for size in sizes)
+    outputs = tuple(Output((size * MIB,), 0.1) for size in sizes)
     left = sorted(times[: len(sizes) + 1], reverse=True)
     ways = [Way(float(left[number]), tuple(range(number)), MIB, AGAIN) for number in range(len(left))]
     ways = hull([*ways[:-1], dataclasses.replace(ways[-1], recompute_s=0.0, plan=None)], outputs)

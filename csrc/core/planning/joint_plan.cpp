@@ -9,9 +9,8 @@ namespace torchoffload {
 
 namespace {
 
-// The sizes of windows that are tried, as multiples of the largest record that moves. One record is the least that a
-// window can be.
-constexpr uint64_t kWindowSizes[] = {1, 2, 4, 8, 16, 32};
+// The sizes of windows that are tried, as multiples of the largest record that moves.
+constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
 // Of the calls of a kind that go on to the next way this many different counts are tried.
 constexpr size_t kCounts = 16;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
@@ -25,7 +24,7 @@ struct Transition {
 
 uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
   uint64_t nbytes = way.input_bytes;
-  for (const uint32_t output : way.kept) nbytes += kind.outputs.at(output).nbytes;
+  for (const uint32_t output : way.kept) nbytes += kind.outputs.at(output).nbytes();
   return nbytes;
 }
 
@@ -59,6 +58,12 @@ class Planner {
     for (const BlockKind& kind : step.kinds) {
       for (const BlockWay& way : kind.ways) kept_bytes(kind, way);  // throws where there is no such output
     }
+    double left_s = step.loss_s;
+    left_s_.resize(step.calls.size());
+    for (size_t call = step.calls.size(); call-- > 0;) {
+      left_s_[call] = left_s;
+      left_s += step.kinds[step.calls[call].kind].backward_s;
+    }
   }
 
   std::optional<JointPlan> best(uint64_t memory_bytes) {
@@ -81,14 +86,14 @@ class Planner {
     return std::move(best_);
   }
 
-  // Everything computed again, and moved or not: where little is kept, windows may take more than they save.
+  // Everything computed again, and moved or not.
   JointPlan least() {
     const std::vector<uint32_t> ways(step_.calls.size(), 0);
     JointPlan plan;
-    place(ways, kUnlimited, 0, false, plan);
+    place(ways, kUnlimited, std::nullopt, false, plan);
     if (step_.may_move) {
       JointPlan moved;
-      place(ways, kUnlimited, largest_of(ways), true, moved);
+      place(ways, kUnlimited, 0, true, moved);
       if (moved.peak_bytes < plan.peak_bytes) plan = std::move(moved);
     }
     time(ways, plan);
@@ -98,7 +103,7 @@ class Planner {
  private:
   void consider(const std::vector<uint32_t>& ways, uint64_t memory_bytes) {
     // First with all that is kept on the device, where a window is of no use.
-    if (try_plan(ways, memory_bytes, 0) || !step_.may_move) return;
+    if (try_plan(ways, memory_bytes, std::nullopt) || !step_.may_move) return;
     const uint64_t largest_bytes = largest_of(ways);
     for (const uint64_t size : kWindowSizes) {
       if (size > 1 && size * largest_bytes > memory_bytes / 2) break;
@@ -106,10 +111,10 @@ class Planner {
     }
   }
 
-  bool try_plan(const std::vector<uint32_t>& ways, uint64_t memory_bytes, uint64_t window_bytes) {
+  // Without a window nothing moves.
+  bool try_plan(const std::vector<uint32_t>& ways, uint64_t memory_bytes, std::optional<uint64_t> window_bytes) {
     JointPlan plan;
     if (!place(ways, memory_bytes, window_bytes, false, plan) || plan.moved_bytes > step_.tier_bytes) return false;
-    if (window_bytes == 0 && plan.moved_bytes > 0) return false;
     time(ways, plan);
     // A plan that moves nothing is preferred to one that takes as long.
     if (!best_ || plan.step_s < best_->step_s) best_ = std::move(plan);
@@ -123,30 +128,41 @@ class Planner {
       const BlockKind& kind = step_.kinds[step_.calls[call].kind];
       const BlockWay& way = kind.ways[ways[call]];
       largest = std::max(largest, way.input_bytes);
-      for (const uint32_t output : way.kept) largest = std::max(largest, kind.outputs[output].nbytes);
+      for (const uint32_t output : way.kept) {
+        for (const uint64_t nbytes : kind.outputs[output].sizes) largest = std::max(largest, nbytes);
+      }
     }
     return largest;
   }
 
   // Decides what stays on the device and what moves, from the last call to the first. False: it does not fit.
   // `moves_all`: whatever can move does.
-  bool place(const std::vector<uint32_t>& ways, uint64_t memory_bytes, uint64_t window_bytes, bool moves_all,
+  bool place(const std::vector<uint32_t>& ways, uint64_t memory_bytes, std::optional<uint64_t> window, bool moves_all,
              JointPlan& plan) const {
     plan.calls.resize(ways.size());
+    const uint64_t window_bytes = window.value_or(0);
     // What may still be kept, by all moments that are behind the call in question; negative: it does not fit.
     int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
     for (size_t call = ways.size(); call-- > 0;) {
       room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
-      const uint64_t kept = place_call(call, ways[call], window_bytes > 0, moves_all, room, plan);
+      const uint64_t kept = place_call(call, ways[call], window.has_value(), moves_all, room, plan);
       room -= static_cast<int64_t>(kept);
       if (room < 0) return false;
       plan.kept_bytes += kept;
-      room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, 2 * window_bytes));
+      room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, in_backward(call, window_bytes)));
       if (room < 0) return false;
     }
     plan.window_bytes = plan.moved_bytes > 0 ? window_bytes : 0;
     find_peak(plan);
     return true;
+  }
+
+  // What windows hold while the backward of a call runs.
+  uint64_t in_backward(size_t call, uint64_t window_bytes) const {
+    const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
+    const uint64_t going_out =
+        out_bytes < static_cast<double>(window_bytes) ? window_bytes - static_cast<uint64_t>(out_bytes) : 0;
+    return going_out + (call > 0 ? window_bytes : 0);
   }
 
   static int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes) {
@@ -169,7 +185,7 @@ class Planner {
     std::ranges::stable_sort(latest_first,
                              [&](uint32_t a, uint32_t b) { return kind.outputs[a].ready_s > kind.outputs[b].ready_s; });
     for (const uint32_t output : latest_first) {
-      const uint64_t nbytes = kind.outputs[output].nbytes;
+      const uint64_t nbytes = kind.outputs[output].nbytes();
       const bool fits = !way.is_plain && !moves_all && static_cast<int64_t>(kept + nbytes) <= room;
       if (nbytes < step_.least_moved_bytes || fits) {
         kept += nbytes;
@@ -193,7 +209,7 @@ class Planner {
     const BlockKind& kind = step_.kinds[step_.calls[call].kind];
     const BlockWay& way = kind.ways[placed.way];
     uint64_t nbytes = kept_bytes(kind, way);
-    for (const uint32_t output : placed.moved) nbytes -= kind.outputs[output].nbytes;
+    for (const uint32_t output : placed.moved) nbytes -= kind.outputs[output].nbytes();
     if (placed.moves && way.input_bytes >= step_.least_moved_bytes) nbytes -= way.input_bytes;
     return nbytes;
   }
@@ -201,7 +217,8 @@ class Planner {
   void find_peak(JointPlan& plan) const {
     uint64_t kept = 0;
     for (size_t call = 0; call < step_.calls.size(); ++call) {
-      plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].backward_bytes + kept + 2 * plan.window_bytes);
+      plan.peak_bytes =
+          std::max(plan.peak_bytes, step_.calls[call].backward_bytes + kept + in_backward(call, plan.window_bytes));
       kept += kept_of(call, plan.calls[call]);
       plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].forward_bytes + kept + plan.window_bytes);
     }
@@ -227,9 +244,11 @@ class Planner {
           call_of.push_back(call);
         }
         for (const uint32_t output : placed.moved) {
-          shape.nbytes.push_back(kind.outputs[output].nbytes);
-          times.records.push_back({clock_s + kind.outputs[output].ready_s, 0});
-          call_of.push_back(call);
+          for (const uint64_t nbytes : kind.outputs[output].sizes) {
+            shape.nbytes.push_back(nbytes);
+            times.records.push_back({clock_s + kind.outputs[output].ready_s, 0});
+            call_of.push_back(call);
+          }
         }
       }
       clock_s += kind.forward_s;
@@ -267,6 +286,7 @@ class Planner {
 
   const StepOfBlocks& step_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
+  std::vector<double> left_s_;                 // by call: at least so long after forward does its backward begin
   std::optional<JointPlan> best_;
 };
 

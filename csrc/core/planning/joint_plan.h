@@ -7,9 +7,11 @@
 // Note [Memory of a step of blocks]
 // What the device holds apart from what is planned here is measured, in a step that keeps nothing in its blocks: the
 // most while each block's forward runs, at the loss, and while each block's backward runs, with the block computed
-// again. A plan adds what it keeps on the device until the block's backward has begun, and the window; in backward both
-// windows, since what was still on its way out at the loss is there while reloads run ahead. While a block's backward
-// runs its own values are there in any plan, so they are part of what was measured.
+// again. A plan adds what it keeps on the device until the block's backward has begun, and the window. In backward that
+// is the reload window, and what may still be on its way out: at the loss the whole offload window, and less of it the
+// later it is, since at least the backwards of the blocks behind have passed. While a block's backward runs its own
+// values are there in any plan, so they are part of what was measured. Windows of 0 bytes add nothing: the compute
+// stream waits for each copy.
 //
 // Note [One price for all blocks]
 // The ways of a kind are the corners of its hull of bytes and time, so that going from one to the next saves less time
@@ -21,6 +23,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -30,8 +33,10 @@ namespace torchoffload {
 
 // Something that a block may keep from its forward.
 struct BlockOutput {
-  uint64_t nbytes = 0;
-  double ready_s = 0;  // seconds from the start of the block's forward
+  std::vector<uint64_t> sizes;  // of its storages, in bytes: each is a record of its own
+  double ready_s = 0;           // seconds from the start of the block's forward
+
+  uint64_t nbytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
 };
 
 // One way to run a block.

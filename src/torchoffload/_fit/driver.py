@@ -1,29 +1,27 @@
 """What a fitted model does from call to call: it is surveyed, plans are tried, and one is followed and watched."""
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
-from torchoffload._core import core
+from torchoffload._fit.agreement import Agreement
 from torchoffload._fit.backwards import Backwards
-from torchoffload._fit.blocks import unplan_block, watch_block
+from torchoffload._fit.following import Following
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import SavedPlan
+from torchoffload._fit.planning import surveyed_step
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
 from torchoffload._fit.survey import Survey
 from torchoffload._fit.trials import Trial, learned, plans_to_try, restricted, unfit_message
 from torchoffload._fit.turns import turns_of, weakly
-from torchoffload._modules.offload_modules import offload_modules
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -52,6 +50,8 @@ class Driver:
         The options of the contexts that move.
     raises : bool
         Whether a step that does not fit is an error, or else a warning.
+    group : ProcessGroup or "auto" or None
+        Which ranks make their plans together; "auto": those whose blocks communicate with each other.
 
     Attributes
     ----------
@@ -83,10 +83,14 @@ class Driver:
         may_move: bool,
         options: dict[str, Any],
         raises: bool,
+        group: Any = "auto",
     ) -> None:
         self._model = weakref.ref(model)
-        # Held weakly, as the model: what is held by a model's hooks must not hold the model.
-        self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
+        self._following = Following(model, chosen, may_move=may_move, options=options)
+        self.names = self._following.names
+        self._group = group
+        self._agreement: Agreement | None = None
+        self._known_shapes: Any = None
         self.meter = meter
         self.memory_bytes = memory_bytes
         self.margin = self._given_margin = margin
@@ -109,7 +113,6 @@ class Driver:
         self.survey: Survey
         self.obstacles: dict[int, str] = {}
         self._link: Link | None = None
-        self._handle = offload_modules(model, list(self.names), **options) if may_move else None
         self._reset_counters: list[Callable[[], None]] = []
         self._backwards = Backwards(self)
         self._ooms = meter.oom_count()
@@ -141,7 +144,12 @@ class Driver:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
         for reset in self._reset_counters:
             reset()
-        size = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        size, self._has_oom, self._reserved_bytes = self._largest(
+            sum(tensor.numel() for tensor in tensors),
+            self.meter.oom_count() > self._ooms,
+            self.meter.reserved_bytes() if self.phase in {Phase.TRIALS, Phase.SETTLED} else 0,
+        )
         if self.phase is Phase.SETTLED or self.phase is Phase.LEAST:
             if size > self.largest_size:
                 self._begin_survey()
@@ -152,24 +160,43 @@ class Driver:
             if self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
                 self._has_begun = False
             if self._has_begun and self._has_ended:
-                is_known = self.survey.end_step()
                 self._has_begun = False
-                if is_known:
-                    self._make_plan()
-                else:
-                    self._watch(self.survey.largest_input_bytes)
+                self._end_survey_step()
             self.largest_size = max(self.largest_size, size)
-        is_over = self._has_ended or self.meter.oom_count() > self._ooms
-        if self.phase is Phase.TRIALS and self._has_begun and is_over:
+        if self.phase is Phase.TRIALS and self._has_begun and (self._has_ended or self._has_oom):
             self._has_begun = False
             self._end_trial_step()
         self._size = size
+        if self.phase is Phase.SURVEY:
+            self._allow_communication([(tensor.shape, tensor.dtype) for tensor in tensors])
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
             self._has_begun, self._has_ended, self._open_calls = True, False, 0
             if self.phase is Phase.SURVEY:
                 self.survey.begin_step()
             else:
                 self._began = self.meter.now()
+
+    def _largest(self, *values: float) -> Any:
+        """Return for each value the largest one of the ranks that decide together."""
+        return values if self._agreement is None else self._agreement.largest(*values)
+
+    def _end_survey_step(self) -> None:
+        """Plan if the survey is done, and else let it go on."""
+        is_known = self.survey.end_step()
+        groups = self.survey.groups if self._group == "auto" else [self._group] * (self._group is not None)
+        if groups and (self._agreement is None or self._agreement.groups != tuple(groups)):
+            self._agreement = Agreement(groups)
+        is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
+        if is_unknown:
+            self._watch(last_windows)
+        else:
+            self._make_plan()
+
+    def _allow_communication(self, shapes: Any) -> None:
+        """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
+        is_new = shapes != self._known_shapes
+        self._known_shapes = shapes
+        self.survey.allows_communication = self._agreement is not None and not self._largest(is_new)[0]
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
@@ -193,11 +220,15 @@ class Driver:
         self.phase = Phase.SURVEY
         self._has_begun = self._has_ended = False
         self.trials, self.settled, self.step, self._surveyed = [], None, None, None
-        self.survey = Survey(self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute)
-        self._watch(None)
+        self.survey = Survey(
+            self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute,
+            may_agree=self._group is not None,
+        )  # fmt: skip
+        self._known_shapes = None
+        self._watch(self.survey.window_bytes)
 
-    def _watch(self, window_bytes: int | None) -> None:
-        """Have the survey watch the blocks, in the least memory that is known."""
+    def _watch(self, window_bytes: int) -> None:
+        """Have the survey watch the blocks."""
         blocks = list(self.names)
         watch = weakly(self.survey.watch, otherwise=Watch(None))
         self._follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
@@ -205,22 +236,14 @@ class Driver:
     def _make_plan(self) -> None:
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._context_options)
-        link = self._link or Link(1.0, 1.0, 0.0)
-        budget = self._context_options.budget_bytes
-        if budget is None and self._context_options.tier == "host":
-            budget = core.host_memory()["default_budget"]
-        self._surveyed, keys = self.survey.step(
-            least_moved_bytes=max(1, self._context_options.min_offload_bytes),
-            tier_bytes=2**62 if budget is None else budget,
-            may_move=self.may_move,
-            **dataclasses.asdict(link),
-        )
-        self.step = self._surveyed
-        kinds = [self.survey.kinds[key] for key in keys]
+        self.step, kinds = surveyed_step(self.survey, self._link, self._context_options, self._agreement)
+        self._surveyed = self.step
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self._call_modules = [
-            weakref.ref(call.module) for call in self.survey.calls if call.key in keys and call.returned is not None
+            weakref.ref(call.module)
+            for call in self.survey.calls
+            if call.key in self.survey.kinds and call.returned is not None
         ]
         self.survey.forget_tensors()
         self.choose()
@@ -237,6 +260,9 @@ class Driver:
         assert step is not None
         self.trials, self.settled = [], None
         self._has_learned = step is not self._surveyed
+        if self._agreement is not None:
+            self.memory_bytes = int(-self._agreement.largest(-self.memory_bytes)[0])
+            self.margin = self._agreement.largest(self.margin)[0]
         for plan in plans_to_try(step, self.plan_bytes):
             self._add_trial(step, plan)
         if not self.trials:
@@ -272,8 +298,8 @@ class Driver:
 
     def _end_trial_step(self) -> None:
         trial = self._trial
-        trial.reserved_bytes = self.meter.reserved_bytes()
-        trial.has_failed = self.meter.oom_count() > self._ooms or trial.reserved_bytes > self.memory_bytes
+        trial.reserved_bytes = self._reserved_bytes
+        trial.has_failed = self._has_oom or trial.reserved_bytes > self.memory_bytes
         if trial.has_failed:
             self._after_trial()
             return
@@ -285,7 +311,7 @@ class Driver:
         self._timed += 1
         if self._timed == 0:
             return
-        taken_s = self.meter.between_s(self._began, self._ended)
+        (taken_s,) = self._largest(self.meter.between_s(self._began, self._ended))
         trial.step_s = taken_s if trial.step_s is None else min(trial.step_s, taken_s)
         if self._timed == _TIMED_STEPS:
             self._after_trial()
@@ -327,9 +353,9 @@ class Driver:
         """See whether the memory is what was given, after a step of a settled plan."""
         if not self.meter.measures_memory or self.settled is None:
             return
-        reserved = self.meter.reserved_bytes()
+        reserved = self._reserved_bytes
         self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
-        if self.meter.oom_count() > self._ooms:
+        if self._has_oom:
             self._tighten("a step ran out of memory")
         elif reserved > self.memory_bytes:
             self._tighten(f"a step reserved {human_bytes(reserved)}")
@@ -348,24 +374,12 @@ class Driver:
     def _apply(self, trial: Trial) -> None:
         watches, moving = turns_of(trial, self.call_modules, weakly(self.count_left))
         self._reset_counters = [turns.reset for turns in watches.values()]
+        if self._agreement is not None:
+            self._agreement.check_same(repr(trial.does))
         self._follow(watches, moving, trial.plan.window_bytes)
 
-    def _follow(
-        self,
-        blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
-        moving: list[nn.Module],
-        window_bytes: int | None,
-    ) -> None:
-        if self._handle is not None:
-            windows = {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
-            options = self.options | ({} if window_bytes is None else windows)
-            manager = OffloadActivations(model=self.model, **options)
-            numbers = {module: number for number, module in enumerate(self.names, start=1)}
-            self._handle._offloading.change(manager, [numbers[module] for module in moving])
-        for module in set(self.names) - set(blocks):
-            unplan_block(module)
-        for module, watch in blocks.items():
-            watch_block(module, watch)
+    def _follow(self, blocks: Any, moving: list[nn.Module], window_bytes: int) -> None:
+        self._following.follow(blocks, moving, window_bytes)
         self.meter.forget_reserved()
 
     def follow_saved(self, saved: SavedPlan) -> None:
@@ -391,7 +405,4 @@ class Driver:
     def remove(self) -> None:
         """Take everything away."""
         self.phase = Phase.REMOVED
-        for module in self.names:
-            unplan_block(module)
-        if self._handle is not None:
-            self._handle.remove()
+        self._following.remove()

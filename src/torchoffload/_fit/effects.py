@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Containers"]
+from torchoffload._core import core
 
-_MOST_OBJECTS = 20_000
+__all__ = ["Containers", "in_place"]
+
 _MOST_BYTES = 1 << 20
 _CONTAINERS = (list, dict, set, collections.deque)
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -44,35 +45,44 @@ class Containers:
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         own = set(module.modules())
         roots = [value for each in own for value in _roots(each)]
-        self._before = [(each, _contents(each)) for each in _reachable([*roots, arguments], own)]
-        self._iterator = next((each for each, _ in self._before if hasattr(each, "__next__")), None)
+        self._before = core.object_contents([*roots, arguments], own, _describe)
 
     def changed(self) -> str | None:
         """Return the type of the first object whose content is another one now; None if all are the same.
 
         An iterator counts as changed: what it will return next cannot be seen.
         """
-        if self._iterator is not None:
-            return type(self._iterator).__name__
-        for container, contents in self._before:
-            if not _is_same(_contents(container), contents):
-                return type(container).__name__
+        iterator = next((each for each, _ in self._before if hasattr(each, "__next__")), None)
+        if iterator is not None:
+            return type(iterator).__name__
+        for place, _ in core.changed_contents(self._before, _describe):
+            return type(self._before[place][0]).__name__
         return None
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> contextlib.AbstractContextManager[None]:
         """Make the objects what they were, and afterwards what they are now, whatever is done to them in between."""
-        present = [(each, contents, _contents(each)) for each, contents in self._before]
-        different = [(each, before) for each, before, now in present if not _is_same(before, now)]
-        for container, contents in different:
-            _put(container, contents)
-        try:
-            yield
-        finally:
-            for container, before, now in present:
-                if not _is_same(_contents(container), now):
-                    _put(container, now)
-                del before
+        return in_place(self._before)
+
+
+@contextlib.contextmanager
+def in_place(before: list[tuple[Any, list[Any]]]) -> Iterator[None]:
+    """Give objects the contents that they had, and afterwards those that they have now.
+
+    Parameters
+    ----------
+    before : list of tuple
+        Each object, and what is to be in it, as ``core.object_contents`` returns them.
+    """
+    present = before.copy()
+    for place, contents in core.changed_contents(before, _describe):
+        container, wanted = before[place]
+        present[place] = (container, contents)
+        _put(container, wanted)
+    try:
+        yield
+    finally:
+        for place, _ in core.changed_contents(present, _describe):
+            _put(*present[place])
 
 
 def _roots(module: nn.Module) -> Iterator[Any]:
@@ -103,7 +113,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _contents(container: Any) -> list[Any]:
-    """Return what is in an object, as a flat list whose elements are compared by identity, and bytes by value."""
+    """Return what is in an object that is no plain list or dict, as a flat list."""
     if isinstance(container, dict):
         return list(itertools.chain.from_iterable(container.items()))
     if isinstance(container, set):
@@ -117,12 +127,6 @@ def _contents(container: Any) -> list[Any]:
         attributes = {name: value for name, value in attributes.items() if name not in _MODULE_ATTRIBUTES}
     attributes |= {name: getattr(container, name) for name in _slots(container)}
     return list(itertools.chain.from_iterable(attributes.items()))
-
-
-def _is_same(one: list[Any], other: list[Any]) -> bool:
-    if len(one) != len(other):
-        return False
-    return all(a is b or (type(a) in {bytes, str} and a == b) for a, b in zip(one, other, strict=True))
 
 
 def _put(container: Any, contents: list[Any]) -> None:
@@ -150,31 +154,17 @@ def _put(container: Any, contents: list[Any]) -> None:
             object.__setattr__(container, name, value)
 
 
-def _reachable(roots: list[Any], own: set[nn.Module]) -> Iterator[Any]:
-    """Yield objects with contents, each once; of very many only the first ones."""
-    seen: set[int] = set()
-    left = collections.deque(roots)
-    while left and len(seen) < _MOST_OBJECTS:
-        value = left.popleft()
-        if id(value) in seen or isinstance(value, (torch.Tensor, type, str, bytes, int, float, types.ModuleType)):
-            continue
-        if isinstance(value, nn.Module) and value in own:
-            continue
-        seen.add(id(value))
-        if isinstance(value, (functools.partial, types.FunctionType, types.MethodType)):
-            left.extend(_held_by(value))
-        elif isinstance(value, tuple):
-            left.extend(value)
-        elif _is_array(value):
-            if len(value) and memoryview(value).nbytes <= _MOST_BYTES:
-                yield value
-        elif isinstance(value, _CONTAINERS) or _has_attributes(value):
-            left.extend(_contents(value))
-            if isinstance(value, nn.Module):
-                left.extend(value.children())
-            yield value
-        elif hasattr(value, "__next__"):
-            yield value
+def _describe(value: Any) -> tuple[list[Any] | None, list[Any]]:
+    """Return what is in an object, or None if nothing that could change is, and what else can be reached from it."""
+    if isinstance(value, (functools.partial, types.FunctionType, types.MethodType)):
+        return None, list(_held_by(value))
+    if _is_array(value):
+        is_looked_at = len(value) > 0 and memoryview(value).nbytes <= _MOST_BYTES
+        return (_contents(value) if is_looked_at else None), []
+    if isinstance(value, _CONTAINERS) or _has_attributes(value):
+        contents = _contents(value)
+        return contents, [*contents, *value.children()] if isinstance(value, nn.Module) else contents
+    return ([] if hasattr(value, "__next__") else None), []
 
 
 def _has_attributes(value: Any) -> bool:

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
-from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, short
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
 from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
@@ -27,6 +27,9 @@ from torchoffload._modules.selection import Selector, choose, outermost
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["FitPlan", "Fitted", "fit"]
 
@@ -241,6 +244,7 @@ def fit(
     margin: float = _DEFAULT_MARGIN,
     plan: str | os.PathLike[str] | None = None,
     on_unfit: Literal["error", "warn"] = "error",
+    group: "ProcessGroup | Literal['auto'] | None" = "auto",
     **options: Unpack[ContextKeywords],
 ) -> Fitted:
     """Have training steps of ``model`` take the least time that is possible in the memory there is.
@@ -272,6 +276,10 @@ def fit(
     on_unfit : {"error", "warn"}, default "error"
         What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
         way it runs in the least memory from then on.
+    group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
+        The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
+        and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
+        step. None: no block that communicates is computed again, and each rank plans for itself.
     **options
         The keyword options of ``OffloadActivations``, except ``model`` and the windows, for what moves.
 
@@ -310,6 +318,8 @@ def fit(
     check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    if group is not None and group != "auto" and not hasattr(group, "rank"):
+        raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
     windows = [
         name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options
     ]
@@ -343,7 +353,7 @@ def fit(
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         driver = Driver(
             model, chosen, meter, memory_bytes=memory_bytes, margin=float(margin), may_recompute=recompute,
-            may_move=move, options=dict(options), raises=on_unfit == "error",
+            may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
         )  # fmt: skip
         try:
             if saved is not None:

@@ -21,8 +21,8 @@ class OperatorGroup:
         Their numbers in the block.
     duration_ns : int
         How long it takes to compute them again.
-    nbytes : int
-        The size of what they made.
+    sizes : tuple of int
+        The sizes of the storages that they made, in bytes.
     inputs : tuple of int
         The numbers of the groups that they read.
     may_keep, may_recompute : bool
@@ -33,11 +33,16 @@ class OperatorGroup:
 
     operators: tuple[int, ...]
     duration_ns: int
-    nbytes: int
+    sizes: tuple[int, ...]
     inputs: tuple[int, ...]
     may_keep: bool
     may_recompute: bool
     is_needed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what they made."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +146,7 @@ class _Groups:
         return OperatorGroup(
             operators=tuple(self.members[group]),
             duration_ns=sum(call.duration_ns for call in calls),
-            nbytes=sum(self.record.nbytes[storage] for storage in made),
+            sizes=tuple(self.record.nbytes[storage] for storage in sorted(made)),
             inputs=tuple(sorted(each for each in read if each is not None)),
             may_keep=len(calls) == 1 and _returns_what_it_made(calls[0]) and not calls[0].leaves_uninitialised,
             # What an operator writes it reads, too.

@@ -1,35 +1,29 @@
 """Kinds of blocks: which blocks do the same, and the ways to run a block that its record allows."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
+from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, structure_of
 from torchoffload._fit.record import BlockRecord
-from torchoffload._fit.step import Output, Way
+from torchoffload._fit.step import Call, Output, Step, Way
+from torchoffload._fit.step import Kind as StepKind
 
-__all__ = ["HostTimes", "Kind", "hull", "kind_of_call"]
+__all__ = ["Kind", "hull", "kind_of_call", "step_of"]
 
 # What the modes of a block take for each operator, at the very least: of two ways that take as long the one without
 # modes is better. What they really take shows when plans are tried.
 _MODES_S = 1e-6
+_TO_ONE_RANK = ("send", "recv")
 _COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 
 
-class HostTimes(NamedTuple):
-    """What the host takes to enqueue a block that is computed again.
-
-    Attributes
-    ----------
-    forward_s, backward_s : float
-        In forward, and in backward with the recomputation.
-    """
-
-    forward_s: float
-    backward_s: float
+def _communicates(operator: Any) -> bool:
+    return getattr(operator, "namespace", "") in _COLLECTIVES
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -58,26 +52,34 @@ class Kind:
         What a call of one of them did.
     changed : str or None
         The type of a container that the call changed and that lived on, if there was one.
-    may_recompute : bool
-        Whether the user allows to compute again.
+    may_recompute, may_agree : bool
+        Whether the user allows to compute again, and whether ranks may agree on what is.
 
     Attributes
     ----------
     obstacle : str or None
         Why no block of the kind can be computed again; None if it can.
+    groups : tuple of ProcessGroup
+        The groups of ranks that communicate in the block, and have to compute it again alike; none if it is not.
     """
 
-    def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool) -> None:
+    def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool, may_agree: bool = True) -> None:
         self._record = record
         self.obstacle: str | None = None
+        names = {call.operator.__name__ for call in record.operators if _communicates(call.operator)}
         if not may_recompute:
             self.obstacle = "recompute=False"
-        elif any(getattr(call.operator, "namespace", "") in _COLLECTIVES for call in record.operators):
-            self.obstacle = "it has collectives inside, which all ranks have to call alike"
+        elif any(name.startswith(_TO_ONE_RANK) for name in names):
+            self.obstacle = "it sends to a single rank or receives from one, which is not to do the same"
+        elif (names or record.groups) and not may_agree:
+            self.obstacle = "it has collectives inside, and the ranks make no plan together: group=None"
+        elif names and not record.groups:
+            self.obstacle = "it has collectives inside, and PyTorch does not tell among which ranks"
         elif changed is not None:
             self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
         elif not frontier(record):
             self.obstacle = "it writes to what is not its own, or runs kernels that PyTorch does not see"
+        self.groups = record.groups if self.obstacle is None else ()
         self.least = self._corners()[0].plan if self.obstacle is None else None
 
     def _corners(self) -> list[Corner]:
@@ -97,6 +99,26 @@ class Kind:
     def saved_input_bytes(self) -> int:
         """The bytes of the arguments that autograd saves."""
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.inputs)
+
+    def measured(self, forward_s: float, backward_s: float, host: HostTimes, input_bytes: int) -> MeasuredKind:
+        """Return what is known of the kind, in numbers."""
+        record = self._record
+        return MeasuredKind(
+            structure=structure_of(record),
+            durations_ns=tuple(call.duration_ns for call in record.operators),
+            sizes=tuple(record.nbytes[number] for number in sorted(record.nbytes)),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            host=host,
+            input_bytes=input_bytes,
+        )
+
+    def take(self, known: MeasuredKind) -> None:
+        """Take the times and sizes that several ranks have together."""
+        record = self._record
+        for call, duration_ns in zip(record.operators, known.durations_ns, strict=True):
+            call.duration_ns = duration_ns
+        record.nbytes = dict(zip(sorted(record.nbytes), known.sizes, strict=True))
 
     def set_times(self, seconds: dict[int, float]) -> None:
         """Take the times of operators, by their numbers, for what was recorded; scale those that are not given."""
@@ -150,11 +172,11 @@ class Kind:
                 if group.is_needed:
                     plain.append(len(outputs))
                 of_operator[group.operators[0]] = len(outputs)
-                outputs.append(Output(group.nbytes, ready_s[group.operators[-1]], group.operators))
+                outputs.append(Output(group.sizes, ready_s[group.operators[-1]], group.operators))
         rest = self.saved_bytes - sum(outputs[number].nbytes for number in plain)
         if rest > 0:  # made by no operator that counts
             plain.append(len(outputs))
-            outputs.append(Output(rest, 0.0))
+            outputs.append(Output((rest,), 0.0))
         ways = [Way(0.0, tuple(plain), min(self.saved_input_bytes, input_bytes))]
         for corner in corners:
             kept = tuple(output for operator, output in of_operator.items() if operator in corner.plan.kept)
@@ -184,3 +206,32 @@ def hull(ways: Iterable[Way], outputs: Sequence[Output]) -> list[Way]:
 
 def _is_corner(left: tuple[int, float], middle: tuple[int, float], right: tuple[int, float]) -> bool:
     return (middle[1] - left[1]) * (right[0] - middle[0]) < (right[1] - middle[1]) * (middle[0] - left[0])
+
+
+def step_of(measured: Measured, kinds: Sequence[Kind], **limits: Any) -> Step:
+    """Return the step to plan for. ``limits`` are the fields of ``Step`` that a survey does not know."""
+    step_kinds = []
+    for kind, known in zip(kinds, measured.kinds, strict=True):
+        kind.take(known)
+        outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
+        step_kinds.append(StepKind(known.forward_s, known.backward_s, outputs, ways))
+    calls: list[Call] = []
+    behind = measured.loss_bytes
+    for number, forward_bytes, backward_bytes in reversed(measured.calls):
+        # Where nothing shows when a block's backward begins, it is a part of what comes before it.
+        of = step_kinds[number]
+        behind = behind if backward_bytes is None else backward_bytes
+        own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
+        calls.append(Call(number, forward_bytes, behind + own))
+    head_s, loss_s, end_s = measured.times_s
+    return Step(
+        kinds=tuple(step_kinds),
+        calls=tuple(reversed(calls)),
+        head_s=head_s,
+        loss_s=loss_s,
+        end_s=end_s,
+        loss_bytes=measured.loss_bytes,
+        other_bytes=measured.other_bytes,
+        fixed=measured.fixed,
+        **limits,
+    )

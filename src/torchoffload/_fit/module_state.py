@@ -1,12 +1,13 @@
 """What a block's modules are made of at the start of its forward, and the same put in place for a recomputation."""
 
 import contextlib
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchoffload._fit.effects import in_place
 from torchoffload._fit.operators import addresses, storages, tensors
 
 __all__ = ["ModuleState"]
@@ -15,8 +16,6 @@ _CHANGED = (
     "torchoffload: a parameter or buffer of shape {shape} was written to between the forward of a planned block and "
     "its backward, which computes the block again from it. Run backward before writing to it, or clone it in the block."
 )
-
-_Tables = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 class ModuleState:
@@ -29,16 +28,27 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [(each, _tables(each)) for each in module.modules()]
+        modules = list(module.modules())
+        tables: list[dict[str, Any]] = []
+        for each in modules:
+            tables += (each.__dict__, each._parameters, each._buffers)
+        self._tables = [(table, list(itertools.chain.from_iterable(table.items()))) for table in tables]
         # The version of each parameter and buffer, and those that it has behind the block's own writes to it, each with
         # the number of the operator that wrote.
         self._versions: dict[int, list[tuple[int, int]]] = {}
         self._written: list[tuple[int, torch.Tensor]] = []
-        for _, (_, parameters, buffers) in self._modules:
-            for tensor in (*parameters.values(), *buffers.values()):
+        self._own: list[tuple[torch.Tensor, int]] = []
+        for each in modules:
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
                 if tensor is not None and not tensor.is_inference():
                     for storage in storages(tensor):
                         self._versions[storage._cdata] = [(-1, tensor._version)]
+                    self._own.append((tensor, tensor._version))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether anybody has written to a parameter or buffer since, the block itself included."""
+        return any(tensor._version != version for tensor, version in self._own)
 
     def owns(self, storage: int) -> bool:
         """Return whether the storage at this address is of a parameter or a buffer."""
@@ -72,26 +82,6 @@ class ModuleState:
                 if tensor._version != expected:
                     raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape)))
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> contextlib.AbstractContextManager[None]:
         """Make the modules what they were, and afterwards what they are now, whatever is set in between."""
-        present = [(each, _tables(each)) for each, _ in self._modules]
-        try:
-            for module, tables in self._modules:
-                _put(module, tables)
-            yield
-        finally:
-            for module, tables in present:
-                _put(module, tables)
-
-
-def _tables(module: nn.Module) -> _Tables:
-    return dict(module.__dict__), dict(module._parameters), dict(module._buffers)
-
-
-def _put(module: nn.Module, tables: _Tables) -> None:
-    current: tuple[dict[str, Any], ...] = (module.__dict__, module._parameters, module._buffers)
-    for table, wanted in zip(current, tables, strict=True):
-        if len(table) != len(wanted) or any(table.get(name, _tables) is not wanted[name] for name in wanted):
-            table.clear()
-            table.update(wanted)
+        return in_place(self._tables)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 1"
+_FORMAT = "torchoffload plan 2"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,9 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
 
 
 def _kind(given: dict[str, Any]) -> Kind:
-    outputs = tuple(Output(each["nbytes"], each["ready_s"], tuple(each["operators"])) for each in given["outputs"])
+    outputs = tuple(
+        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"])) for each in given["outputs"]
+    )
     ways = tuple(
         Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))
         for way in given["ways"]

@@ -36,12 +36,16 @@ class Run:
         What was left out so far.
     inputs : set of int
         The addresses of the storages of the block's arguments.
+    checks_writes : bool
+        Whether parameters or buffers of the block were written to since forward began, so that each operator has to
+        look whether it reads what it read in forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, checks_writes: bool) -> None:
         self.number = 0
         self.absent = AbsentTensors()
         self.inputs: set[int] = set()
+        self.checks_writes = checks_writes
         self._hooks: saved_tensors_hooks | None = None
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -88,7 +92,7 @@ class Recomputation(Mode):
         if call.refusal is not None:
             raise RuntimeError(call.refusal)
         call.watch.begins_again()
-        run = Run()
+        run = Run(checks_writes=call.state.has_changed)
         if call.layouts:
             run.begin()
         # The last one first, which is the order in which reloads run ahead.
@@ -126,7 +130,8 @@ class Recomputation(Mode):
             return absent.leave_out(call.layouts[number], func, args, keywords, may_run=number not in call.plan.final)
         if number in call.in_place:
             return absent.leave_out_in_place(func, args, keywords)
-        call.state.check_unchanged(number, (args, keywords))
+        if run.checks_writes:
+            call.state.check_unchanged(number, (args, keywords))
         if call.watch.times_operators:
             return call.watch.timed(number, lambda: absent.run(func, args, keywords))
         return absent.run(func, args, keywords)

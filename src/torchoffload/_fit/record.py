@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
+from torchoffload._fit.agreement import communicated, counts_of_groups
 from torchoffload._fit.operators import (
     Kind,
     addresses,
@@ -89,6 +90,8 @@ class BlockRecord:
         The storages of what autograd saved, and of what code has read past PyTorch's dispatcher.
     has_hidden_writes : bool
         Whether a value changed and no operator wrote to it: a kernel did that was called past PyTorch's dispatcher.
+    groups : tuple of ProcessGroup
+        The groups of ranks that called collectives in it.
     """
 
     operators: list[OperatorCall] = field(default_factory=list)
@@ -98,6 +101,7 @@ class BlockRecord:
     made: set[int] = field(default_factory=set)
     saved: frozenset[int] = frozenset()
     has_hidden_writes: bool = False
+    groups: tuple[Any, ...] = ()
 
 
 _weak: Any = StorageWeakRef  # the class has no annotations
@@ -258,6 +262,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generators = _Generators(devices)
         self._reads: Any = _Reads(self._note_read)
         self._hooks: saved_tensors_hooks | None = None
+        self._group_counts: dict[Any, int] = {}
 
     supports_higher_order_operators = True
 
@@ -268,6 +273,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         pack, unpack = _hooks_in_force()
+        self._group_counts = counts_of_groups()
 
         def note(tensor: torch.Tensor) -> object:
             self._saved |= self._numbers.of_all(tensor)
@@ -286,6 +292,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._hooks is not None:
             self._hooks.__exit__(*exception)
         self.record.saved = frozenset(self._saved)
+        self.record.groups = communicated(self._group_counts)
         self._look_at_all()
         for call, (begin, end) in zip(self.record.operators, self._moments, strict=True):
             call.duration_ns = self._clock.between_ns(begin, end)

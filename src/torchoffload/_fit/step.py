@@ -15,17 +15,22 @@ class Output:
 
     Attributes
     ----------
-    nbytes : int
-        Its size.
+    sizes : tuple of int
+        The sizes of its storages in bytes. Each moves by itself.
     ready_s : float
         When it is there, in seconds from the start of the block's forward.
     operators : tuple of int
         The numbers of the operators that make it.
     """
 
-    nbytes: int
+    sizes: tuple[int, ...]
     ready_s: float
     operators: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)

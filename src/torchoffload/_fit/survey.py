@@ -2,129 +2,45 @@
 
 import itertools
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from torchoffload._fit.effects import Containers
-from torchoffload._fit.kinds import HostTimes, Kind, kind_of_call
+from torchoffload._fit.kinds import Kind, kind_of_call
+from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind
 from torchoffload._fit.meter import Meter, unique_bytes
 from torchoffload._fit.operators import storages
-from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.replay import Watch
-from torchoffload._fit.step import Call, Step
-from torchoffload._fit.step import Kind as StepKind
+from torchoffload._fit.surveyed_call import TIMED_CALLS, SurveyedCall
 
-__all__ = ["Survey", "SurveyedCall"]
+__all__ = ["Survey"]
 
 _MOST_RECORDING_STEPS = 4
-_TIMED_CALLS = 2
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 
-class SurveyedCall(Watch):
-    """One call of a block in a surveyed step.
+class _LeastMemory(NamedTuple):
+    """What a step took in which nothing was on its way: the most bytes in each call, at the loss, and elsewhere."""
 
-    Attributes
-    ----------
-    key : tuple
-        What tells its kind.
-    input_bytes : int
-        The bytes of its arguments that no earlier call of the step was given, too.
-    forward_bytes, backward_bytes : int
-        The most on the device while it runs.
-    began, returned, began_again, works_again : moment
-        When its forward begins and ends, when its recomputation begins, and when the device has come to that; None
-        while that has not happened.
-    span_s : float or None
-        From ``works_again`` to the next block's recomputation; None while it is not known.
-    forward_host_s, again_host_s, backward_host_s : float
-        What the host takes to enqueue the forward, the recomputation, and the block's backward.
-    """
+    calls: list[tuple[tuple[Any, ...], int, int]]  # the key, and the most in forward and in backward
+    loss_bytes: int
+    other_bytes: int
 
-    def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
-        kind = survey.kinds.get(key)
-        super().__init__(None if kind is None else kind.least)
-        self.records = kind is None
-        self._module = weakref.ref(module)
-        self.key = key
-        self.input_bytes = survey.note_inputs(inputs)
-        self.forward_bytes = self.backward_bytes = 0
-        self.returned: Any = None
-        self.began_again: Any = None
-        self.works_again: Any = None
-        self.span_s: float | None = None
-        self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
-        self.moments: dict[int, tuple[Any, Any]] = {}
-        self._survey = survey
-        self._containers = Containers(module, inputs) if self.records else None
-        # The second one, since with the first one's backward that of the model's head ends.
-        self.times_operators = not self.records and survey.count_of_kind(key) < _TIMED_CALLS
-        self.began = survey.mark(self._note_forward)
-        self._host_s = time.perf_counter()
+    @classmethod
+    def of(cls, calls: list[SurveyedCall], loss_bytes: int, other_bytes: int) -> "_LeastMemory":
+        return cls([(each.key, each.forward_bytes, each.backward_bytes) for each in calls], loss_bytes, other_bytes)
 
-    @property
-    def module(self) -> nn.Module:
-        """The block."""
-        module = self._module()
-        assert module is not None
-        return module
-
-    def _note_forward(self, peak: int) -> None:
-        self.forward_bytes = max(self.forward_bytes, peak)
-
-    def _note_backward(self, peak: int) -> None:
-        self.backward_bytes = max(self.backward_bytes, peak)
-
-    def recorded(self, record: BlockRecord) -> None:
-        """Note what the call did, for all blocks of the kind."""
-        changed = self._containers.changed() if self._containers is not None else None
-        self._survey.add_kind(self.key, Kind(record, changed, self._survey.may_recompute))
-
-    def ended(self) -> None:
-        """Note the end of forward."""
-        self._containers = None
-        self.forward_host_s = time.perf_counter() - self._host_s
-        # What comes next is this call's, if another one follows; else it is the loss's.
-        self.returned = self._survey.mark(self._note_forward)
-
-    def left_plan(self) -> None:
-        """Note that the block is not what its kind is."""
-        self._survey.differs(self.module)
-
-    def begins_again(self) -> None:
-        """Note the beginning of the block's backward."""
-        now = time.perf_counter()
-        self._survey.backward_is_seen()
-        before = self._survey.last_again
-        if before is not None:
-            before.backward_host_s = now - before._host_s
-        self._survey.last_again = self
-        self.began_again = self.works_again = self._survey.mark(self._note_backward, begins_backward=True)
-        if self.times_operators and self.plan is not None:
-            # So that operators follow each other on the device as they do where the host is far ahead.
-            self._survey.meter.keep_host_ahead(len(self.plan.operators))
-            self.works_again = self._survey.meter.now()
-        self._host_s = time.perf_counter()
-
-    def ends_again(self) -> None:
-        """Note the end of the recomputation."""
-        now = time.perf_counter()
-        self.again_host_s = now - self._host_s
-        self._host_s = now
-
-    def timed(self, _number: int, run: Callable[[], Any]) -> Any:
-        """Run one operator of the recomputation between two moments."""
-        begin = self._survey.meter.now()
-        output = run()
-        self.moments[_number] = (begin, self._survey.meter.now())
-        return output
+    def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
+        """Return the bytes of each call, by its identity; of a later step's calls where they are others than here."""
+        if [each.key for each in calls] == [key for key, _, _ in self.calls]:
+            pairs = zip(calls, self.calls, strict=True)
+            return {id(call): (forward, backward) for call, (_, forward, backward) in pairs}
+        return {id(call): (call.forward_bytes, call.backward_bytes) for call in calls}
 
 
 class Survey:
@@ -138,11 +54,13 @@ class Survey:
         The device's clock and memory.
     backward_is_seen : callable
         Called in a backward, where a block is computed again.
-    may_recompute : bool
-        Whether blocks may be computed again.
+    may_recompute, may_agree : bool
+        Whether blocks may be computed again, and whether those may that communicate with other ranks.
 
     Attributes
     ----------
+    allows_communication : bool
+        Whether blocks that communicate are computed again now. All ranks have to do the same.
     kinds : dict of tuple to Kind
         What is known of each kind of block.
     calls : list of SurveyedCall
@@ -150,17 +68,25 @@ class Survey:
     """
 
     def __init__(
-        self, model: nn.Module, meter: Meter, backward_is_seen: Callable[[], None], *, may_recompute: bool
+        self,
+        model: nn.Module,
+        meter: Meter,
+        backward_is_seen: Callable[[], None],
+        *,
+        may_recompute: bool,
+        may_agree: bool,
     ) -> None:
         self.backward_is_seen = backward_is_seen
         self.meter = meter
-        self.may_recompute = may_recompute
+        self.may_recompute, self.may_agree = may_recompute, may_agree
+        self.allows_communication = False
         self.kinds: dict[tuple[Any, ...], Kind] = {}
         self.calls: list[SurveyedCall] = []
         self.last_again: SurveyedCall | None = None
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
+        self._least: _LeastMemory | None = None
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
 
@@ -216,9 +142,23 @@ class Survey:
         return nbytes
 
     @property
-    def largest_input_bytes(self) -> int:
-        """The bytes of the arguments of the call that has the largest ones."""
-        return max((call.input_bytes for call in self.calls), default=0)
+    def is_timing(self) -> bool:
+        """Whether the step is one whose times are wanted, and no longer the least memory."""
+        return self._least is not None or not self.meter.measures_memory
+
+    @property
+    def window_bytes(self) -> int:
+        """The windows of the next step: none where memory is measured, and room for a block's input in the last one."""
+        return max((call.input_bytes for call in self.calls), default=0) if self.is_timing else 0
+
+    def may_compute_again(self, kind: Kind) -> bool:
+        """Return whether a block of the kind is computed again in this step, if it can be."""
+        return self.allows_communication or not kind.groups
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of ranks in which blocks communicate, in the order in which they were seen."""
+        return list(dict.fromkeys(group for kind in self.kinds.values() for group in kind.groups))
 
     def count_of_kind(self, key: tuple[Any, ...]) -> int:
         """Return how many calls of the kind this step had so far."""
@@ -259,17 +199,15 @@ class Survey:
             return False
         if (self._new_kinds or not self.calls) and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
+            self._least = None
+            return False
+        if not self.is_timing:
+            self._least = _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
             return False
         return True
 
-    def step(self, **limits: Any) -> tuple[Step, list[tuple[Any, ...]]]:
-        """Return what the step takes, and the keys of its kinds by their numbers.
-
-        Parameters
-        ----------
-        **limits
-            The fields of ``Step`` that are no matter of the survey.
-        """
+    def measured(self) -> tuple[Measured, list[tuple[Any, ...]]]:
+        """Return what the step took, and the keys of its kinds by their numbers."""
         calls = [call for call in self.calls if call.returned is not None and call.key in self.kinds]
         keys = list(dict.fromkeys(call.key for call in calls))
         between = self.meter.between_s
@@ -290,24 +228,22 @@ class Survey:
         else:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
-        step = Step(
+        least = self._least or _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
+        measured = Measured(
             kinds=tuple(kinds),
-            calls=tuple(self._calls(calls, numbers, kinds)),
-            head_s=between(self._began, calls[0].began) if calls else end_s,
-            loss_s=loss_s,
-            end_s=rest_s,
-            loss_bytes=self._loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
-            other_bytes=self._other_bytes,
+            calls=tuple(self._calls(calls, numbers, least)),
+            times_s=(between(self._began, calls[0].began) if calls else end_s, loss_s, rest_s),
+            loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
+            other_bytes=max(least.other_bytes, self._other_bytes),
             fixed=self._fixed(),
-            **limits,
         )
-        return step, keys
+        return measured, keys
 
     def _least_s(self, key: tuple[Any, ...]) -> float:
         kind = self.kinds[key]
         return 0.0 if kind.least is None else kind.recompute_s(kind.least)
 
-    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> StepKind:
+    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
         timed = [call for call in calls if call.moments]
         for call in timed[-1:]:
@@ -321,12 +257,11 @@ class Survey:
             backward_s = max(statistics.median(spans) - self._least_s(key), 0.5 * forward_s)
         # The first call is given what all share, too.
         input_bytes = min(call.input_bytes for call in calls)
-        outputs, ways = kind.outputs_and_ways(input_bytes, self._host_s(calls), forward_s, backward_s)
-        return StepKind(forward_s, backward_s, outputs, ways)
+        return kind.measured(forward_s, backward_s, self._host_s(calls), input_bytes)
 
     def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
         """Return what the host takes for a call of these that is computed again; 0 where it is what computes."""
-        again = [call for call in calls[_TIMED_CALLS:] or calls if call.again_host_s > 0]
+        again = [call for call in calls[TIMED_CALLS:] or calls if call.again_host_s > 0]
         if not again or self.meter.device.type == "cpu":
             return HostTimes(0.0, 0.0)
         return HostTimes(
@@ -335,22 +270,17 @@ class Survey:
         )
 
     def _calls(
-        self, calls: list[SurveyedCall], numbers: dict[tuple[Any, ...], int], kinds: list[StepKind]
-    ) -> list[Call]:
-        found: list[Call] = []
-        behind = self._loss_bytes
-        for call in reversed(calls):
+        self, calls: list[SurveyedCall], numbers: dict[tuple[Any, ...], int], least: "_LeastMemory"
+    ) -> Iterator[tuple[int, int, int | None]]:
+        measured = least.for_calls(self.calls)
+        for call in calls:
             number = numbers[call.key]
-            kept = kinds[number].kept_bytes(kinds[number].ways[-1])
-            if not self.meter.measures_memory:
+            if self.meter.measures_memory:
+                forward_bytes, backward_bytes = measured[id(call)]
+                yield number, forward_bytes, None if call.began_again is None else backward_bytes
+            else:
                 base = self._reckoned_bytes()
-                found.append(Call(number, base, base + self.kinds[call.key].saved_bytes + call.input_bytes))
-                continue
-            # Where nothing shows when a block's backward begins, it is a part of what comes before it.
-            is_known = call.began_again is not None
-            behind = call.backward_bytes if is_known else behind
-            found.append(Call(number, call.forward_bytes, behind + (0 if is_known else kept)))
-        return found[::-1]
+                yield number, base, base + self.kinds[call.key].saved_bytes + call.input_bytes
 
     def _fixed(self) -> dict[str, int]:
         model = self._model()

@@ -1,0 +1,50 @@
+"""From what a survey has seen to the step that is planned for, by one process or by several ranks together."""
+
+from torchoffload._contexts.options import OffloadOptions
+from torchoffload._core import core
+from torchoffload._fit.agreement import Agreement
+from torchoffload._fit.kinds import Kind, step_of
+from torchoffload._fit.link import Link
+from torchoffload._fit.measured import together
+from torchoffload._fit.step import Step
+from torchoffload._fit.survey import Survey
+
+__all__ = ["surveyed_step"]
+
+
+def surveyed_step(
+    survey: Survey, link: Link | None, options: OffloadOptions, agreement: Agreement | None
+) -> tuple[Step, list[Kind]]:
+    """Return what the surveyed step takes, and the kinds of its blocks, by their numbers.
+
+    Parameters
+    ----------
+    survey : Survey
+        A survey that is done.
+    link : Link or None
+        How fast bytes move; None if nothing may move.
+    options : OffloadOptions
+        Of the contexts that move.
+    agreement : Agreement or None
+        The ranks that plan together: for the largest bytes and the longest times of any of them.
+    """
+    measured, keys = survey.measured()
+    kinds = [survey.kinds[key] for key in keys]
+    default_budget: int = core.host_memory()["default_budget"] if options.tier == "host" else 2**62
+    budget = default_budget if options.budget_bytes is None else options.budget_bytes
+    rates = Link(1.0, 1.0, 0.0) if link is None else link
+    slowest = [-rates.out_bytes_per_s, -rates.in_bytes_per_s, rates.latency_s, -budget]
+    if agreement is not None:
+        measured = together(agreement.gather(measured))
+        slowest = agreement.largest(*slowest)
+    step = step_of(
+        measured,
+        kinds,
+        least_moved_bytes=max(1, options.min_offload_bytes),
+        tier_bytes=int(-slowest[3]),
+        may_move=link is not None,
+        out_bytes_per_s=-slowest[0],
+        in_bytes_per_s=-slowest[1],
+        latency_s=slowest[2],
+    )
+    return step, kinds
