@@ -8,7 +8,7 @@ UNITY ?= ON
 TORCH ?= 2.9.0
 OUT ?= build/site-for
 PYTEST_ARGS ?=
-DEMO_ARGS ?= --steps 6
+DEMO_ARGS ?= --steps 20 --batch 16
 BENCH_ARGS ?=
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -69,7 +69,7 @@ editor: $(BUILD_READY)  ## write the compile commands that an editor's clangd as
 	@cmake -S . -B build/editor -G Ninja -DPython_EXECUTABLE="$(PY)" -DTORCHOFFLOAD_TESTING=ON
 
 .PHONY: demo
-demo: core  ## train a small GPT with and without offloading, and compare
+demo: core  ## train a small GPT plain, offloaded and in half of the memory by fit, and compare
 	$(PY) examples/train_gpt.py $(DEMO_ARGS)
 
 # One process a core. What is given in PYTEST_ARGS comes last and so counts.

@@ -7,7 +7,8 @@ checkpoint that saves attention's outputs, or these and those of matrix products
 moving what is saved. The budgets lie between the least memory and that of stock, as ``Fitted.frontier`` predicts them.
 Times are medians of forward and backward together. ``best by hand`` is the fastest of the ways whose
 allocated memory peaks no higher than that of fit, as measured or predicted. ``--cap`` sets the memory of the process to
-each budget, so that PyTorch's allocator gives back what it caches, as it does on a device of that size.
+each budget, so that PyTorch's allocator gives back what it caches, as it does on a device of that size; the ways by
+hand are then measured once more under the same limit, the fastest first, until one has not run out of memory.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Row:
     predicted_ms: float | None = None
     predicted_peak_gib: float | None = None
     settle_s: float | None = None  # until the plan was settled
+
+    @property
+    def allowed_gib(self) -> float:
+        """The peak up to which a way by hand is compared with this one."""
+        return max(self.peak_gib, self.predicted_peak_gib or 0.0)
 
 
 class Bench:
@@ -141,17 +147,38 @@ class Bench:
     def all_by_hand(self) -> Iterator[Row]:
         """Measure the hand-made ways."""
         for way in WAYS:
-            for moves in (False, True):
-                name = f"{way}, moved" if moves else way
-                if self.options.ways and name not in self.options.ways:
-                    continue
-                context = torchoffload.OffloadActivations(model=self.model) if moves else contextlib.nullcontext()
-                with self.by_hand(way, moves):
-                    try:
-                        yield self.measure(name, lambda context=context: context)
-                    except torch.cuda.OutOfMemoryError:
-                        print(f"{name}: out of memory", flush=True)
-                torchoffload.trim()
+            for name in (way, f"{way}, moved"):
+                if not self.options.ways or name in self.options.ways:
+                    row = self.measure_by_hand(name)
+                    if row is not None:
+                        yield row
+
+    def measure_by_hand(self, name: str, **more: Any) -> Row | None:
+        """Measure one hand-made way; None if it runs out of memory."""
+        way, comma, _ = name.partition(",")
+        moves = bool(comma)
+        context = torchoffload.OffloadActivations(model=self.model) if moves else contextlib.nullcontext()
+        try:
+            with self.by_hand(way, moves):
+                return self.measure(name, lambda: context, **more)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{name}: out of memory", flush=True)
+            return None
+        finally:
+            torchoffload.trim()
+
+    def best_in_the_same_memory(self, rows: list[Row]) -> Iterator[Row]:
+        """Measure for each budget the fastest hand-made way once more, under the same limit."""
+        by_hand = [row for row in rows if row.way != "fit"]
+        for fitted in [row for row in rows if row.way == "fit"]:
+            self.limit((fitted.budget_gib or 0) * GIB)
+            possible = [row for row in by_hand if row.peak_gib <= fitted.allowed_gib]
+            for row in sorted(possible, key=lambda each: each.step_ms):
+                found = self.measure_by_hand(row.way, budget_gib=fitted.budget_gib)
+                if found is not None:
+                    yield found
+                    break
+        self.limit(None)
 
     def all_fitted(self) -> Iterator[Row]:
         """Measure fit at each budget."""
@@ -165,8 +192,7 @@ class Bench:
         for budget in [*(int(each * GIB) for each in self.options.gib), *budgets]:
             memory = int(budget / (1 - self.options.margin)) + 1
             began = time.perf_counter()
-            if self.options.cap:
-                torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(0).total_memory)
+            self.limit(memory)
             try:
                 fitted.replan(memory)
                 self.run_until_settled(fitted)
@@ -181,10 +207,18 @@ class Bench:
                 continue
             yield row
             if self.options.reports is not None:
-                text = f"{fitted.report()}\n"
-                (self.options.reports / f"report-{self.options.workload}-{memory / GIB:.1f}.txt").write_text(text)
-        torch.cuda.set_per_process_memory_fraction(1.0)
+                name = f"{self.options.workload.partition(':')[0]}-{memory / GIB:.1f}"
+                (self.options.reports / f"report-{name}.txt").write_text(f"{fitted.report()}\n")
+                fitted.save(self.options.reports / f"plan-{name}.json")
+        self.limit(None)
         fitted.remove()
+
+    def limit(self, nbytes: float | None) -> None:
+        """Set the memory of the process, if that is wanted; None: all of the device."""
+        total = torch.cuda.get_device_properties(0).total_memory
+        if self.options.cap:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else nbytes / total)
 
     def run_until_settled(self, fitted: torchoffload.Fitted) -> None:
         """Run steps until a plan is settled."""
@@ -198,18 +232,21 @@ class Bench:
 
 def compare(rows: list[Row]) -> list[dict[str, Any]]:
     """Each budget of fit beside the best way by hand with the same or less peak."""
-    by_hand = [row for row in rows if row.way != "fit"]
+    by_hand = [row for row in rows if row.way != "fit" and row.budget_gib is None]
     stock_ms = next((row.step_ms for row in by_hand if row.way == "stock"), None)
     table = []
     for row in rows:
         if row.way == "fit":
-            possible = [each for each in by_hand if each.peak_gib <= max(row.peak_gib, row.predicted_peak_gib)]
+            possible = [each for each in by_hand if each.peak_gib <= row.allowed_gib]
             best = min(possible, key=lambda each: each.step_ms, default=None)
+            capped = [each for each in rows if each.way != "fit" and each.budget_gib == row.budget_gib]
             table.append({
                 "budget_gib": row.budget_gib, "fit_ms": row.step_ms, "peak_gib": row.peak_gib, "loss_gib": row.loss_gib,
                 "of_stock": row.step_ms / stock_ms if stock_ms else None,
                 "best_by_hand": best.way if best else None, "best_ms": best.step_ms if best else None,
                 "of_best": row.step_ms / best.step_ms if best else None,
+                "best_in_the_same_memory": capped[0].way if capped else None,
+                "of_best_in_the_same_memory": row.step_ms / capped[0].step_ms if capped else None,
                 "of_predicted": row.step_ms / row.predicted_ms,
                 "within_budget": row.reserved_gib <= row.budget_gib,
             })  # fmt: skip
@@ -219,7 +256,8 @@ def compare(rows: list[Row]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--workload", default="A",
+        "--workload",
+        default="A",
         help=f"as in train_step.py, such as A or C:layers=2, or one of {', '.join(OTHER_SUBJECTS)}",
     )
     parser.add_argument("--budgets", type=int, default=8, help="how many between the least memory and that of stock")
@@ -238,6 +276,9 @@ def main() -> None:
         rows += bench.all_by_hand()
         for row in bench.all_fitted():
             rows.append(row)
+        if options.cap:
+            for row in bench.best_in_the_same_memory(list(rows)):
+                rows.append(row)
     finally:
         table = compare(rows)
         for line in table:

@@ -1,6 +1,6 @@
-"""What both examples share: train plain and offloaded, each in a process of its own, then compare bit for bit.
+"""What both examples share: train plain, offloaded and fitted, each in its own process, then compare bit for bit.
 
-``main`` is the whole program. In the parent it starts this same script once for each run, reads what the two wrote,
+``main`` is the whole program. In the parent it starts this same script once for each run, reads what the three wrote,
 prints the table and draws the picture. In a child (``--run``) it trains and writes its result to ``--result``.
 """
 
@@ -9,27 +9,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+import torchoffload
 from _memory import RETURN_FREED_MEMORY, MemorySampler, PeakMemory
-from _options import MIB, add_offload_options, device_of, positive
+from _options import MIB, add_offload_options, device_of, positive, tier_options
+from _runs import FIT, OFFLOADED, PLAIN, Fit, Run, draw, table
 from _text import batches, standard_library_text
 
-WARM_UP_STEP_COUNT = 2
 TEXT_BYTES = 8 * MIB
-PLAIN, OFFLOADED = "plain", "offloaded"
+FIT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,6 @@ class Task:
     model: torch.nn.Module
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (input, target) -> scalar
     offload: Callable[[], AbstractContextManager[Any]]  # called in the offloaded run only, before each forward
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run's outcome, as it crosses from the child's process to the parent's."""
-
-    device: str
-    step_s: list[float]
-    peak_bytes: int
-    losses: list[float]
-    parameters: dict[str, torch.Tensor]
-    course: list[tuple[float, int]]  # (seconds since the step began, bytes over the state before the first step)
-    report: str
-
-    @property
-    def step_ms(self) -> float:
-        """Median, without the warm-up and without the last step, which was sampled and so slowed down."""
-        timed = self.step_s[WARM_UP_STEP_COUNT:-1] or self.step_s
-        return 1000 * statistics.median(timed)
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -76,25 +57,32 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     add_offload_options(parser)
     parser.add_argument(
+        "--fit-memory-mib",
+        type=float,
+        default=None,
+        help="what torchoffload.fit is given: on CUDA what PyTorch may reserve, on a CPU the weights, their gradients "
+        f"and what blocks save (default: the weights, and {FIT_SHARE:g} of what the plain run took besides)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path(sys.argv[0]).with_suffix(".png"),
-        help="the picture of memory over one step (%(default)s)",
+        help="the picture of memory over one step, and of the times that fit predicts (%(default)s)",
     )
-    parser.add_argument("--report", action="store_true", help="print torchoffload.report() of the offloaded run")
-    parser.add_argument("--run", choices=(PLAIN, OFFLOADED), help=argparse.SUPPRESS)
+    parser.add_argument("--report", action="store_true", help="print the reports of the offloaded run and of fit")
+    parser.add_argument("--run", choices=(PLAIN, OFFLOADED, FIT), help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    # For the tests: changes one bit of one parameter of the offloaded run, which the comparison has to find.
-    parser.add_argument("--perturb", action="store_true", help=argparse.SUPPRESS)
+    # For the tests: changes one bit of one parameter of this run, which the comparison has to find.
+    parser.add_argument("--perturb", choices=(OFFLOADED, FIT), help=argparse.SUPPRESS)
     return parser
 
 
 def main(parser: argparse.ArgumentParser, make_task: Callable[[argparse.Namespace], Task]) -> int:
-    """Run parent or child. The exit status is 0 only when the two runs' parameters are the same, bit for bit."""
+    """Run parent or child. The exit status is 0 only when all runs' parameters are the same, bit for bit."""
     arguments = parser.parse_args()
     if arguments.run is None:
         return _compare(arguments)
-    torch.save(vars(_train(arguments, make_task)), arguments.result)
+    _train(arguments, make_task).save(arguments.result)
     return 0
 
 
@@ -102,8 +90,6 @@ def main(parser: argparse.ArgumentParser, make_task: Callable[[argparse.Namespac
 
 
 def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespace], Task]) -> Run:
-    import torchoffload
-
     device = device_of(arguments)
     torch.set_num_threads(arguments.threads)
     torch.use_deterministic_algorithms(True)
@@ -111,11 +97,15 @@ def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespac
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(arguments.seed)
     task = make_task(arguments)
+    memory_bytes = int((arguments.fit_memory_mib or 0) * MIB)
+    fitted: torchoffload.Fitted | None = None
+    if arguments.run == FIT:
+        fitted = torchoffload.fit(task.model, memory_bytes, on_unfit="warn", **tier_options(arguments))
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=arguments.lr)
     data = batches(standard_library_text(TEXT_BYTES), arguments.batch, arguments.tokens, arguments.seed, device)
     _load_what_torch_loads_late(device)
 
-    step_s, losses, course = [], [], []
+    step_s, losses, phases, course = [], [], [], []
     peak = PeakMemory(device)
     for step in tqdm(range(arguments.steps), desc=f"{arguments.run:>9}", unit="step", mininterval=1):
         inputs, targets = next(data)
@@ -125,6 +115,7 @@ def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespac
             start = time.perf_counter()
             with task.offload() if arguments.run == OFFLOADED else contextlib.nullcontext():
                 loss = task.loss(inputs, targets)
+            phases.append("settled" if fitted is None else fitted.phase)  # a plan changes as the model is called
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -132,15 +123,46 @@ def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespac
             step_s.append(time.perf_counter() - start)
         if sampler is not None:
             course = [(second, in_use - peak.state_bytes) for second, in_use in sampler.points]
+        peak.note_step()
         del loss
     peak_bytes = peak.read()
 
     parameters = {name: parameter.detach().cpu() for name, parameter in task.model.named_parameters()}
-    if arguments.perturb and arguments.run == OFFLOADED:
+    if arguments.perturb == arguments.run:
         next(iter(parameters.values())).view(torch.uint8).view(-1)[0] ^= 1
-    report = torchoffload.report() if arguments.run == OFFLOADED else ""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {arguments.threads} threads"
-    return Run(name, step_s, peak_bytes, losses, parameters, course, report)
+    weight_bytes = sum(parameter.nbytes for parameter in parameters.values())
+    is_cuda = device.type == "cuda"
+    return Run(
+        device=torch.cuda.get_device_name(device) if is_cuda else f"CPU, {arguments.threads} threads",
+        step_s=step_s,
+        steady_from=_steady_from(phases),
+        peak_bytes=peak_bytes,
+        needed_bytes=torch.cuda.max_memory_reserved(device) if is_cuda else weight_bytes + peak_bytes,
+        weight_bytes=weight_bytes,
+        losses=losses,
+        parameters=parameters,
+        course=course,
+        report=torchoffload.report() if fitted is None else fitted.report(),
+        fit=None if fitted is None else _fit(fitted, memory_bytes),
+    )
+
+
+def _steady_from(phases: list[str]) -> int:
+    """Return the number of the first step from which on fit neither measured nor tried anything."""
+    changing = [step for step, phase in enumerate(phases) if phase in {"survey", "trials"}]
+    return changing[-1] + 1 if changing else 0
+
+
+def _fit(fitted: torchoffload.Fitted, memory_bytes: int) -> Fit:
+    plan = fitted.plan
+    has_measured = fitted.phase not in {"survey", "removed"}
+    points = fitted.frontier(24) if has_measured else ()
+    return Fit(
+        memory_bytes=memory_bytes,
+        phase=fitted.phase,
+        frontier=[(point.memory_bytes, point.step_s) for point in points],
+        plan=None if plan is None else asdict(plan),
+    )
 
 
 def _load_what_torch_loads_late(device: torch.device) -> None:
@@ -152,21 +174,22 @@ def _load_what_torch_loads_late(device: torch.device) -> None:
     optimizer.zero_grad()
 
 
-# The parent: two children, one table, one picture.
+# The parent: three children, one table, one picture.
 
 
-def _run_in_process(label: str, folder: Path) -> Run:
+def _run_in_process(label: str, folder: Path, *options: str) -> Run:
     result = folder / f"{label}.pt"
     environment = os.environ | RETURN_FREED_MEMORY
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
     # A thread that spins while it waits keeps its core from the spill file's threads, and from whoever else is there.
     environment.setdefault("OMP_WAIT_POLICY", "passive")
-    child = subprocess.run(
-        [sys.executable, *sys.argv, "--run", label, "--result", str(result)], env=environment, check=False
-    )
+    # With it PyTorch reserves little more than is allocated; what it reserves is what fit is given.
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    command = [sys.executable, *sys.argv, *options, "--run", label, "--result", str(result)]
+    child = subprocess.run(command, env=environment, check=False)
     if child.returncode != 0:
         raise SystemExit(f"the {label} run failed with exit status {child.returncode}")
-    return Run(**torch.load(result, weights_only=True))
+    return Run.load(result)
 
 
 def different_parameters(plain: dict[str, torch.Tensor], offloaded: dict[str, torch.Tensor]) -> list[str]:
@@ -187,72 +210,21 @@ def different_parameters(plain: dict[str, torch.Tensor], offloaded: dict[str, to
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    with tempfile.TemporaryDirectory(prefix="torchoffload-example-") as folder:
-        plain = _run_in_process(PLAIN, Path(folder))
-        offloaded = _run_in_process(OFFLOADED, Path(folder))
-    different = different_parameters(plain.parameters, offloaded.parameters)
-    print(_table(plain, offloaded, different))
+    with tempfile.TemporaryDirectory(prefix="torchoffload-example-") as name:
+        folder = Path(name)
+        plain = _run_in_process(PLAIN, folder)
+        runs = {PLAIN: plain, OFFLOADED: _run_in_process(OFFLOADED, folder)}
+        memory_mib = arguments.fit_memory_mib
+        if memory_mib is None:
+            memory_mib = (plain.weight_bytes + FIT_SHARE * (plain.needed_bytes - plain.weight_bytes)) / MIB
+        runs[FIT] = _run_in_process(FIT, folder, f"--fit-memory-mib={memory_mib}")
+    different = {label: different_parameters(plain.parameters, run.parameters) for label, run in runs.items()}
+    print(table(runs, different))
     if arguments.report:
-        print(f"\n{offloaded.report}")
+        print("", runs[OFFLOADED].report, "", runs[FIT].report, sep="\n")
     try:
-        _draw(plain, offloaded, arguments.out)
-        print(f"memory over one step: {arguments.out}")
+        draw(runs, arguments.out)
+        print(f"memory over one step, and time against memory: {arguments.out}")
     except ImportError:
         print("no picture: matplotlib is not installed")
-    return 1 if different else 0
-
-
-def _table(plain: Run, offloaded: Run, different: list[str]) -> str:
-    value_count = sum(parameter.numel() for parameter in plain.parameters.values())
-    if different:
-        verdict = f"NOT THE SAME: {len(different)} of {len(plain.parameters)} differ, the first is {different[0]}"
-    else:
-        verdict = f"identical: {len(plain.parameters)} parameters, {value_count:,} values, compared bit for bit"
-    rows = [
-        ("", PLAIN, OFFLOADED, ""),
-        (
-            "step time",
-            f"{plain.step_ms:.0f} ms",
-            f"{offloaded.step_ms:.0f} ms",
-            _percent(offloaded.step_ms, plain.step_ms),
-        ),
-        (
-            "peak memory",
-            f"{plain.peak_bytes / MIB:.0f} MiB",
-            f"{offloaded.peak_bytes / MIB:.0f} MiB",
-            _percent(offloaded.peak_bytes, plain.peak_bytes),
-        ),
-        ("last loss", f"{plain.losses[-1]:.6f}", f"{offloaded.losses[-1]:.6f}", ""),
-    ]
-    lines = [f"{name:<12}{left:>14}{right:>14}   {note}".rstrip() for name, left, right, note in rows]
-    heading = f"{len(plain.losses)} steps on {plain.device}; memory over the state before the first step"
-    return "\n".join(["", heading, *lines, f"{'parameters':<12}  {verdict}"])
-
-
-def _percent(value: float, reference: float) -> str:
-    return f"{value / reference:.0%} of plain" if reference > 0 else ""
-
-
-def _draw(plain: Run, offloaded: Run, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for label, run, color in ((PLAIN, plain, "tab:gray"), (OFFLOADED, offloaded, "tab:blue")):
-        milliseconds = [1000 * second for second, _ in run.course]
-        mebibytes = [in_use / MIB for _, in_use in run.course]
-        axes.plot(milliseconds, mebibytes, label=label, color=color)
-        axes.fill_between(milliseconds, mebibytes, color=color, alpha=0.15)
-    axes.set(
-        title=f"Memory over one training step, {plain.device}",
-        xlabel="ms since the step began",
-        ylabel="MiB over the state before the first step",
-    )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return int(any(different.values()))

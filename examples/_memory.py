@@ -80,6 +80,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sampler: MemorySampler | None = None
+        self._noted_bytes = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -88,10 +89,18 @@ class PeakMemory:
             self._sampler.__enter__()
         self.state_bytes = memory_in_use_bytes(device)
 
+    def note_step(self) -> None:
+        """Note the peak of a step that has ended, where ``fit`` resets PyTorch's statistics of it in a later one.
+
+        What it resets inside of a step is not seen: that is in the survey, whose steps run in the least memory.
+        """
+        if self._device.type == "cuda":
+            self._noted_bytes = max(self._noted_bytes, torch.cuda.max_memory_allocated(self._device))
+
     def read(self) -> int:
         """Peak minus state. Call it once, after the last step."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self.state_bytes
+            return max(self._noted_bytes, torch.cuda.max_memory_allocated(self._device)) - self.state_bytes
         if self._sampler is None:
             return _status_bytes("VmHWM") - self.state_bytes
         self._sampler.__exit__(None, None, None)

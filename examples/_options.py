@@ -43,14 +43,20 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and arguments.tier != "disk" else "cpu")
 
 
-def offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collect the keyword options of ``OffloadActivations`` that the command line asks for."""
+def tier_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Collect the keyword options that ``OffloadActivations`` and ``fit`` have in common: where what moves goes."""
     tier = arguments.tier
     if tier == "auto":
         tier = "host" if device_of(arguments).type == "cuda" else "disk"
     options: dict[str, Any] = {"tier": tier}
     if arguments.disk_dir is not None:
         options["disk_dir"] = arguments.disk_dir
+    return options
+
+
+def offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Collect the keyword options of ``OffloadActivations`` that the command line asks for."""
+    options = tier_options(arguments)
     if arguments.offload_window_mib is not None:
         options["offload_window_bytes"] = int(arguments.offload_window_mib * MIB)
     if arguments.reload_window_mib is not None:

@@ -1,7 +1,10 @@
-"""Trains a byte-level GPT on the Python standard library's sources, plain and with its activations offloaded.
+"""Trains a byte-level GPT on the Python standard library's sources: plain, offloaded, and within a budget of memory.
 
-Both runs start from the same seed, each in a process of its own. The table at the end shows what offloading cost and
-saved, and says "identical" only after every parameter was compared bit for bit; otherwise the exit status is 1.
+The second run moves what its blocks save, with ``OffloadActivations``. The third one has ``torchoffload.fit`` choose
+what stays, what moves and what is computed again, within about half of what the plain run took (``--fit-memory-mib``).
+All runs start from the same seed, each in a process of its own. The table at the end shows what each cost and saved,
+and says "identical" only after every parameter was compared bit for bit; otherwise the exit status is 1. Fit takes 8 to
+18 steps until it settles, and the steps after that are timed.
 
     python examples/train_gpt.py                  # CUDA with pinned memory when it is there, else CPU with a spill file
     python examples/train_gpt.py --tier disk --disk-dir /var/tmp --steps 100
@@ -75,7 +78,7 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _compare.make_parser("Train a byte-level GPT plain and offloaded, and compare.")
+    parser = _compare.make_parser("Train a byte-level GPT plain, offloaded and by torchoffload.fit, and compare.")
     shape = parser.add_argument_group("shape", "the defaults save more than 512 MiB for backward, in 32-bit floats")
     shape.add_argument("--width", type=int, default=128, help="features of a token (%(default)s)")
     shape.add_argument("--layers", type=int, default=8, help="transformer blocks (%(default)s)")

@@ -55,7 +55,7 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _compare.make_parser("Train a Hugging Face Llama made from a configuration, plain and offloaded.")
+    parser = _compare.make_parser("Train a Hugging Face Llama made from a configuration; plain, offloaded, and by fit.")
     shape = parser.add_argument_group("shape", "the defaults save more than 512 MiB for backward, in 32-bit floats")
     shape.add_argument("--width", type=int, default=128, help="features of a token (hidden_size) (%(default)s)")
     shape.add_argument(

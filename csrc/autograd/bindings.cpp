@@ -193,7 +193,8 @@ BlockKind parse_kind(const py::handle& given) {
   kind.forward_s = given.attr("forward_s").cast<double>();
   kind.backward_s = given.attr("backward_s").cast<double>();
   for (const py::handle& output : given.attr("outputs")) {
-    kind.outputs.push_back({output.attr("sizes").cast<std::vector<uint64_t>>(), output.attr("ready_s").cast<double>()});
+    kind.outputs.push_back({output.attr("sizes").cast<std::vector<uint64_t>>(), output.attr("ready_s").cast<double>(),
+                            output.attr("may_move").cast<bool>()});
   }
   for (const py::handle& way : given.attr("ways")) kind.ways.push_back(parse_way(way));
   return kind;
@@ -293,9 +294,8 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::pos_only());
   m.def(
-      "storage_addresses",
-      [](const py::handle& value) { return taken(storage_addresses(value.ptr())); }, py::arg("value"),
-      py::pos_only());
+      "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
+      py::arg("value"), py::pos_only());
   m.def(
       "object_contents",
       [](const py::list& roots, const py::set& left_out, const py::object& describe) {

@@ -2,17 +2,29 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
+#include <map>
 #include <utility>
+
+#include "core/planning/block_plans.h"
 
 namespace torchoffload {
 
 namespace {
 
-// The sizes of windows that are tried, as multiples of the largest record that moves.
+// The sizes of windows that are tried, as multiples of the largest record that may move.
 constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
+constexpr size_t kOthers = 2;
+constexpr uint64_t kBeside = 3;  // stands for such windows, between those of 2 and of 4 records
 // Of the calls of a kind that go on to the next way this many different counts are tried.
-constexpr size_t kCounts = 16;
+constexpr size_t kCounts = 8;
+// With nothing moving, amounts of what is kept are told apart by this part of the room.
+constexpr size_t kAmounts = 4096;
+// The best plan with windows of each size is made better step by step, with so many simulations at most. A simulation
+// takes the longer the more calls there are.
+constexpr size_t kSimulations = 1000;
+constexpr size_t kSimulatedCalls = 500'000;
+constexpr double kWindowChanges[] = {0, 0.5, 0.67, 0.75, 0.9, 1.1, 1.25, 1.5, 2};
+constexpr double kNoGainS = 1e-9;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
 // A kind goes from one way to the next one.
@@ -21,12 +33,6 @@ struct Transition {
   uint32_t to = 0;
   double saved_s_a_byte = 0;
 };
-
-uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
-  uint64_t nbytes = way.input_bytes;
-  for (const uint32_t output : way.kept) nbytes += kind.outputs.at(output).nbytes();
-  return nbytes;
-}
 
 std::vector<Transition> transitions_of(const StepOfBlocks& step) {
   std::vector<Transition> transitions;
@@ -45,30 +51,86 @@ std::vector<Transition> transitions_of(const StepOfBlocks& step) {
   return transitions;
 }
 
-class Planner {
+// With nothing moving: the ways that take the least time, by going through the calls in the order of forward and
+// keeping, for each amount that is kept so far, the best way to come there. Empty: nothing fits.
+std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes) {
+  struct State {
+    uint64_t kept = 0;
+    double recompute_s = 0;
+    size_t from = 0;  // the state before
+    uint32_t way = 0;
+  };
+  const size_t count = step.calls.size();
+  const auto memory = static_cast<int64_t>(std::min(memory_bytes, kUnlimited / 4));
+  // What may be kept at most before the first call, and behind each.
+  std::vector<int64_t> most(count + 1, memory - static_cast<int64_t>(step.loss_bytes));
+  for (size_t call = count; call-- > 0;) {
+    most[call + 1] = std::min(most[call + 1], memory - static_cast<int64_t>(step.calls[call].forward_bytes));
+    most[call] = std::min(most[call + 1], memory - static_cast<int64_t>(step.calls[call].backward_bytes));
+  }
+  if (most[0] < 0) return {};
+  const uint64_t amount = static_cast<uint64_t>(most[count]) / kAmounts + 1;
+  std::vector<std::vector<State>> states{{State{}}};
+  for (size_t call = 0; call < count; ++call) {
+    const BlockKind& kind = step.kinds[step.calls[call].kind];
+    std::vector<State> next;
+    for (size_t from = 0; from < states.back().size(); ++from) {
+      for (uint32_t way = 0; way < kind.ways.size(); ++way) {
+        const State& before = states.back()[from];
+        const uint64_t kept = before.kept + kept_bytes(kind, kind.ways[way]);
+        if (static_cast<int64_t>(kept) > most[call + 1]) continue;
+        next.push_back({kept, before.recompute_s + kind.ways[way].recompute_s, from, way});
+      }
+    }
+    std::ranges::sort(next, [](const State& a, const State& b) {
+      return std::pair(a.kept, a.recompute_s) < std::pair(b.kept, b.recompute_s);
+    });
+    std::vector<State> kept;
+    for (const State& state : next) {
+      if (!kept.empty() && kept.back().recompute_s <= state.recompute_s) continue;
+      // Of amounts that are nearly the same the first and the best stay.
+      if (kept.size() > 1 && state.kept / amount == kept[kept.size() - 2].kept / amount) kept.pop_back();
+      kept.push_back(state);
+    }
+    if (kept.empty()) return {};
+    states.push_back(std::move(kept));
+  }
+  std::vector<uint32_t> ways(count);
+  size_t at = states.back().size() - 1;  // the most is kept, and so the least computed again
+  for (size_t call = count; call-- > 0;) {
+    ways[call] = states[call + 1][at].way;
+    at = states[call + 1][at].from;
+  }
+  return ways;
+}
+
+class Search {
  public:
-  explicit Planner(const StepOfBlocks& step) : step_(step), calls_of_(step.kinds.size()) {
-    for (const BlockKind& kind : step.kinds) {
-      if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
-    }
-    for (size_t call = 0; call < step.calls.size(); ++call) {
-      if (step.calls[call].kind >= step.kinds.size()) throw std::invalid_argument("there is no such kind of block");
-      calls_of_[step.calls[call].kind].push_back(call);
-    }
-    for (const BlockKind& kind : step.kinds) {
-      for (const BlockWay& way : kind.ways) kept_bytes(kind, way);  // throws where there is no such output
-    }
-    double left_s = step.loss_s;
-    left_s_.resize(step.calls.size());
-    for (size_t call = step.calls.size(); call-- > 0;) {
-      left_s_[call] = left_s;
-      left_s += step.kinds[step.calls[call].kind].backward_s;
-    }
+  Search(const StepOfBlocks& step, uint64_t memory_bytes)
+      : step_(step), memory_bytes_(memory_bytes), plans_(step), calls_of_(step.kinds.size()) {
+    for (size_t call = 0; call < step.calls.size(); ++call) calls_of_[step.calls[call].kind].push_back(call);
   }
 
-  std::optional<JointPlan> best(uint64_t memory_bytes) {
+  std::optional<JointPlan> best() {
+    if (const std::vector<uint32_t> still = best_still(step_, memory_bytes_); still.size() == step_.calls.size())
+      try_plan(still, std::nullopt);
+    const bool is_stock = best_[0] && best_[0]->recompute_s == 0;
+    if (step_.may_move && !is_stock) {
+      sweep();
+      improve();
+    }
+    std::optional<JointPlan> found;
+    for (auto& [size, plan] : best_) {
+      if (plan) note(found, *std::move(plan));
+    }
+    return found;
+  }
+
+ private:
+  // All kinds go from their ways of least bytes to those of least time, by the time that a byte saves.
+  void sweep() {
     std::vector<uint32_t> ways(step_.calls.size(), 0);
-    consider(ways, memory_bytes);
+    consider(ways);
     for (const Transition& transition : transitions_of(step_)) {
       const std::vector<size_t>& calls = calls_of_[transition.kind];
       if (calls.empty()) continue;
@@ -77,225 +139,152 @@ class Planner {
         for (const bool from_the_end : {false, true}) {
           std::vector<uint32_t> mixed = ways;
           for (size_t i = 0; i < count; ++i) mixed[calls[from_the_end ? calls.size() - 1 - i : i]] = transition.to;
-          consider(mixed, memory_bytes);
+          consider(mixed);
         }
       }
       for (const size_t call : calls) ways[call] = transition.to;
-      consider(ways, memory_bytes);
+      consider(ways);
     }
-    return std::move(best_);
   }
 
-  // Everything computed again, and moved or not.
-  JointPlan least() {
-    const std::vector<uint32_t> ways(step_.calls.size(), 0);
-    JointPlan plan;
-    place(ways, kUnlimited, std::nullopt, false, plan);
-    if (step_.may_move) {
-      JointPlan moved;
-      place(ways, kUnlimited, 0, true, moved);
-      if (moved.peak_bytes < plan.peak_bytes) plan = std::move(moved);
-    }
-    time(ways, plan);
-    return plan;
-  }
-
- private:
-  void consider(const std::vector<uint32_t>& ways, uint64_t memory_bytes) {
+  void consider(const std::vector<uint32_t>& ways) {
     // First with all that is kept on the device, where a window is of no use.
-    if (try_plan(ways, memory_bytes, std::nullopt) || !step_.may_move) return;
-    const uint64_t largest_bytes = largest_of(ways);
+    if (try_plan(ways, std::nullopt)) return;
+    const std::vector<uint64_t> sizes = plans_.movable_sizes(ways);
+    const uint64_t largest_bytes = sizes.empty() ? 0 : sizes.back();
     for (const uint64_t size : kWindowSizes) {
-      if (size > 1 && size * largest_bytes > memory_bytes / 2) break;
-      try_plan(ways, memory_bytes, size * largest_bytes);
+      if (size > 1 && size * largest_bytes > memory_bytes_ / 2) break;
+      try_plan(ways, size * largest_bytes, size);
     }
+    // A record on its way beside each smaller one.
+    for (size_t place = sizes.size() - std::min(sizes.size(), kOthers + 1); place + 1 < sizes.size(); ++place)
+      try_plan(ways, largest_bytes + sizes[place], kBeside);
   }
 
-  // Without a window nothing moves.
-  bool try_plan(const std::vector<uint32_t>& ways, uint64_t memory_bytes, std::optional<uint64_t> window_bytes) {
-    JointPlan plan;
-    if (!place(ways, memory_bytes, window_bytes, false, plan) || plan.moved_bytes > step_.tier_bytes) return false;
-    time(ways, plan);
-    // A plan that moves nothing is preferred to one that takes as long.
-    if (!best_ || plan.step_s < best_->step_s) best_ = std::move(plan);
+  // `size`: of the window, as a multiple of the largest record.
+  bool try_plan(const std::vector<uint32_t>& ways, std::optional<uint64_t> window_bytes, uint64_t size = 0) {
+    std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes);
+    if (!plan) return false;
+    plans_.time(*plan);
+    note(best_[size], *std::move(plan));
     return true;
   }
 
-  // The bytes of the largest record that may move.
-  uint64_t largest_of(const std::vector<uint32_t>& ways) const {
-    uint64_t largest = 0;
-    for (size_t call = 0; call < ways.size(); ++call) {
-      const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-      const BlockWay& way = kind.ways[ways[call]];
-      largest = std::max(largest, way.input_bytes);
-      for (const uint32_t output : way.kept) {
-        for (const uint64_t nbytes : kind.outputs[output].sizes) largest = std::max(largest, nbytes);
-      }
-    }
-    return largest;
+  // Of plans that take as long the one that came first stays.
+  static void note(std::optional<JointPlan>& best, JointPlan plan) {
+    if (!best || plan.step_s < best->step_s - kNoGainS) best = std::move(plan);
   }
 
-  // Decides what stays on the device and what moves, from the last call to the first. False: it does not fit.
-  // `moves_all`: whatever can move does.
-  bool place(const std::vector<uint32_t>& ways, uint64_t memory_bytes, std::optional<uint64_t> window, bool moves_all,
-             JointPlan& plan) const {
-    plan.calls.resize(ways.size());
-    const uint64_t window_bytes = window.value_or(0);
-    // What may still be kept, by all moments that are behind the call in question; negative: it does not fit.
-    int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
-    for (size_t call = ways.size(); call-- > 0;) {
-      room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
-      const uint64_t kept = place_call(call, ways[call], window.has_value(), moves_all, room, plan);
-      room -= static_cast<int64_t>(kept);
-      if (room < 0) return false;
-      plan.kept_bytes += kept;
-      room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, in_backward(call, window_bytes)));
-      if (room < 0) return false;
+  // Makes plans better, by changes of the windows and of single calls.
+  void improve() {
+    const size_t most = std::min(kSimulations, kSimulatedCalls / (best_.size() * (step_.calls.size() + 1)));
+    for (auto& [size, plan] : best_) {
+      simulations_left_ = most;
+      while (plan && (change_windows(*plan) | change_calls(*plan) | swap_calls(*plan))) {
+      }
     }
-    plan.window_bytes = plan.moved_bytes > 0 ? window_bytes : 0;
-    find_peak(plan);
+  }
+
+  // Takes another plan in the place of this one if it fits and takes less time.
+  bool take(JointPlan& plan, JointPlan other) {
+    if (simulations_left_ == 0 || !plans_.sum_up(other, memory_bytes_)) return false;
+    --simulations_left_;
+    plans_.time(other);
+    if (other.step_s >= plan.step_s - kNoGainS) return false;
+    plan = std::move(other);
     return true;
   }
 
-  // What windows hold while the backward of a call runs.
-  uint64_t in_backward(size_t call, uint64_t window_bytes) const {
-    const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
-    const uint64_t going_out =
-        out_bytes < static_cast<double>(window_bytes) ? window_bytes - static_cast<uint64_t>(out_bytes) : 0;
-    return going_out + (call > 0 ? window_bytes : 0);
+  bool change_windows(JointPlan& plan) {
+    bool is_better = false;
+    const std::vector<uint64_t> sizes = plans_.moving_sizes(plan);
+    const auto with = [&](double window_bytes) {
+      JointPlan other = plan;
+      other.window_bytes = static_cast<uint64_t>(window_bytes);
+      is_better |= take(plan, std::move(other));
+    };
+    for (const double change : kWindowChanges) with(static_cast<double>(plan.window_bytes) * change);
+    for (const uint64_t size : sizes) with(static_cast<double>(size));
+    if (sizes.size() > 1) with(static_cast<double>(sizes.back() + sizes[sizes.size() - 2]));
+    return is_better;
   }
 
-  static int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes) {
-    const uint64_t memory = std::min(memory_bytes, kUnlimited / 4);
-    return static_cast<int64_t>(memory) - static_cast<int64_t>(taken_bytes) - static_cast<int64_t>(window_bytes);
-  }
-
-  // Returns the bytes of the call that stay on the device.
-  uint64_t place_call(size_t call, uint32_t number, bool may_move, bool moves_all, int64_t room,
-                      JointPlan& plan) const {
-    const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-    const BlockWay& way = kind.ways[number];
-    CallPlan& placed = plan.calls[call];
-    placed.way = number;
-    const uint64_t all = kept_bytes(kind, way);
-    if (!may_move || (!moves_all && static_cast<int64_t>(all) <= room)) return all;
-    uint64_t kept = 0;
-    // What was made last is kept first: there is the least time to move it.
-    std::vector<uint32_t> latest_first = way.kept;
-    std::ranges::stable_sort(latest_first,
-                             [&](uint32_t a, uint32_t b) { return kind.outputs[a].ready_s > kind.outputs[b].ready_s; });
-    for (const uint32_t output : latest_first) {
-      const uint64_t nbytes = kind.outputs[output].nbytes();
-      const bool fits = !way.is_plain && !moves_all && static_cast<int64_t>(kept + nbytes) <= room;
-      if (nbytes < step_.least_moved_bytes || fits) {
-        kept += nbytes;
-      } else {
-        placed.moved.push_back(output);
-        plan.moved_bytes += nbytes;
+  bool change_calls(JointPlan& plan) {
+    bool is_better = false;
+    for (size_t call = 0; call < plan.calls.size(); ++call) {
+      for (CallPlan& option : options_of(call, plan.calls[call])) {
+        JointPlan other = plan;
+        other.calls[call] = std::move(option);
+        is_better |= take(plan, std::move(other));
       }
     }
-    if (way.input_bytes < step_.least_moved_bytes) {
-      kept += way.input_bytes;
-    } else {
-      plan.moved_bytes += way.input_bytes;
-      placed.moves = true;
-    }
-    placed.moves = placed.moves || !placed.moved.empty();
-    std::ranges::sort(placed.moved);
-    return kept;
+    return is_better;
   }
 
-  uint64_t kept_of(size_t call, const CallPlan& placed) const {
-    const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-    const BlockWay& way = kind.ways[placed.way];
-    uint64_t nbytes = kept_bytes(kind, way);
-    for (const uint32_t output : placed.moved) nbytes -= kind.outputs[output].nbytes();
-    if (placed.moves && way.input_bytes >= step_.least_moved_bytes) nbytes -= way.input_bytes;
-    return nbytes;
-  }
-
-  void find_peak(JointPlan& plan) const {
-    uint64_t kept = 0;
-    for (size_t call = 0; call < step_.calls.size(); ++call) {
-      plan.peak_bytes =
-          std::max(plan.peak_bytes, step_.calls[call].backward_bytes + kept + in_backward(call, plan.window_bytes));
-      kept += kept_of(call, plan.calls[call]);
-      plan.peak_bytes = std::max(plan.peak_bytes, step_.calls[call].forward_bytes + kept + plan.window_bytes);
-    }
-    plan.peak_bytes = std::max(plan.peak_bytes, step_.loss_bytes + kept + plan.window_bytes);
-    plan.loss_bytes = kept + std::min(plan.window_bytes, plan.moved_bytes);
-  }
-
-  // Adds the times of a plan, by a simulation of what moves.
-  void time(const std::vector<uint32_t>& ways, JointPlan& plan) const {
-    StepShape shape;
-    StepTimes times;
-    std::vector<size_t> call_of;  // by record
-    double clock_s = step_.head_s;
-    for (size_t call = 0; call < ways.size(); ++call) {
-      const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-      const BlockWay& way = kind.ways[ways[call]];
-      const CallPlan& placed = plan.calls[call];
-      plan.recompute_s += way.recompute_s;
-      if (placed.moves) {
-        if (way.input_bytes >= step_.least_moved_bytes && way.input_bytes > 0) {
-          shape.nbytes.push_back(way.input_bytes);
-          times.records.push_back({clock_s, 0});
-          call_of.push_back(call);
-        }
-        for (const uint32_t output : placed.moved) {
-          for (const uint64_t nbytes : kind.outputs[output].sizes) {
-            shape.nbytes.push_back(nbytes);
-            times.records.push_back({clock_s + kind.outputs[output].ready_s, 0});
-            call_of.push_back(call);
-          }
-        }
+  // What a call could do instead: stay whole, or move more or less, in the same way, in those beside it, or in those
+  // that keep the least and the most.
+  std::vector<CallPlan> options_of(size_t call, const CallPlan& now) const {
+    std::vector<CallPlan> options;
+    const std::vector<BlockWay>& ways = plans_.kind_of(call).ways;
+    for (uint32_t way = 0; way < ways.size(); ++way) {
+      if (way > 0 && way + 1 < now.way) continue;
+      if (way > now.way + 1 && way + 1 < ways.size()) continue;
+      if (way != now.way || now.moves) options.push_back({way, {}, false});
+      for (const size_t moved : {size_t{0}, now.moved.size(), now.moved.size() + 1, ways[way].kept.size()}) {
+        const std::optional<CallPlan> option = plans_.moving(call, way, moved);
+        if (option && (way != now.way || !now.moves || option->moved != now.moved)) options.push_back(*option);
       }
-      clock_s += kind.forward_s;
     }
-    clock_s += step_.loss_s;
-    std::vector<double> begins_s(ways.size());
-    for (size_t call = ways.size(); call-- > 0;) {
-      const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-      begins_s[call] = clock_s;
-      clock_s += kind.ways[ways[call]].recompute_s + kind.backward_s;
+    if (!now.moves || ways[now.way].is_plain) return options;
+    for (const uint32_t output : plans_.moving(call, now.way, ways[now.way].kept.size()).value_or(now).moved) {
+      CallPlan other = now;
+      if (std::erase(other.moved, output) == 0) other.moved.push_back(output);
+      std::ranges::sort(other.moved);
+      options.push_back(std::move(other));
     }
-    times.compute_s = clock_s + step_.end_s;
-    plan.step_s = times.compute_s;
-    if (shape.nbytes.empty()) return;
-    for (size_t record = 0; record < shape.count(); ++record) {
-      const size_t call = call_of[record];
-      const BlockKind& kind = step_.kinds[step_.calls[call].kind];
-      double needed_s = begins_s[call];
-      if (kind.ways[ways[call]].is_plain) {  // backward goes through the block as forward did, the other way round
-        double start_s = step_.head_s;
-        for (size_t before = 0; before < call; ++before) start_s += step_.kinds[step_.calls[before].kind].forward_s;
-        const double part = kind.forward_s > 0 ? (times.records[record].ready_s - start_s) / kind.forward_s : 1;
-        needed_s += (1 - std::clamp(part, 0.0, 1.0)) * kind.backward_s;
+    return options;
+  }
+
+  // Exchanges what two neighbouring calls of a kind do, and what the first and the last do that differ.
+  bool swap_calls(JointPlan& plan) {
+    bool is_better = false;
+    for (const std::vector<size_t>& calls : calls_of_) {
+      for (size_t i = 0; i + 1 < calls.size(); ++i) {
+        const CallPlan &one = plan.calls[calls[i]], &next = plan.calls[calls[i + 1]];
+        if (one.way == next.way && one.moves == next.moves && one.moved == next.moved) continue;
+        JointPlan other = plan;
+        std::swap(other.calls[calls[i]], other.calls[calls[i + 1]]);
+        is_better |= take(plan, std::move(other));
       }
-      times.records[record].needed_s = needed_s;
-      shape.last_save.push_back(record);
     }
-    times.link = step_.link;
-    Plan windows;
-    windows.kept.assign(shape.count(), Reason::None);
-    windows.offload_bytes.assign(shape.count(), plan.window_bytes);
-    windows.reload_bytes = plan.window_bytes;
-    plan.step_s = simulate(shape, times, windows).step_s;
+    return is_better;
   }
 
   const StepOfBlocks& step_;
-  std::vector<std::vector<size_t>> calls_of_;  // by kind
-  std::vector<double> left_s_;                 // by call: at least so long after forward does its backward begin
-  std::optional<JointPlan> best_;
+  const uint64_t memory_bytes_;
+  const BlockPlans plans_;
+  std::vector<std::vector<size_t>> calls_of_;          // by kind
+  std::map<uint64_t, std::optional<JointPlan>> best_;  // by the size of the windows
+  size_t simulations_left_ = 0;
 };
 
 }  // namespace
 
 std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_bytes) {
-  return Planner(step).best(memory_bytes);
+  return Search(step, memory_bytes).best();
 }
 
-JointPlan least_plan(const StepOfBlocks& step) { return Planner(step).least(); }
+JointPlan least_plan(const StepOfBlocks& step) {
+  const BlockPlans plans(step);
+  const std::vector<uint32_t> ways(step.calls.size(), 0);
+  std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt);
+  if (step.may_move) {
+    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, 0, /*moves_all=*/true);
+    if (moved && (!plan || moved->peak_bytes < plan->peak_bytes)) plan = std::move(moved);
+  }
+  JointPlan least = plan.value_or(JointPlan{});
+  plans.time(least);
+  return least;
+}
 
 }  // namespace torchoffload

@@ -13,13 +13,15 @@
 // values are there in any plan, so they are part of what was measured. Windows of 0 bytes add nothing: the compute
 // stream waits for each copy.
 //
-// Note [One price for all blocks]
-// The ways of a kind are the corners of its hull of bytes and time, so that going from one to the next saves less time
-// a byte each time. For one price of a byte each kind takes one way. So the plans that are looked at are: all kinds at
-// their ways of least bytes; then, by the time that a byte saves, one kind after the other goes on to its next way, the
-// first or the last calls of the kind before the others. What each plan keeps stays on the device as far as there is
-// room, from the last block to the first, and moves otherwise. Each such plan is simulated with windows of several
-// sizes, and the one that takes the least time is taken.
+// Note [The search for a plan]
+// With nothing moving, the best plan is found by going through the calls and keeping for each amount that is kept the
+// best way to come there. With moving the plans that are looked at are these. The ways of a kind are the corners of its
+// hull of bytes and time, so that going from one to the next saves less time a byte each time, and for one price of a
+// byte each kind takes one way. So all kinds begin at their ways of least bytes; then, by the time that a byte saves,
+// one kind after the other goes on to its next way, the first or the last calls of the kind before the others. What is
+// kept stays on the device as far as there is room, from the last block to the first, and moves otherwise. Each such
+// plan is simulated with windows of several sizes. The best few are then changed, one call or the windows at a time, as
+// long as that saves time.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +37,7 @@ namespace torchoffload {
 struct BlockOutput {
   std::vector<uint64_t> sizes;  // of its storages, in bytes: each is a record of its own
   double ready_s = 0;           // seconds from the start of the block's forward
+  bool may_move = true;
 
   uint64_t nbytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
 };

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Agreement", "communicated", "counts_of_groups"]
+__all__ = ["Agreement", "communicated", "counts_of_groups", "wait_for"]
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 _NO_AGREEMENT = (
@@ -34,6 +34,13 @@ def counts_of_groups() -> dict[Any, int]:
 def communicated(before: dict[Any, int]) -> tuple[Any, ...]:
     """Return the groups that have called collectives since ``counts_of_groups`` returned ``before``."""
     return tuple(group for group, count in counts_of_groups().items() if before.get(group, 0) != count)
+
+
+def wait_for(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what collectives are still to write to these tensors."""
+    if dist.is_available() and dist.is_initialized():
+        for tensor in list(tensors):
+            torch.ops._c10d_functional.wait_tensor(tensor.detach())
 
 
 @contextlib.contextmanager
@@ -69,6 +76,22 @@ class Agreement:
                 )
                 for group in self.groups
             ]
+
+    @staticmethod
+    def among(asked: Any, seen: list[Any], known: "Agreement | None") -> "Agreement | None":
+        """Return the agreement of the groups in which blocks were seen to communicate, or of the one asked for.
+
+        Parameters
+        ----------
+        asked : ProcessGroup or "auto" or None
+            What the user wants.
+        seen : list of ProcessGroup
+            The groups that were seen.
+        known : Agreement or None
+            The one that there is.
+        """
+        groups = tuple(seen if asked == "auto" else [] if asked is None else [asked])
+        return known if not groups or (known is not None and known.groups == groups) else Agreement(groups)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks; some of them may be there more than once."""

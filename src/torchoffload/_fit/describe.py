@@ -77,13 +77,13 @@ def _ms(seconds: float | None) -> str:
     return "not measured" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def _runs(names: list[str], plans: list[CallPlan]) -> Iterator[tuple[str, CallPlan, int]]:
-    """Yield neighbouring calls with equal plans as one: the name of the first and of the last, the plan, the count."""
+def _runs(names: list[str], plans: list[tuple[CallPlan, int]]) -> Iterator[tuple[str, CallPlan, int]]:
+    """Yield neighbouring calls of one kind with equal plans as one: the name of the first and of the last, and both."""
     first = 0
     for number in range(1, len(plans) + 1):
         if number == len(plans) or plans[number] != plans[first]:
             name = names[first] if number == first + 1 else f"{names[first]} to {names[number - 1]}"
-            yield name, plans[first], number - first
+            yield name, *plans[first]
             first = number
 
 
@@ -99,7 +99,7 @@ def _operators(driver: "Driver", step: Step, kind: int, outputs: list[int]) -> s
     return ", ".join(shown) + (", ..." if len(counts) > _OPERATORS_SHOWN else "")
 
 
-def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_number: int) -> str:
+def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_number: int) -> str | None:
     kind = step.kinds[kind_number]
     way = kind.ways[planned.way]
     moved = sum(kind.outputs[output].nbytes for output in planned.moved)
@@ -107,7 +107,10 @@ def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_
     kept_bytes = sum(kind.outputs[output].nbytes for output in kept)
     obstacle = driver.obstacles.get(kind_number)
     if way.is_plain:
-        does = f"all that is saved {'moves' if planned.moves else 'stays'}, {human_bytes(kept_bytes + moved)}"
+        saved_bytes = kept_bytes + moved + way.input_bytes
+        if saved_bytes == 0 and obstacle is None:
+            return None
+        does = f"all that is saved {'moves' if planned.moves else 'stays'}, {human_bytes(saved_bytes)}"
         return f"  {name}: {does}" + (f"; it cannot be computed again: {obstacle}" if obstacle else "")
     parts = [f"computes again in {_ms(way.recompute_s)}"]
     if planned.moved:
@@ -125,7 +128,11 @@ def describe(driver: "Driver") -> str:
     lines = [f"torchoffload.fit: {model}, {len(driver.names)} blocks, within {human_bytes(driver.memory_bytes)}"]
     step, settled = driver.step, driver.settled
     if step is None or settled is None:
-        done = "The first steps are being measured" if step is None else f"{len(driver.trials)} plans are being tried"
+        done = (
+            "The first steps are being measured"
+            if step is None
+            else f"{len(driver.candidates.trials)} plans are being tried"
+        )
         return "\n".join([*lines, f"  {done}: there is no plan yet. It takes some training steps."])
     plan, stock = settled.plan, _stock(step)
     peak = human_bytes(step.peak_bytes(plan))
@@ -140,10 +147,10 @@ def describe(driver: "Driver") -> str:
         "What the blocks do:",
     ]
     names = [driver.names[module] for module in driver.call_modules]
-    first = 0
-    for name, planned, count in _runs(names, list(plan.calls)):
-        lines.append(_call_line(driver, settled.step, name, planned, settled.step.calls[first].kind))
-        first += count
+    kinds = [call.kind for call in settled.step.calls]
+    for name, planned, kind in _runs(names, list(zip(plan.calls, kinds, strict=True))):
+        line = _call_line(driver, settled.step, name, planned, kind)
+        lines += [line] if line is not None else []
     lines.append("Time against memory, predicted:")
     for point in frontier(driver, 8):
         lines.append(
@@ -153,10 +160,10 @@ def describe(driver: "Driver") -> str:
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
         lines.append(f"One more GiB would save {_ms(gained)} a step.")
-    if driver.trials:
+    if driver.candidates.trials:
         tried = "; ".join(
             f"{_ms(trial.plan.step_s)} predicted, {'out of memory' if trial.has_failed else _ms(trial.step_s)}"
-            for trial in driver.trials
+            for trial in driver.candidates.trials
         )
         lines.append(f"Plans that were tried: {tried}.")
     if driver.left_plan_count:
@@ -180,14 +187,15 @@ def plot(driver: "Driver", path: str | os.PathLike[str]) -> None:
         [point.memory_bytes / _GIB for point in points], [point.step_s * 1e3 for point in points],
         marker=".", color="tab:blue", label="least time, predicted",
     )  # fmt: skip
-    stock = points[-1]
+    step = _surveyed(driver)
+    stock = _point(step, _stock(step))
     axes.plot(
         stock.memory_bytes / _GIB, stock.step_s * 1e3, "s", color="tab:gray", label="nothing moved or computed again"
     )
     settled = driver.settled
     if settled is not None:
         taken = settled.plan.step_s if settled.step_s is None else settled.step_s
-        axes.plot(settled.plan.peak_bytes / _GIB, taken * 1e3, "*", markersize=12, color="tab:red",
+        axes.plot(settled.step.peak_bytes(settled.plan) / _GIB, taken * 1e3, "*", markersize=12, color="tab:red",
                   label="chosen, " + ("predicted" if settled.step_s is None else "measured"))  # fmt: skip
     axes.axvline(
         driver.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given"

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.planning import surveyed_step
 from torchoffload._fit.replay import Watch
-from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step
+from torchoffload._fit.scaling import SmallerCalls
+from torchoffload._fit.step import Step, least_plan
 from torchoffload._fit.survey import Survey
-from torchoffload._fit.trials import Trial, learned, plans_to_try, restricted, unfit_message
+from torchoffload._fit.trials import Candidates, Trial, plans_to_try, restricted, unfit_message
 from torchoffload._fit.turns import turns_of, weakly
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
@@ -28,13 +29,11 @@ from torchoffload._warnings import warn_user
 
 __all__ = ["Driver"]
 
-_TIMED_STEPS = 2
 _MOST_OPEN_CALLS = 64
-_STEPS_OF_OTHER_SIZES = 12
 
 
 class Driver:
-    """What a fitted model does from call to call.
+    """One fitted model.
 
     Parameters
     ----------
@@ -59,7 +58,7 @@ class Driver:
         What it is at.
     step : Step or None
         What the survey showed.
-    trials : list of Trial
+    candidates : Candidates
         The plans that are or were tried.
     settled : Trial or None
         The plan that is followed.
@@ -89,7 +88,7 @@ class Driver:
         self._following = Following(model, chosen, may_move=may_move, options=options)
         self.names = self._following.names
         self._group = group
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         self._known_shapes: Any = None
         self.meter = meter
         self.memory_bytes = memory_bytes
@@ -106,8 +105,11 @@ class Driver:
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
         self._call_modules: list[weakref.ref[nn.Module]] = []
-        self.trials: list[Trial] = []
+        self.candidates = Candidates()
         self.settled: Trial | None = None
+        self._followed: Trial | None = None
+        self._smaller: SmallerCalls | None = None
+        self._is_open = False  # a call has no backward yet
         self.notes: list[str] = []
         self.left_plan_count = 0
         self.survey: Survey
@@ -138,8 +140,6 @@ class Driver:
         """What a plan may allocate on the device."""
         return int(self.memory_bytes * (1 - self.margin))
 
-    # From call to call.
-
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
         for reset in self._reset_counters:
@@ -155,6 +155,8 @@ class Driver:
                 self._begin_survey()
             elif self.phase is Phase.SETTLED:
                 self._check()
+                self._follow_size(int(size))
+        self._is_open = True
         if self.phase is Phase.SURVEY:
             self._open_calls += 1
             if self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
@@ -174,18 +176,16 @@ class Driver:
             if self.phase is Phase.SURVEY:
                 self.survey.begin_step()
             else:
-                self._began = self.meter.now()
+                self._began, self._retries = self.meter.now(), self.meter.retry_count()
 
     def _largest(self, *values: float) -> Any:
         """Return for each value the largest one of the ranks that decide together."""
-        return values if self._agreement is None else self._agreement.largest(*values)
+        return values if self.agreement is None else self.agreement.largest(*values)
 
     def _end_survey_step(self) -> None:
         """Plan if the survey is done, and else let it go on."""
         is_known = self.survey.end_step()
-        groups = self.survey.groups if self._group == "auto" else [self._group] * (self._group is not None)
-        if groups and (self._agreement is None or self._agreement.groups != tuple(groups)):
-            self._agreement = Agreement(groups)
+        self.agreement = Agreement.among(self._group, self.survey.groups, self.agreement)
         is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
         if is_unknown:
             self._watch(last_windows)
@@ -196,11 +196,11 @@ class Driver:
         """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
         is_new = shapes != self._known_shapes
         self._known_shapes = shapes
-        self.survey.allows_communication = self._agreement is not None and not self._largest(is_new)[0]
+        self.survey.allows_communication = self.agreement is not None and not self._largest(is_new)[0]
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
-        if self.phase in {Phase.SURVEY, Phase.TRIALS}:
+        if self.phase in {Phase.SURVEY, Phase.TRIALS} or self._smaller is not None:
             self._backwards.follow(output)
 
     def backward_begins(self) -> None:
@@ -210,16 +210,16 @@ class Driver:
 
     def backward_ends(self) -> None:
         """Take notice of the end of a backward."""
-        self._has_ended = True
+        self._has_ended, self._is_open = True, False
         if self.phase is Phase.SURVEY and self._has_begun:
             self.survey.backward_ended()
         elif self.phase is Phase.TRIALS:
             self._ended = self.meter.now()
 
     def _begin_survey(self) -> None:
-        self.phase = Phase.SURVEY
+        self.phase, self._smaller = Phase.SURVEY, None
         self._has_begun = self._has_ended = False
-        self.trials, self.settled, self.step, self._surveyed = [], None, None, None
+        self.candidates, self.settled, self.step, self._surveyed = Candidates(), None, None, None
         self.survey = Survey(
             self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute,
             may_agree=self._group is not None,
@@ -231,12 +231,13 @@ class Driver:
         """Have the survey watch the blocks."""
         blocks = list(self.names)
         watch = weakly(self.survey.watch, otherwise=Watch(None))
-        self._follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
+        self._following.follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
+        self.meter.forget_reserved()
 
     def _make_plan(self) -> None:
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._context_options)
-        self.step, kinds = surveyed_step(self.survey, self._link, self._context_options, self._agreement)
+        self.step, kinds = surveyed_step(self.survey, self._link, self._context_options, self.agreement)
         self._surveyed = self.step
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
@@ -256,26 +257,19 @@ class Driver:
 
     def choose(self) -> None:
         """Find plans for what the survey showed, and try them."""
-        step = self.step
-        assert step is not None
-        self.trials, self.settled = [], None
+        step = cast(Step, self.step)
+        self.candidates, self.settled = Candidates(), None
         self._has_learned = step is not self._surveyed
-        if self._agreement is not None:
-            self.memory_bytes = int(-self._agreement.largest(-self.memory_bytes)[0])
-            self.margin = self._agreement.largest(self.margin)[0]
+        if self.agreement is not None:
+            self.memory_bytes = int(-self.agreement.largest(-self.memory_bytes)[0])
+            self.margin = self.agreement.largest(self.margin)[0]
         for plan in plans_to_try(step, self.plan_bytes):
-            self._add_trial(step, plan)
-        if not self.trials:
+            self.candidates.add(step, plan)
+        if self.candidates.trials:
+            self.phase = Phase.TRIALS
+            self._next_trial()
+        else:
             self._does_not_fit(step)
-            return
-        self.phase = Phase.TRIALS
-        self._next_trial()
-
-    def _add_trial(self, step: Step, plan: StepPlan | None) -> None:
-        if plan is not None:
-            trial = Trial(step, plan)
-            if all(known.does != trial.does for known in self.trials):
-                self.trials.append(trial)
 
     def _does_not_fit(self, step: Step) -> None:
         self.phase = Phase.LEAST
@@ -288,63 +282,54 @@ class Driver:
             raise RuntimeError(message)
         warn_user(f"torchoffload: {message} It runs in the least memory.")
 
-    def _next_trial(self) -> None:
-        self._trial = next(trial for trial in self.trials if trial.step_s is None and not trial.has_failed)
-        self._timed = -1  # the first step is not timed: memory is reserved in it
-        self._others = 0
-        self._ooms = self.meter.oom_count()
-        self._apply(self._trial)
-        self._has_begun = self._has_ended = False
+    def _next_trial(self) -> bool:
+        """Try the next plan. Returns whether there is one."""
+        trial = self.candidates.take_next()
+        if trial is not None:
+            self._ooms = self.meter.oom_count()
+            self._apply(trial)
+            self._has_begun = self._has_ended = False
+        return trial is not None
 
     def _end_trial_step(self) -> None:
-        trial = self._trial
+        trial = self.candidates.current
+        assert trial is not None
         trial.reserved_bytes = self._reserved_bytes
         trial.has_failed = self._has_oom or trial.reserved_bytes > self.memory_bytes
         if trial.has_failed:
             self._after_trial()
-            return
-        if self._size != self.largest_size:  # its time says nothing of the others
-            self._others += 1
-            if self._others > _STEPS_OF_OTHER_SIZES:
+        elif self._size != self.largest_size:
+            if self.candidates.note_other_size():
                 self._settle(trial)
-            return
-        self._timed += 1
-        if self._timed == 0:
-            return
-        (taken_s,) = self._largest(self.meter.between_s(self._began, self._ended))
-        trial.step_s = taken_s if trial.step_s is None else min(trial.step_s, taken_s)
-        if self._timed == _TIMED_STEPS:
-            self._after_trial()
+        elif self.candidates.is_to_be_timed:
+            has_waited = self.meter.retry_count() > self._retries
+            taken_s, has_waited = self._largest(self.meter.between_s(self._began, self._ended), has_waited)
+            if self.candidates.note_time(taken_s, waits_for_memory=bool(has_waited)):
+                self._after_trial()
 
     def _after_trial(self) -> None:
-        if any(trial.step_s is None and not trial.has_failed for trial in self.trials):
-            self._next_trial()
+        if self._next_trial():
             return
-        timed = [trial for trial in self.trials if trial.step_s is not None and not trial.has_failed]
-        if timed and self._learns_from(timed):
-            self._next_trial()
-        elif timed:
-            self._settle(min(timed, key=lambda trial: trial.step_s or 0.0))
-        else:
+        measured = self.candidates.measured
+        if not measured:
             self._tighten("each plan took more memory than predicted")
+        elif not self._learns():
+            self._settle(measured[0])
 
-    def _learns_from(self, timed: list[Trial]) -> bool:
-        """Lay what plans took longer than predicted on the blocks that are computed again, once.
-
-        Returns whether another plan is the best one then, which is to be tried.
-        """
+    def _learns(self) -> bool:
+        """Learn from the trials, once. Returns whether another plan is to be tried then."""
         if self._has_learned or self.step is None:
             return False
         self._has_learned = True
-        self.step = step = learned(self.step, timed)
-        count = len(self.trials)
-        self._add_trial(step, plan_step(step, self.plan_bytes))
-        return len(self.trials) > count
+        self.step = self.candidates.add_learned(self.step, self.plan_bytes)
+        return self._next_trial()
 
     def _settle(self, trial: Trial) -> None:
-        if trial is not self._trial:
+        if trial is not self._followed:
             self._apply(trial)
         self.settled, self.phase = trial, Phase.SETTLED
+        is_plain = not trial.again_count and not trial.plan.moved_bytes
+        self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, self.plan_bytes)
         self._ooms = self.meter.oom_count()
 
     # Following a plan.
@@ -353,7 +338,7 @@ class Driver:
         """See whether the memory is what was given, after a step of a settled plan."""
         if not self.meter.measures_memory or self.settled is None:
             return
-        reserved = self._reserved_bytes
+        reserved = int(self._reserved_bytes)
         self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
         if self._has_oom:
             self._tighten("a step ran out of memory")
@@ -362,7 +347,7 @@ class Driver:
 
     def _tighten(self, why: str) -> None:
         """Plan for less memory."""
-        worst = max(trial.reserved_bytes for trial in [*self.trials, *filter(None, [self.settled])])
+        worst = max(trial.reserved_bytes for trial in [*self.candidates.trials, *filter(None, [self.settled])])
         beyond = max(0, worst - self.memory_bytes) / self.memory_bytes
         self.margin = min(0.9, self.margin + max(beyond, 0.02))
         self.notes.append(f"{why}: from then on plans leave {self.margin:.0%} of the memory free")
@@ -371,32 +356,36 @@ class Driver:
         else:
             self.choose()
 
-    def _apply(self, trial: Trial) -> None:
+    def _follow_size(self, size: int) -> None:
+        """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
+        if self._smaller is not None and self.settled is not None:
+            wanted = self.settled if self._is_open else self._smaller.plan_for(size)
+            if wanted is not self._followed and self.phase is Phase.SETTLED:
+                self._apply(wanted, keeps_cache=True)
+
+    def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
+        self._followed = trial
         watches, moving = turns_of(trial, self.call_modules, weakly(self.count_left))
         self._reset_counters = [turns.reset for turns in watches.values()]
-        if self._agreement is not None:
-            self._agreement.check_same(repr(trial.does))
-        self._follow(watches, moving, trial.plan.window_bytes)
-
-    def _follow(self, blocks: Any, moving: list[nn.Module], window_bytes: int) -> None:
-        self._following.follow(blocks, moving, window_bytes)
-        self.meter.forget_reserved()
+        if self.agreement is not None:
+            self.agreement.check_same(repr(trial.does))
+        self._following.follow(watches, moving, trial.plan.window_bytes)
+        if not keeps_cache:
+            self.meter.forget_reserved()
 
     def follow_saved(self, saved: SavedPlan) -> None:
         """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        modules = {name: module for module, name in self.names.items()}
-        missing = [name for name in saved.names if name not in modules]
-        if missing:
-            raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
+        self._call_modules = [weakref.ref(module) for module in saved.modules(self.names)]
+        if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
+            self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
+            return
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
-        self._call_modules = [weakref.ref(modules[name]) for name in saved.names]
         self.largest_size = saved.largest_size
         self.operators = [tuple(operators) for operators in saved.operators]
         if self.step != saved.step or self.memory_bytes != saved.memory_bytes:
             self.choose()
             return
-        self.settled, self.phase = Trial(saved.step, saved.plan, saved.step_s), Phase.SETTLED
-        self._apply(self.settled)
+        self._settle(Trial(saved.step, saved.plan, saved.step_s))
 
     def count_left(self) -> None:
         """Count a call of a block that called another operator than planned."""

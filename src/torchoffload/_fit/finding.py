@@ -11,12 +11,22 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that ``model`` repeats, in its order; ``model`` itself if it repeats none.
+    """Return the modules that ``model`` repeats, and those beside them, in its order; the model if it repeats none.
 
-    Those are modules of the same class, with modules in them, that stand in one container; or beside each other, if no
-    container has any. A block inside of a block is none.
+    Repeated are modules of the same class, with modules in them, that stand in one container; or beside each other, if
+    no container has any. A block inside of a block is none. What stands beside them, such as embeddings and the last
+    normalization, may have something to keep or to move as well.
     """
-    return list(_repeated(model, only_containers=True)) or list(_repeated(model, only_containers=False)) or [model]
+    repeated = list(_repeated(model, only_containers=True)) or list(_repeated(model, only_containers=False))
+    return list(_with_the_rest(model, set(repeated))) if repeated else [model]
+
+
+def _with_the_rest(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child in repeated or repeated.isdisjoint(child.modules()):
+            yield child
+        else:
+            yield from _with_the_rest(child, repeated)
 
 
 def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module]:

@@ -116,7 +116,7 @@ class Fitted:
         return FitPlan(
             predicted_s=plan.step_s,
             measured_s=settled.step_s,
-            predicted_peak_bytes=plan.peak_bytes,
+            predicted_peak_bytes=settled.step.peak_bytes(plan),
             reserved_bytes=settled.reserved_bytes,
             recompute_s=plan.recompute_s,
             kept_bytes=plan.kept_bytes,

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, structure_of
+from torchoffload._fit.operators import communicates
 from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.step import Call, Output, Step, Way
 from torchoffload._fit.step import Kind as StepKind
@@ -19,11 +20,6 @@ __all__ = ["Kind", "hull", "kind_of_call", "step_of"]
 # modes is better. What they really take shows when plans are tried.
 _MODES_S = 1e-6
 _TO_ONE_RANK = ("send", "recv")
-_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
-
-
-def _communicates(operator: Any) -> bool:
-    return getattr(operator, "namespace", "") in _COLLECTIVES
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -66,7 +62,7 @@ class Kind:
     def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool, may_agree: bool = True) -> None:
         self._record = record
         self.obstacle: str | None = None
-        names = {call.operator.__name__ for call in record.operators if _communicates(call.operator)}
+        names = {call.operator.__name__ for call in record.operators if communicates(call.operator)}
         if not may_recompute:
             self.obstacle = "recompute=False"
         elif any(name.startswith(_TO_ONE_RANK) for name in names):
@@ -172,7 +168,8 @@ class Kind:
                 if group.is_needed:
                     plain.append(len(outputs))
                 of_operator[group.operators[0]] = len(outputs)
-                outputs.append(Output(group.sizes, ready_s[group.operators[-1]], group.operators))
+                in_flight = any(communicates(record.operators[number].operator) for number in group.operators)
+                outputs.append(Output(group.sizes, ready_s[group.operators[-1]], group.operators, not in_flight))
         rest = self.saved_bytes - sum(outputs[number].nbytes for number in plain)
         if rest > 0:  # made by no operator that counts
             plain.append(len(outputs))

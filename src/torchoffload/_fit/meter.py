@@ -40,6 +40,9 @@ class Meter(Protocol):
     def take_peak(self) -> int:
         """Return the most bytes that were allocated since this was last called."""
 
+    def allocated_bytes(self) -> int:
+        """Return the bytes that are allocated now; 0 where this cannot be asked for."""
+
     def reserved_bytes(self) -> int:
         """Return the most bytes that this process had reserved on the device since ``forget_reserved``."""
 
@@ -51,6 +54,9 @@ class Meter(Protocol):
 
     def oom_count(self) -> int:
         """Return how often an allocation found no memory."""
+
+    def retry_count(self) -> int:
+        """Return how often an allocation found no memory at first, and what is cached was given back for it."""
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Have the device wait for as long as the host takes to enqueue so many operators."""
@@ -86,6 +92,10 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
+    def allocated_bytes(self) -> int:
+        """Return PyTorch's count."""
+        return torch.cuda.memory_allocated(self.device)
+
     def reserved_bytes(self) -> int:
         """Return what PyTorch has reserved, which grows only until it is given back."""
         return torch.cuda.memory_reserved(self.device)
@@ -104,6 +114,10 @@ class CudaMeter:
     def oom_count(self) -> int:
         """Return PyTorch's count."""
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+    def retry_count(self) -> int:
+        """Return PyTorch's count."""
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Enqueue a kernel that only takes time."""
@@ -126,6 +140,10 @@ class ReckonedMeter:
         """Return the seconds between two times."""
         return float(end - begin)
 
+    def allocated_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
     def take_peak(self) -> int:
         """Return 0."""
         return 0
@@ -145,6 +163,10 @@ class ReckonedMeter:
         )
 
     def oom_count(self) -> int:
+        """Return 0."""
+        return 0
+
+    def retry_count(self) -> int:
         """Return 0."""
         return 0
 

@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "Layout",
     "addresses",
+    "communicates",
     "draws_by_tag",
     "has_own_counter",
     "is_counted",
@@ -38,6 +39,7 @@ _UNANNOTATED_VIEWS = (
     torch.ops.aten.unsafe_split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default,
 )
+_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # The names under which operators of batch normalization take their running statistics. They write to them in training,
 # and most of their schemas do not say so.
@@ -149,6 +151,11 @@ def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
     if getattr(operator, "namespace", "aten") in {"aten", "prims", "prim"}:
         return None
     return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, _SCALARS))
+
+
+def communicates(operator: Any) -> bool:
+    """Return whether the operator is one of PyTorch's collectives. What it returns may be on its way still."""
+    return getattr(operator, "namespace", "") in _COLLECTIVES
 
 
 def draws_by_tag(operator: Any) -> bool:

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
@@ -39,6 +41,8 @@ class SavedPlan:
         The block of each call.
     operators : list of list of str
         The operators of each kind of block.
+    is_of_several : bool
+        Whether several ranks made it together.
     """
 
     memory_bytes: int
@@ -48,6 +52,15 @@ class SavedPlan:
     step_s: float | None
     names: list[str]
     operators: list[list[str]]
+    is_of_several: bool
+
+    def modules(self, names: Mapping[nn.Module, str]) -> list[nn.Module]:
+        """Return the block of each call, by the names of a model's blocks. ValueError if the model lacks one."""
+        by_name = {name: module for module, name in names.items()}
+        missing = [name for name in self.names if name not in by_name]
+        if missing:
+            raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
+        return [by_name[name] for name in self.names]
 
 
 def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
@@ -64,6 +77,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
         "step": dataclasses.asdict(settled.step),
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
+        "is_of_several": driver.agreement is not None,
         "names": [driver.names[module] for module in driver.call_modules],
         "operators": [[str(each) for each in driver.operators[kind]] for kind in range(len(step.kinds))],
     }
@@ -103,6 +117,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
             step_s=document["step_s"],
             names=document["names"],
             operators=document["operators"],
+            is_of_several=document["is_of_several"],
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -113,7 +128,8 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
 
 def _kind(given: dict[str, Any]) -> Kind:
     outputs = tuple(
-        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"])) for each in given["outputs"]
+        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"])
+        for each in given["outputs"]
     )
     ways = tuple(
         Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))

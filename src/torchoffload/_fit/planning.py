@@ -30,8 +30,9 @@ def surveyed_step(
     """
     measured, keys = survey.measured()
     kinds = [survey.kinds[key] for key in keys]
-    default_budget: int = core.host_memory()["default_budget"] if options.tier == "host" else 2**62
-    budget = default_budget if options.budget_bytes is None else options.budget_bytes
+    budget = options.budget_bytes
+    if budget is None:
+        budget = (core.host_memory()["default_budget"] or 0) if options.tier == "host" else 2**62
     rates = Link(1.0, 1.0, 0.0) if link is None else link
     slowest = [-rates.out_bytes_per_s, -rates.in_bytes_per_s, rates.latency_s, -budget]
     if agreement is not None:

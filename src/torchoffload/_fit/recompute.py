@@ -5,6 +5,7 @@ The plan only says what to keep and what to leave out as long as forward does wh
 what a step costs, and never what comes out of it.
 """
 
+from collections import deque
 from typing import Any, Self
 
 import torch
@@ -13,10 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchoffload._core import core
 from torchoffload._fit.absent import AbsentTensors
-from torchoffload._fit.operators import Kind, is_counted, kind_of, tensors, written
+from torchoffload._fit.agreement import wait_for
+from torchoffload._fit.operators import Kind, communicates, is_counted, kind_of, tensors, written
 from torchoffload._fit.replay import Argument, Call, Held, Mode
 
 __all__ = ["Recomputation", "Run"]
+
+_MOST_ON_THEIR_WAY = 4
 
 _OTHER_WAY = (
     "torchoffload: the recomputation of a block called {found} where its forward had called {expected}, as operator "
@@ -36,6 +40,9 @@ class Run:
         What was left out so far.
     inputs : set of int
         The addresses of the storages of the block's arguments.
+    on_their_way : deque
+        What collectives returned last. PyTorch ends the recomputation as soon as all is there that backward needs, and
+        so maybe before the program waits for these.
     checks_writes : bool
         Whether parameters or buffers of the block were written to since forward began, so that each operator has to
         look whether it reads what it read in forward.
@@ -46,6 +53,7 @@ class Run:
         self.absent = AbsentTensors()
         self.inputs: set[int] = set()
         self.checks_writes = checks_writes
+        self.on_their_way: deque[Any] = deque(maxlen=_MOST_ON_THEIR_WAY)
         self._hooks: saved_tensors_hooks | None = None
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -104,7 +112,10 @@ class Recomputation(Mode):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._call.runs.open.pop().end()
+        run = self._call.runs.open.pop()
+        if run.on_their_way:
+            wait_for(tensors(list(run.on_their_way)))
+        run.end()
         for packed in self._call.packed:
             packed.let_go()
         self._call.watch.ends_again()
@@ -134,7 +145,10 @@ class Recomputation(Mode):
             call.state.check_unchanged(number, (args, keywords))
         if call.watch.times_operators:
             return call.watch.timed(number, lambda: absent.run(func, args, keywords))
-        return absent.run(func, args, keywords)
+        output = absent.run(func, args, keywords)
+        if communicates(func):
+            run.on_their_way.append(output)
+        return output
 
     def _next(self, run: Run, operator: Any) -> int:
         """Count a call; RuntimeError if forward called another operator here."""

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
-from torchoffload._fit.agreement import communicated, counts_of_groups
+from torchoffload._fit.agreement import communicated, counts_of_groups, wait_for
 from torchoffload._fit.operators import (
     Kind,
     addresses,
+    communicates,
     draws_by_tag,
     is_counted,
     kind_of,
@@ -251,6 +252,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers = numbers = _Numbers()
         self._values = _Values()
         self._is_looking = False
+        wait_for(tensors(inputs))
         self._inputs = addresses(inputs)
         self.record.nbytes = numbers.nbytes
         self.record.inputs = numbers.of_all(inputs)
@@ -315,6 +317,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generators = self._generators.states()
         begin = self._clock.now()
         output = func(*args, **keywords)
+        if communicates(func):
+            self._looking(lambda: wait_for(tensors(output)))
         self._moments.append((begin, self._clock.now()))
         makes = self._numbers.of_all(output) - reads
         self.record.made |= makes

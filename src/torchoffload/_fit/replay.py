@@ -19,6 +19,7 @@ from torchoffload._fit.operators import (
     Kind,
     Layout,
     addresses,
+    communicates,
     has_own_counter,
     is_counted,
     kind_of,
@@ -240,7 +241,8 @@ class Call:
         if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves) and number not in self.once:
             return  # it has no version, so that a write to it would not be noticed
         given = {id(leaf): index for index, leaf in enumerate(tree_leaves(arguments)) if isinstance(leaf, torch.Tensor)}
-        moves = self._pack is not None and number in self.plan.moved
+        # What a collective returns may be on its way still, where a copy would not wait for it.
+        moves = self._pack is not None and number in self.plan.moved and not communicates(self.operators[number])
 
         def keep(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

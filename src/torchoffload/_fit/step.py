@@ -21,11 +21,14 @@ class Output:
         When it is there, in seconds from the start of the block's forward.
     operators : tuple of int
         The numbers of the operators that make it.
+    may_move : bool
+        Whether it may move.
     """
 
     sizes: tuple[int, ...]
     ready_s: float
     operators: tuple[int, ...] = ()
+    may_move: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -97,6 +97,7 @@ class Survey:
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
+        self._began_bytes = 0  # on the device, without gradients
         self._has_backward_begun = False
         self._ended: Any = None
 
@@ -181,7 +182,12 @@ class Survey:
         """Begin a step."""
         self._clear()
         self._other_bytes = 0
+        self._began_bytes = self.meter.allocated_bytes() - self._bytes_of_gradients()
         self._began = self.mark(self._note_other)
+
+    def _bytes_of_gradients(self) -> int:
+        model = self._model()
+        return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
     def backward_began(self) -> None:
         """Note that a backward of the step begins."""
@@ -264,9 +270,10 @@ class Survey:
         again = [call for call in calls[TIMED_CALLS:] or calls if call.again_host_s > 0]
         if not again or self.meter.device.type == "cpu":
             return HostTimes(0.0, 0.0)
+        # The least: once as much is enqueued as the device takes, the host waits for the device.
         return HostTimes(
-            statistics.median(call.forward_host_s for call in again),
-            statistics.median(call.again_host_s + call.backward_host_s for call in again),
+            min(call.forward_host_s for call in again),
+            min(call.again_host_s + call.backward_host_s for call in again),
         )
 
     def _calls(
@@ -287,7 +294,8 @@ class Survey:
         assert model is not None
         weights = unique_bytes([*model.parameters(), *model.buffers()])
         gradients = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
-        return {"weights": weights, "gradients": gradients}
+        others = self._began_bytes - weights
+        return {"weights": weights, "gradients": gradients, "other tensors, as the optimizer's": max(0, others)}
 
     def _reckoned_bytes(self) -> int:
         return sum(self._fixed().values())

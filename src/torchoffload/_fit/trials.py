@@ -9,9 +9,12 @@ from torchoffload._fit.kinds import hull
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, plan_step
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["Trial", "learned", "plans_to_try", "restricted", "unfit_message", "with_overhead"]
+__all__ = ["Candidates", "Trial", "learned", "plans_to_try", "restricted", "unfit_message", "with_overhead"]
 
 # Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
+_TIMED_STEPS = 2
+_WITH_MORE_ROOM = 0.94
+_STEPS_OF_OTHER_SIZES = 12
 _CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
 
 
@@ -31,6 +34,8 @@ class Trial:
         What was reserved on the device at the end of the latest step; 0 where this cannot be asked for.
     has_failed : bool
         Whether a step ran out of memory, or more was reserved than the user gives.
+    waits_for_memory : bool
+        Whether PyTorch's allocator had to give back what it caches in the steps that were timed, which takes time.
     """
 
     step: Step
@@ -38,6 +43,7 @@ class Trial:
     step_s: float | None = None
     reserved_bytes: int = 0
     has_failed: bool = False
+    waits_for_memory: bool = False
 
     @property
     def does(self) -> Any:
@@ -54,6 +60,71 @@ class Trial:
 
     def _way(self, call: Call, planned: CallPlan) -> Way:
         return self.step.kinds[call.kind].ways[planned.way]
+
+
+class Candidates:
+    """The plans that are tried, one after the other.
+
+    Attributes
+    ----------
+    trials : list of Trial
+        All of them.
+    current : Trial or None
+        The one that is tried now.
+    """
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.current: Trial | None = None
+        self._timed = self._others = 0
+
+    def add(self, step: Step, plan: StepPlan | None) -> None:
+        """Add a plan, unless there is one already that does the same."""
+        if plan is not None:
+            trial = Trial(step, plan)
+            if all(known.does != trial.does for known in self.trials):
+                self.trials.append(trial)
+
+    def take_next(self) -> Trial | None:
+        """Go on to a plan that was not tried yet; None if there is none."""
+        left = (trial for trial in self.trials if trial.step_s is None and not trial.has_failed)
+        self.current = next(left, None)
+        self._timed = -1  # the first step is not timed: memory is reserved in it
+        self._others = 0
+        return self.current
+
+    @property
+    def is_to_be_timed(self) -> bool:
+        """Whether the step that has ended is one that counts, by the order of steps."""
+        self._timed += 1
+        return self._timed > 0
+
+    def note_time(self, step_s: float, *, waits_for_memory: bool) -> bool:
+        """Note what a step took. Returns whether that was the last one of this plan."""
+        assert self.current is not None
+        self.current.waits_for_memory |= waits_for_memory
+        known_s = self.current.step_s
+        self.current.step_s = step_s if known_s is None else min(known_s, step_s)
+        return self._timed == _TIMED_STEPS
+
+    def note_other_size(self) -> bool:
+        """Note a step of another size, whose time says nothing. Returns whether there were too many of them."""
+        self._others += 1
+        return self._others > _STEPS_OF_OTHER_SIZES
+
+    @property
+    def measured(self) -> list[Trial]:
+        """The plans that were timed and did what they were to do, the fastest one first."""
+        measured = [trial for trial in self.trials if trial.step_s is not None and not trial.has_failed]
+        return sorted(measured, key=lambda trial: trial.step_s or 0.0)
+
+    def add_learned(self, step: Step, memory_bytes: int) -> Step:
+        """Add plans for what the measured ones have taught. Returns the step with that."""
+        taught = learned(step, self.measured)
+        self.add(taught, plan_step(taught, memory_bytes))
+        if self.measured[0].waits_for_memory:
+            self.add(taught, plan_step(taught, int(memory_bytes * _WITH_MORE_ROOM)))
+        return taught
 
 
 def plans_to_try(step: Step, memory_bytes: int) -> Iterator[StepPlan]:

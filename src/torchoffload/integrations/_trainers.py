@@ -3,8 +3,8 @@
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,10 +21,13 @@ __all__ = [
     "StepTotals",
     "check_options",
     "innermost_model",
+    "install_once",
     "missing_package",
+    "names_in",
     "offload_inner_model",
     "quiet_other_ranks",
     "warn_on_rank_0",
+    "wrapped_in",
 ]
 
 _GIB = 2**30
@@ -89,6 +92,14 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def wrapped_in(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``model``, then the module that it wraps, and so on; the last one is the innermost model."""
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        inner = _wrapped(inner)
+
+
 def innermost_model(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of parallelism and PEFT.
 
@@ -101,31 +112,44 @@ def innermost_model(model: nn.Module) -> nn.Module:
         ``model`` is not a module.
     """
     check_module("model", model)
-    while (inner := _wrapped(model)) is not None:
-        model = inner
-    return model
+    return list(wrapped_in(model))[-1]
 
 
-def _names_in(root: nn.Module, modules: Any) -> Any:
-    """Translate names in the user's model to names in ``root``, which may be a tuner of PEFT around that model."""
+def names_in(root: nn.Module, modules: Any) -> Any:
+    """Return names in the user's model as names in ``root``, which may be a tuner of PEFT around that model."""
     is_tuner = any(base.__name__ == "BaseTuner" for base in type(root).__mro__)
     if not is_tuner:
         return modules
     if isinstance(modules, str):
         return f"model.{modules}"
     if isinstance(modules, list | tuple):
-        return [_names_in(root, each) for each in modules]
+        return [names_in(root, each) for each in modules]
     return modules
 
 
 _installed: "weakref.WeakKeyDictionary[nn.Module, Handle]" = weakref.WeakKeyDictionary()
 
 
+_H = TypeVar("_H", bound=Handle)
+
+
+def install_once(model: nn.Module, make: Callable[[], _H]) -> _H:
+    """Return the handle that ``make()`` returns, after what was installed on ``model`` before was removed.
+
+    A run that failed leaves its installation behind, and a second one would be an error.
+    """
+    quiet_other_ranks()
+    if (earlier := _installed.pop(model, None)) is not None:
+        earlier.remove()
+    handle = make()
+    _installed[model] = handle
+    return handle
+
+
 def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords) -> Handle:
     """Call ``offload_modules`` for the innermost model: for all of it, or for ``modules`` in it.
 
-    What an integration had installed on it before is removed first. A run that failed leaves its installation behind,
-    and a second one would be an error.
+    What an integration had installed on it before is removed first.
 
     Parameters
     ----------
@@ -137,13 +161,8 @@ def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords)
         Options of ``offload_modules`` and of ``OffloadActivations``.
     """
     inner = innermost_model(model)
-    quiet_other_ranks()
-    if (earlier := _installed.pop(inner, None)) is not None:
-        earlier.remove()
-    chosen = [inner] if modules is None else _names_in(inner, modules)
-    handle: Handle = torchoffload.offload_modules(inner, chosen, **options)
-    _installed[inner] = handle
-    return handle
+    chosen = [inner] if modules is None else names_in(inner, modules)
+    return install_once(inner, lambda: torchoffload.offload_modules(inner, chosen, **options))
 
 
 def _rank() -> int:

@@ -6,13 +6,16 @@ Examples
 >>> offloading = offload_prepared(accelerator, model)
 """
 
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ModuleKeywords
 from torchoffload._contexts.options import check_bool
+from torchoffload._fit.fit import Fitted
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, asks_for_fit, fit_inner_model
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -30,11 +33,18 @@ __all__ = ["PreparedOffloading", "offload_prepared"]
 
 
 class PreparedOffloading:
-    """The handle that ``offload_prepared`` returns. It offloads until ``remove()``, or the end of a ``with`` block."""
+    """The handle that ``offload_prepared`` returns. It offloads until ``remove()``, or the end of a ``with`` block.
+
+    Attributes
+    ----------
+    fitted : Fitted or None
+        With ``memory``, what ``torchoffload.fit`` returned: its ``report()`` can be read after ``remove()``, too.
+    """
 
     def __init__(self, accelerator: Accelerator, handle: Handle | None) -> None:
         self._accelerator = accelerator
         self._handle = handle
+        self.fitted = handle if isinstance(handle, Fitted) else None
         self._totals = StepTotals()
 
     def log(self, step: int | None = None) -> dict[str, float]:
@@ -79,7 +89,8 @@ def offload_prepared(
     modules: Any = None,
     *,
     enabled: bool = True,
-    **options: Unpack[ModuleKeywords],
+    memory: float | str | None = None,
+    **options: Unpack[ModuleOrFitKeywords],
 ) -> PreparedOffloading:
     """Offload what the forwards of ``model`` save, inside whatever ``accelerator.prepare`` wrapped around it.
 
@@ -96,8 +107,12 @@ def offload_prepared(
         those of the model inside its wrappers. Default: the whole model except its output head.
     enabled : bool, default True
         With False nothing is installed. Ranks may differ.
+    memory : int, float, str, optional
+        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        device, as in ``memory="40GiB"``. ``modules`` are its ``blocks`` then. Call it before the first step.
     **options
-        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
+        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``. With
+        ``memory``, those of ``fit``, such as ``recompute=False``; ``plan="plan.json"`` asks for ``fit`` as well.
 
     Returns
     -------
@@ -109,7 +124,8 @@ def offload_prepared(
     TypeError
         ``accelerator`` is not an Accelerator, ``model`` is not a module, or an option has a wrong type or is unknown.
     ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        An option is wrong.
+        An option is wrong. With ``memory``, ValueError if the model is compiled as a whole, checkpoints its blocks, or
+        is spread over several devices.
     RuntimeError
         ``tier="host"`` on a machine without an accelerator.
 
@@ -133,8 +149,12 @@ def offload_prepared(
             f"{type(model).__name__}: call offload_prepared once for each model"
         )
     check_bool("enabled", enabled)
-    check_options(options)
-    if not enabled:
+    fits = asks_for_fit(memory, options)
+    if not fits:
+        check_options(options)
+    if not enabled or (fits and is_disabled()):
         return PreparedOffloading(accelerator, None)
+    if fits:
+        return PreparedOffloading(accelerator, fit_inner_model(model, memory, modules, options))
     require_accelerator(options.get("tier", "host"), "offload_prepared")
-    return PreparedOffloading(accelerator, offload_inner_model(model, modules, options))
+    return PreparedOffloading(accelerator, offload_inner_model(model, modules, cast("ModuleKeywords", options)))

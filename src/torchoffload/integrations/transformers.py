@@ -6,7 +6,7 @@ Examples
 >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadActivationsCallback()])
 """
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import nn
 
@@ -15,8 +15,10 @@ from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import check_bool
+from torchoffload._fit.fit import Fitted
 from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, SurveyWatch, asks_for_fit, fit_inner_model
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -34,6 +36,10 @@ except ModuleNotFoundError as error:
     raise missing_package("transformers", "transformers", "transformers") from error
 
 __all__ = ["LogOffloadingCallback", "OffloadActivationsCallback"]
+
+
+def _is_compiled_later(args: TrainingArguments, model: nn.Module) -> bool:
+    return bool(getattr(args, "torch_compile", False)) and not hasattr(model, COMPILED)
 
 
 class LogOffloadingCallback(TrainerCallback):
@@ -120,14 +126,25 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         The switch, read when training begins. A str is the name of an attribute of the trainer's ``args``. So a field
         of your own ``TrainingArguments`` can turn offloading on from a command line or a YAML file. Ranks may differ.
         ``TORCHOFFLOAD_DISABLE=1`` in the environment turns it off as well.
+    memory : int, float, str, optional
+        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        device, as in ``memory="40GiB"``. ``modules`` are its ``blocks`` then.
     **options
-        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``.
+        Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``. With
+        ``memory``, those of ``fit``, such as ``recompute=False``; ``plan="plan.json"`` asks for ``fit`` as well.
+
+    Attributes
+    ----------
+    fitted : Fitted or None
+        With ``memory``, what ``torchoffload.fit`` returned for the training that runs or ran last. After training its
+        ``report()`` can still be read and its plan be saved, as long as the model lives.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         An option is wrong. When training begins, TypeError if the trainer gives callbacks no model, and ValueError if
-        options of ``offload_modules`` are given and the whole model is compiled.
+        options of ``offload_modules`` are given and the whole model is compiled. With ``memory``, ValueError if the
+        whole model is compiled, if gradient checkpointing or TRL's offloading is on, and under DataParallel.
     AttributeError
         When training begins, if ``enabled`` names no attribute of the trainer's ``args``.
     RuntimeError
@@ -139,16 +156,28 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     leaves the hooks on the model until the next ``train()`` or ``remove()``.
     """
 
-    def __init__(self, modules: Any = None, enabled: bool | str = True, **options: Unpack[ModuleKeywords]) -> None:
+    def __init__(
+        self,
+        modules: Any = None,
+        enabled: bool | str = True,
+        *,
+        memory: float | str | None = None,
+        **options: Unpack[ModuleOrFitKeywords],
+    ) -> None:
         super().__init__()
         if not isinstance(enabled, str):
             check_bool("enabled", enabled)
-        check_options(options)
+        self._fits = asks_for_fit(memory, options)
+        if not self._fits:
+            check_options(options)
         self.enabled = enabled
         self.modules = modules
+        self.memory = memory
         self.options = options
+        self.fitted: Fitted | None = None
         self._handle: Handle | None = None
         self._saved_before: int | None = None
+        self._survey = SurveyWatch()
 
     def remove(self) -> None:
         """Remove the hooks from the model. A second call does nothing."""
@@ -179,6 +208,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         """Install offloading on ``model``. What an earlier run left behind is removed first."""
         super().on_train_begin(args, state, control, **kwargs)
         self.remove()
+        self.fitted, self._saved_before = None, None
         if not self._is_on(args) or is_disabled():
             return
         if not isinstance(model, nn.Module):
@@ -186,22 +216,49 @@ class OffloadActivationsCallback(LogOffloadingCallback):
                 "OffloadActivationsCallback is for transformers.Trainer, which gives callbacks its model: got "
                 f"model={type(model).__name__} in on_train_begin"
             )
+        if self._fits:
+            self._handle = self.fitted = self._fit(args, model)
+            self._survey = SurveyWatch()
+            return
         if getattr(args, "activation_offloading", False):
             warn_on_rank_0(
                 "both args.activation_offloading and OffloadActivationsCallback are on: set the first to False."
             )
-        will_be = getattr(args, "torch_compile", False) and not hasattr(model, COMPILED)
+        will_be = _is_compiled_later(args, model)
         is_compiled = will_be or innermost_model(model)._compiled_call_impl is not None  # set by module.compile()
         install = self._around_compiled_calls if is_compiled else self._around_calls
         self._handle = install(model)
         self._saved_before = torchoffload.stats().handles
+
+    def _fit(self, args: TrainingArguments, model: nn.Module) -> Fitted:
+        if getattr(args, "activation_offloading", False):
+            raise ValueError(
+                "args.activation_offloading is on, and with memory= torchoffload.fit chooses what moves: set "
+                "activation_offloading=False, or leave memory= out"
+            )
+        if getattr(args, "gradient_checkpointing", False):
+            raise ValueError(
+                "args.gradient_checkpointing is on, and with memory= torchoffload.fit chooses what is computed again: "
+                "set gradient_checkpointing=False, or leave memory= out"
+            )
+        if _is_compiled_later(args, model):
+            raise ValueError(
+                "args.torch_compile makes one region of the model, and memory= needs to see its blocks: set "
+                "torch_compile=False, or leave memory= out"
+            )
+        if getattr(args, "n_gpu", 1) > 1:
+            raise ValueError(
+                "memory= is for one device in each process, and this one would use several by DataParallel: start the "
+                "training with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one device"
+            )
+        return fit_inner_model(model, self.memory, self.modules, self.options)
 
     def _require_accelerator(self) -> None:
         require_accelerator(self.options.get("tier", "host"), type(self).__name__)
 
     def _around_calls(self, model: nn.Module) -> Handle:
         self._require_accelerator()
-        return offload_inner_model(model, self.modules, self.options)
+        return offload_inner_model(model, self.modules, cast("ModuleKeywords", self.options))
 
     def _around_compiled_calls(self, model: nn.Module) -> Handle:
         if self.modules is not None or not self.options.keys() <= ContextKeywords.__optional_keys__:
@@ -212,10 +269,10 @@ class OffloadActivationsCallback(LogOffloadingCallback):
             )
         self._require_accelerator()
         quiet_other_ranks()
-        return CompiledCalls(innermost_model(model), self.options)
+        return CompiledCalls(innermost_model(model), cast("ContextKeywords", self.options))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count an optimizer step. After the first one, warn if it saved nothing that could be offloaded."""
+        """Count an optimizer step. Warn if the first one saved nothing that could be offloaded, or no plan comes."""
         super().on_step_end(args, state, control, **kwargs)
         before, self._saved_before = self._saved_before, None
         if before is not None and torchoffload.stats().handles == before:
@@ -223,6 +280,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
                 "the first step saved nothing inside the modules that OffloadActivationsCallback is installed on, so "
                 "nothing is offloaded. Does the trainer call them, and with gradients enabled?"
             )
+        if self.fitted is not None:
+            self._survey.step_ended(self.fitted)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

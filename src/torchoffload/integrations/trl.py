@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Self, Unpack, cast
 
@@ -19,11 +20,19 @@ from torch import nn
 
 import torchoffload
 from torchoffload import OffloadActivations
+from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
+from torchoffload._fit.fit import Fitted
+from torchoffload.integrations._fitting import (
+    ContextOrFitKeywords,
+    SurveyWatch,
+    asks_for_fit,
+    fit_inner_model,
+)
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
-__all__ = ["Installation", "get_act_offloading_ctx_manager", "install"]
+__all__ = ["FittedContext", "Installation", "get_act_offloading_ctx_manager", "install"]
 
 _NAME = "get_act_offloading_ctx_manager"
 _HOME = "trl.models.activation_offloading"
@@ -82,6 +91,61 @@ def get_act_offloading_ctx_manager(
     return cast("OffloadActivations", manager)
 
 
+class FittedContext:
+    """What a trainer of TRL enters around each training step, where ``install`` was given ``memory``.
+
+    It calls ``torchoffload.fit`` when the first step begins, since the model is on its device then. The model stays
+    fitted until ``remove()``, or until the trainer that holds this context is gone.
+
+    Attributes
+    ----------
+    fitted : Fitted or None
+        What ``fit`` returned; None before the first step.
+    """
+
+    def __init__(
+        self, model: nn.Module, memory: Any, modules: Any, options: Any, note: Callable[[Fitted], None]
+    ) -> None:
+        self.fitted: Fitted | None = None
+        self._model = model
+        self._fit = functools.partial(fit_inner_model, memory=memory, modules=modules, options=options)
+        self._note = note
+        self._survey = SurveyWatch()
+        self._is_removed = False
+
+    def __enter__(self) -> Self:
+        is_fitted = self.fitted is not None and self.fitted.phase != "removed"  # by another trainer of this model
+        if not is_fitted and not self._is_removed and not is_disabled():
+            self.fitted = self._fit(self._model)
+            self._note(self.fitted)
+            weakref.finalize(self, self.fitted.remove).atexit = False
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.fitted is not None:
+            self._survey.step_ended(self.fitted)
+
+    def remove(self) -> None:
+        """Remove the hooks from the model for good. A second call does nothing."""
+        self._is_removed = True
+        if self.fitted is not None:
+            self.fitted.remove()
+
+
+class _FittingFunction:
+    """The function that takes the place of TRL's own, where ``install`` was given ``memory``."""
+
+    def __init__(self, memory: Any, modules: Any, options: ContextOrFitKeywords) -> None:
+        self.fitted: Fitted | None = None
+        self._given = (memory, modules, options)
+
+    def __call__(self, model: nn.Module) -> FittedContext:
+        return FittedContext(model, *self._given, self._note)
+
+    def _note(self, fitted: Fitted) -> None:
+        self.fitted = fitted
+
+
 _lock = threading.Lock()
 _stock: Callable[..., Any] | None = None  # TRL's own function, while ours is in its place
 
@@ -112,6 +176,11 @@ class Installation:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @property
+    def fitted(self) -> Fitted | None:
+        """With ``memory``, what ``torchoffload.fit`` returned for the trainer that began last; None before that."""
+        return getattr(self._function, "fitted", None)
+
     def remove(self) -> None:
         """Give TRL its own function back. A second call, or a call after another ``install()``, does nothing.
 
@@ -129,16 +198,25 @@ class Installation:
         self.remove()
 
 
-def install(**options: Unpack[ContextKeywords]) -> Installation:
+def install(
+    *, memory: float | str | None = None, modules: Any = None, **options: Unpack[ContextOrFitKeywords]
+) -> Installation:
     """Let the trainers of TRL that are made from now on offload with torchoffload.
 
     ``activation_offloading=True`` of their configuration remains the switch. Installing again replaces the options.
 
     Parameters
     ----------
+    memory : int, float, str, optional
+        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        device, as in ``memory="40GiB"``. The trainer's ``gradient_checkpointing`` has to be False. Its model stays
+        fitted after training, until the trainer is gone or ``remove()`` of its ``maybe_activation_offload_context``.
+    modules : optional
+        With ``memory``, the ``blocks`` of ``fit``.
     **options
         The keyword options of ``OffloadActivations``, except ``model``. Sizes and windows that are not given are chosen
-        by torchoffload, and do not have the defaults of TRL.
+        by torchoffload, and do not have the defaults of TRL. With ``memory``, those of ``fit``, such as
+        ``recompute=False``; ``plan="plan.json"`` asks for ``fit`` as well.
 
     Returns
     -------
@@ -153,8 +231,12 @@ def install(**options: Unpack[ContextKeywords]) -> Installation:
         An option is wrong.
     """
     global _stock
-    refuse_renamed(options)
-    OffloadOptions(**options)
+    fits = asks_for_fit(memory, options)
+    if modules is not None and not fits:
+        raise TypeError("modules: the blocks of torchoffload.fit, which memory= asks for: give memory=, too")
+    if not fits:
+        refuse_renamed(options)
+        OffloadOptions(**cast("ContextKeywords", options))
     try:
         importlib.import_module("trl")
     except ModuleNotFoundError as error:
@@ -165,9 +247,12 @@ def install(**options: Unpack[ContextKeywords]) -> Installation:
     except (ModuleNotFoundError, AttributeError) as error:
         version = getattr(sys.modules["trl"], "__version__", "unknown")
         raise ImportError(f"trl {version} has no {_HOME}.{_NAME}: torchoffload works with trl 1.0 and later") from error
-    function = functools.partial(
-        get_act_offloading_ctx_manager, **({"min_offload_size": None, "max_fwd_stash_size": None} | options)
-    )
+    function: Callable[..., Any]
+    if fits:
+        function = _FittingFunction(memory, modules, options)
+    else:
+        ours: dict[str, Any] = {"min_offload_size": None, "max_fwd_stash_size": None}
+        function = functools.partial(get_act_offloading_ctx_manager, **(ours | cast("dict[str, Any]", options)))
     quiet_other_ranks()
     with _lock:
         if _stock is None:

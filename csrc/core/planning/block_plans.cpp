@@ -1,0 +1,245 @@
+#include "core/planning/block_plans.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint64_t kMostMemory = std::numeric_limits<uint64_t>::max() / 4;
+
+// Of records that are asked for at the same moment the one that was made last comes first, as in backward.
+constexpr double kBetweenAsksS = 1e-9;
+
+int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes) {
+  const uint64_t memory = std::min(memory_bytes, kMostMemory);
+  return static_cast<int64_t>(memory) - static_cast<int64_t>(taken_bytes) - static_cast<int64_t>(window_bytes);
+}
+
+}  // namespace
+
+uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
+  uint64_t nbytes = way.input_bytes;
+  for (const uint32_t output : way.kept) nbytes += kind.outputs.at(output).nbytes();
+  return nbytes;
+}
+
+BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step), left_s_(step.calls.size()) {
+  for (const BlockKind& kind : step.kinds) {
+    if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
+    for (const BlockWay& way : kind.ways) kept_bytes(kind, way);  // throws where there is no such output
+  }
+  for (const BlockCall& call : step.calls) {
+    if (call.kind >= step.kinds.size()) throw std::invalid_argument("there is no such kind of block");
+  }
+  double left_s = step.loss_s;
+  for (size_t call = step.calls.size(); call-- > 0;) {
+    left_s_[call] = left_s;
+    left_s += kind_of(call).backward_s;
+  }
+}
+
+// ---- bytes ----
+
+uint64_t BlockPlans::in_backward(size_t call, uint64_t window_bytes) const {
+  const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
+  const uint64_t going_out =
+      out_bytes < static_cast<double>(window_bytes) ? window_bytes - static_cast<uint64_t>(out_bytes) : 0;
+  return going_out + (call > 0 ? window_bytes : 0);
+}
+
+std::vector<uint32_t> BlockPlans::movable(const BlockKind& kind, const BlockWay& way) const {
+  std::vector<uint32_t> outputs;
+  for (const uint32_t number : way.kept) {
+    const BlockOutput& output = kind.outputs[number];
+    if (output.may_move && output.nbytes() > 0 && output.nbytes() >= step_.least_moved_bytes) outputs.push_back(number);
+  }
+  std::ranges::stable_sort(outputs,
+                           [&](uint32_t a, uint32_t b) { return kind.outputs[a].ready_s > kind.outputs[b].ready_s; });
+  return outputs;
+}
+
+bool BlockPlans::moves_input(const BlockWay& way) const {
+  return way.input_bytes > 0 && way.input_bytes >= step_.least_moved_bytes;
+}
+
+uint64_t BlockPlans::unmovable_bytes(const BlockKind& kind, const BlockWay& way) const {
+  uint64_t nbytes = kept_bytes(kind, way);
+  for (const uint32_t output : movable(kind, way)) nbytes -= kind.outputs[output].nbytes();
+  return moves_input(way) ? nbytes - way.input_bytes : nbytes;
+}
+
+std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
+                                            std::optional<uint64_t> window, bool moves_all) const {
+  JointPlan plan;
+  plan.calls.resize(ways.size());
+  const bool may_move = window.has_value();
+  const uint64_t window_bytes = window.value_or(0);
+  uint64_t before_bytes = 0;  // what the calls before the one in question keep whatever moves
+  for (size_t call = 0; call < ways.size(); ++call) {
+    const BlockWay& way = kind_of(call).ways[ways[call]];
+    before_bytes += may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
+  }
+  // What may still be kept, by all moments that are behind the call in question; negative: it does not fit.
+  int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
+  for (size_t call = ways.size(); call-- > 0;) {
+    const BlockWay& way = kind_of(call).ways[ways[call]];
+    before_bytes -= may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
+    room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
+    const int64_t own_room = room - static_cast<int64_t>(before_bytes);
+    room -= static_cast<int64_t>(place_call(call, ways[call], may_move, moves_all, own_room, plan.calls[call]));
+    room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, in_backward(call, window_bytes)));
+    if (room < 0) return std::nullopt;
+  }
+  plan.window_bytes = window_bytes;
+  return sum_up(plan, memory_bytes) ? std::optional(std::move(plan)) : std::nullopt;
+}
+
+uint64_t BlockPlans::place_call(size_t call, uint32_t number, bool may_move, bool moves_all, int64_t room,
+                                CallPlan& placed) const {
+  const BlockKind& kind = kind_of(call);
+  const BlockWay& way = kind.ways[number];
+  placed.way = number;
+  const uint64_t all_bytes = kept_bytes(kind, way);
+  if (!may_move || (!moves_all && static_cast<int64_t>(all_bytes) <= room)) return all_bytes;
+  // What was made last is kept first: there is the least time to move it.
+  uint64_t kept = unmovable_bytes(kind, way);
+  for (const uint32_t output : movable(kind, way)) {
+    const uint64_t nbytes = kind.outputs[output].nbytes();
+    if (!way.is_plain && !moves_all && static_cast<int64_t>(kept + nbytes) <= room) {
+      kept += nbytes;
+    } else {
+      placed.moved.push_back(output);
+    }
+  }
+  placed.moves = moves_input(way) || !placed.moved.empty();
+  std::ranges::sort(placed.moved);
+  return kept;
+}
+
+std::optional<CallPlan> BlockPlans::moving(size_t call, uint32_t number, size_t moved_count) const {
+  const BlockKind& kind = kind_of(call);
+  const BlockWay& way = kind.ways[number];
+  const std::vector<uint32_t> outputs = movable(kind, way);
+  const size_t count = way.is_plain ? outputs.size() : std::min(moved_count, outputs.size());
+  CallPlan placed{number, {outputs.end() - static_cast<ptrdiff_t>(count), outputs.end()}, true};
+  if (placed.moved.empty() && !moves_input(way)) return std::nullopt;
+  std::ranges::sort(placed.moved);
+  return placed;
+}
+
+uint64_t BlockPlans::kept_of(size_t call, const CallPlan& placed) const {
+  const BlockKind& kind = kind_of(call);
+  const BlockWay& way = kind.ways[placed.way];
+  uint64_t nbytes = kept_bytes(kind, way);
+  for (const uint32_t output : placed.moved) nbytes -= kind.outputs[output].nbytes();
+  return placed.moves && moves_input(way) ? nbytes - way.input_bytes : nbytes;
+}
+
+bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
+  uint64_t kept = 0, all = 0;
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    kept += kept_of(call, plan.calls[call]);
+    all += kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
+  }
+  plan.kept_bytes = kept;
+  plan.moved_bytes = all - kept;
+  if (plan.moved_bytes == 0) plan.window_bytes = 0;
+  plan.peak_bytes = step_.loss_bytes + kept + plan.window_bytes;
+  plan.loss_bytes = kept + std::min(plan.window_bytes, plan.moved_bytes);
+  uint64_t so_far = 0;
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    const BlockCall& taken = step_.calls[call];
+    plan.peak_bytes = std::max(plan.peak_bytes, taken.backward_bytes + so_far + in_backward(call, plan.window_bytes));
+    so_far += kept_of(call, plan.calls[call]);
+    plan.peak_bytes = std::max(plan.peak_bytes, taken.forward_bytes + so_far + plan.window_bytes);
+  }
+  return plan.peak_bytes <= memory_bytes && plan.moved_bytes <= step_.tier_bytes;
+}
+
+std::vector<uint64_t> BlockPlans::moving_sizes(const JointPlan& plan) const {
+  std::set<uint64_t> sizes;
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    const CallPlan& placed = plan.calls[call];
+    const BlockWay& way = kind_of(call).ways[placed.way];
+    if (placed.moves && moves_input(way)) sizes.insert(way.input_bytes);
+    for (const uint32_t output : placed.moved)
+      sizes.insert(kind_of(call).outputs[output].sizes.begin(), kind_of(call).outputs[output].sizes.end());
+  }
+  return {sizes.begin(), sizes.end()};
+}
+
+std::vector<uint64_t> BlockPlans::movable_sizes(const std::vector<uint32_t>& ways) const {
+  std::set<std::pair<uint32_t, uint32_t>> seen;  // kinds and ways
+  std::set<uint64_t> sizes;
+  for (size_t call = 0; call < ways.size(); ++call) {
+    if (!seen.emplace(step_.calls[call].kind, ways[call]).second) continue;
+    const BlockWay& way = kind_of(call).ways[ways[call]];
+    if (moves_input(way)) sizes.insert(way.input_bytes);
+    for (const uint32_t output : movable(kind_of(call), way)) {
+      const std::vector<uint64_t>& records = kind_of(call).outputs[output].sizes;
+      sizes.insert(records.begin(), records.end());
+    }
+  }
+  return {sizes.begin(), sizes.end()};
+}
+
+// ---- times ----
+
+void BlockPlans::time(JointPlan& plan) const {
+  const size_t count = plan.calls.size();
+  StepShape shape;
+  StepTimes times;
+  std::vector<size_t> call_of;  // by record
+  std::vector<double> starts_s(count), begins_s(count);
+  plan.recompute_s = 0;
+  double clock_s = step_.head_s;
+  const auto add = [&](size_t call, uint64_t nbytes, double ready_s) {
+    shape.nbytes.push_back(nbytes);
+    times.records.push_back({starts_s[call] + ready_s, 0});
+    call_of.push_back(call);
+  };
+  for (size_t call = 0; call < count; ++call) {
+    const BlockKind& kind = kind_of(call);
+    const CallPlan& placed = plan.calls[call];
+    const BlockWay& way = kind.ways[placed.way];
+    starts_s[call] = clock_s;
+    plan.recompute_s += way.recompute_s;
+    if (placed.moves && moves_input(way)) add(call, way.input_bytes, 0);
+    for (const uint32_t output : placed.moved) {
+      for (const uint64_t nbytes : kind.outputs[output].sizes) add(call, nbytes, kind.outputs[output].ready_s);
+    }
+    clock_s += kind.forward_s;
+  }
+  clock_s += step_.loss_s;
+  for (size_t call = count; call-- > 0;) {
+    begins_s[call] = clock_s;
+    clock_s += kind_of(call).ways[plan.calls[call].way].recompute_s + kind_of(call).backward_s;
+  }
+  times.compute_s = clock_s + step_.end_s;
+  plan.step_s = times.compute_s;
+  if (shape.nbytes.empty()) return;
+  for (size_t record = 0; record < shape.count(); ++record) {
+    const size_t call = call_of[record];
+    const BlockKind& kind = kind_of(call);
+    double needed_s = begins_s[call];
+    if (kind.ways[plan.calls[call].way].is_plain) {  // backward goes through it as forward did, the other way round
+      const double part = kind.forward_s > 0 ? (times.records[record].ready_s - starts_s[call]) / kind.forward_s : 1;
+      needed_s += (1 - std::clamp(part, 0.0, 1.0)) * kind.backward_s;
+    }
+    times.records[record].needed_s = needed_s - kBetweenAsksS * static_cast<double>(record);
+    shape.last_save.push_back(record);
+  }
+  times.link = step_.link;
+  Plan windows;
+  windows.kept.assign(shape.count(), Reason::None);
+  windows.offload_bytes.assign(shape.count(), plan.window_bytes);
+  windows.reload_bytes = plan.window_bytes;
+  plan.step_s = simulate(shape, times, windows).step_s;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,62 @@
+// BlockPlans: what plans for a step of blocks hold and take: whether one fits into a memory, and its simulated time.
+// Ownership:     holds a reference to the step.
+// Thread safety: const methods only.
+// Failures:      std::invalid_argument for the number of a kind or an output that does not exist, and a kind without
+//                a way.
+// Not handled:   which plans are worth looking at; see joint_plan.h, which also says what bytes and times mean.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/planning/joint_plan.h"
+
+namespace torchoffload {
+
+// The bytes that a way keeps.
+uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way);
+
+class BlockPlans {
+ public:
+  explicit BlockPlans(const StepOfBlocks& step);
+
+  // The plan in which each call goes this way. What is kept stays on the device as far as there is room, from the last
+  // call to the first, and moves otherwise; without a window nothing moves. `moves_all`: whatever can move does.
+  // nullopt: it does not fit. The plan has no times yet.
+  std::optional<JointPlan> placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
+                                  std::optional<uint64_t> window_bytes, bool moves_all = false) const;
+
+  // Sums up the bytes of a plan. Returns whether it fits.
+  bool sum_up(JointPlan& plan, uint64_t memory_bytes) const;
+
+  // Adds the times of a plan, by a simulation of what moves.
+  void time(JointPlan& plan) const;
+
+  // What a call can do in a way if something moves: the outputs that are made last stay, as many as are not in
+  // `moved_count`. nullopt: nothing would move.
+  std::optional<CallPlan> moving(size_t call, uint32_t way, size_t moved_count) const;
+
+  const BlockKind& kind_of(size_t call) const { return step_.kinds[step_.calls[call].kind]; }
+  // The sizes of the records that move under a plan, each once, in ascending order.
+  std::vector<uint64_t> moving_sizes(const JointPlan& plan) const;
+  // The sizes of the records that may move in these ways, likewise.
+  std::vector<uint64_t> movable_sizes(const std::vector<uint32_t>& ways) const;
+
+ private:
+  // What windows hold while the backward of a call runs.
+  uint64_t in_backward(size_t call, uint64_t window_bytes) const;
+  // The outputs that a way keeps and that may move, the ones that are made last first.
+  std::vector<uint32_t> movable(const BlockKind& kind, const BlockWay& way) const;
+  bool moves_input(const BlockWay& way) const;
+  // What stays of a call whatever moves.
+  uint64_t unmovable_bytes(const BlockKind& kind, const BlockWay& way) const;
+  // Decides what moves of a call, within a room. Returns the bytes that stay.
+  uint64_t place_call(size_t call, uint32_t way, bool may_move, bool moves_all, int64_t room, CallPlan& placed) const;
+  uint64_t kept_of(size_t call, const CallPlan& placed) const;
+
+  const StepOfBlocks& step_;
+  std::vector<double> left_s_;  // by call: at least so long after forward does its backward begin
+};
+
+}  // namespace torchoffload

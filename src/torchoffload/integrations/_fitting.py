@@ -1,0 +1,187 @@
+"""What the integrations share where ``memory=`` asks for ``torchoffload.fit`` instead of ``offload_modules``."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+from torch import nn
+
+import torchoffload
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed, short
+from torchoffload._fit.amounts import check_margin, parse_memory
+from torchoffload._fit.fit import Fitted
+from torchoffload._pytorch.module_wrappers import COMPILED
+from torchoffload.integrations._trainers import (
+    innermost_model,
+    install_once,
+    names_in,
+    warn_on_rank_0,
+    wrapped_in,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "ContextOrFitKeywords",
+    "FitKeywords",
+    "ModuleOrFitKeywords",
+    "SurveyWatch",
+    "asks_for_fit",
+    "fit_inner_model",
+]
+
+
+class FitKeywords(TypedDict, total=False):
+    """The options of ``fit`` that nothing else has, except ``memory`` and ``blocks``."""
+
+    recompute: bool
+    move: bool
+    margin: float
+    plan: str | os.PathLike[str] | None
+    on_unfit: Literal["error", "warn"]
+    group: "ProcessGroup | Literal['auto'] | None"
+
+
+class ModuleOrFitKeywords(ModuleKeywords, FitKeywords, total=False):
+    """The options of an integration that calls ``offload_modules`` or ``fit``."""
+
+
+class ContextOrFitKeywords(ContextKeywords, FitKeywords, total=False):
+    """The options of an integration that makes a context or calls ``fit``."""
+
+
+_OF_FIT: frozenset[str] = FitKeywords.__optional_keys__
+_OF_MODULES = ModuleKeywords.__optional_keys__ - ContextKeywords.__optional_keys__
+_WINDOWS = frozenset({"offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size"})
+_ALL_OPTIONS = (ContextKeywords.__optional_keys__ - _WINDOWS) | _OF_FIT
+
+_STEPS_TO_A_PLAN = 16  # a survey takes two or three
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def asks_for_fit(memory: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether ``fit`` is asked for: by ``memory``, or by the option ``plan``. If so, check the options.
+
+    Parameters
+    ----------
+    memory : int, float, str or None
+        As for ``fit``.
+    options : mapping of str to value
+        The options that were given, of any kind.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
+        An option of ``fit`` is given, and ``fit`` is not asked for; or it is, and an option is wrong, unknown, or one
+        that ``fit`` does not have.
+    """
+    if memory is None and options.get("plan") is None:
+        if given := _OF_FIT.intersection(options):
+            raise TypeError(f"{_listed(given)}: of torchoffload.fit, which memory= asks for: give memory=, too")
+        return False
+    refuse_renamed(options)
+    if given := _OF_MODULES.intersection(options):
+        raise TypeError(
+            f"{_listed(given)}: of offload_modules, and with memory= or plan= torchoffload.fit chooses what moves: "
+            "leave that out, or memory= and plan="
+        )
+    if given := _WINDOWS.intersection(options):
+        raise TypeError(f"{_listed(given)}: with memory= or plan= torchoffload.fit chooses the windows: leave that out")
+    if given := frozenset(options) - _ALL_OPTIONS:
+        raise TypeError(f"unknown option {min(given)!r}: the options with memory= are {_listed(_ALL_OPTIONS)}")
+    if memory is not None:
+        parse_memory(memory, 1 << 40)  # of what a fraction is a part is known when training begins
+    for name in ("recompute", "move"):
+        check_bool(name, options.get(name, True))
+    check_margin(options.get("margin", 0.0))
+    if (on_unfit := options.get("on_unfit", "error")) not in ("error", "warn"):
+        raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    OffloadOptions(**{name: value for name, value in options.items() if name not in _OF_FIT})
+    return True
+
+
+def _check_can_be_fitted(model: nn.Module, inner: nn.Module) -> None:
+    parallel = [each for each in wrapped_in(model) if type(each).__name__ == "DataParallel"]
+    if any(len(getattr(each, "device_ids", ())) > 1 for each in parallel):
+        raise ValueError(
+            "memory= is for one device in each process, and DataParallel spreads each step over several: start one "
+            "process for each device with torchrun, or show only one device to this one"
+        )
+    if hasattr(inner, COMPILED) or inner._compiled_call_impl is not None:
+        raise ValueError(
+            "memory= needs to see the blocks of the model, and torch.compile made one region of all of it: compile "
+            "the blocks each for itself, or nothing, or leave memory= out"
+        )
+    for name, module in inner.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper":
+            raise ValueError(
+                f"gradient checkpointing is on in {name or type(inner).__name__!r}, and with memory= torchoffload.fit "
+                "chooses what is computed again: turn it off, such as by gradient_checkpointing=False, or leave "
+                "memory= out"
+            )
+
+
+def _warn_of_caches(inner: nn.Module) -> None:
+    if getattr(getattr(inner, "config", None), "use_cache", False) is True:
+        warn_on_rank_0(
+            "the model's config.use_cache is True, so that its blocks write to a cache and cannot be computed again. "
+            "Set model.config.use_cache = False for training."
+        )
+
+
+def fit_inner_model(
+    model: nn.Module, memory: Any, modules: Any, options: Mapping[str, Any], *, called: nn.Module | None = None
+) -> Fitted:
+    """Call ``torchoffload.fit`` for the innermost model.
+
+    What an integration had installed on it before is removed first.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, with or without wrappers.
+    memory : int, float, str or None
+        As for ``fit``.
+    modules : optional
+        The blocks, as for ``fit``; names are those of the model inside its wrappers.
+    options : dict
+        The other options of ``fit``.
+    called : torch.nn.Module, optional
+        The module that training calls, if that is another one. The model is in it.
+
+    Raises
+    ------
+    TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError
+        Those of ``fit``; ValueError also if the model is compiled as a whole, checkpointed, or run on several devices.
+    """
+    inner = innermost_model(model)
+    _check_can_be_fitted(model, inner)
+    if options.get("recompute", True):
+        _warn_of_caches(inner)
+    blocks = names_in(inner, modules)
+    fitted_one = inner if called is None else called
+    return install_once(inner, lambda: torchoffload.fit(fitted_one, memory, blocks=blocks, **cast("Any", options)))
+
+
+class SurveyWatch:
+    """Warns where a trainer's steps go by and ``fit`` sees none of them."""
+
+    def __init__(self) -> None:
+        self._steps_left = _STEPS_TO_A_PLAN
+
+    def step_ended(self, fitted: Fitted) -> None:
+        """Note that a training step has ended."""
+        if self._steps_left == 0:
+            return
+        is_unseen = fitted.phase == "survey"
+        self._steps_left = self._steps_left - 1 if is_unseen else 0
+        if is_unseen and self._steps_left == 0:
+            warn_on_rank_0(
+                f"after {_STEPS_TO_A_PLAN} steps torchoffload.fit has seen no whole step of the model, so that there "
+                "is no plan. Does the trainer call the model itself, not compiled as a whole, and not modules in it?"
+            )
