@@ -1,4 +1,4 @@
-"""What ``fit.py`` trains: the Llamas of ``workloads.py``, and models of other kinds, each with a way to compute a loss."""
+"""What ``fit.py`` trains: the Llamas of ``workloads.py``, and models of other kinds, with a way to compute a loss."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ OTHER_SUBJECTS: dict[str, Callable[..., Subject]] = {"mixture": _mixture, "gpt2"
 
 
 def make_subject(text: str, device: torch.device) -> Subject:
-    """Make what ``text`` names: a workload such as ``C:layers=2``, or one of ``OTHER_SUBJECTS``, as ``dit:layers=4``."""
+    """Make a workload such as ``C:layers=2``, or one of ``OTHER_SUBJECTS``, such as ``dit:layers=4``."""
     name, _, changes = text.partition(":")
     if name not in OTHER_SUBJECTS:
         return _llama(text, device)

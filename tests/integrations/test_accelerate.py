@@ -8,8 +8,19 @@ import torch
 
 import torchoffload
 from devices import Device
-from gradients import Run, assert_same_gradients
-from trainings import hooks_of, need, options, tiny_llama, token_rows
+from fitted_models import options_of
+from gradients import Run, assert_same_gradients, execute
+from trainings import (
+    ROOM_FOR_ALL,
+    STEPS_TO_SETTLE,
+    assert_was_fitted,
+    hooks_of,
+    memory_of,
+    need,
+    options,
+    tiny_llama,
+    token_rows,
+)
 
 need("accelerate", "transformers")
 
@@ -171,3 +182,82 @@ def test_bad_input(device_under_test: Device):
         offload_prepared(accelerator, model, enabled=None)
     with pytest.raises(TypeError, match="unknown option 'tir'"):
         offload_prepared(accelerator, model, tir="disk")
+
+
+def assert_same_fitted_training(device: Device, *, dynamo: Any = None, modules: Any = None, **chosen: Any) -> None:
+    """Fails unless `memory` half-way between the least and all changes no bit, and a plan was followed."""
+
+    def trained(run: Run, memory: int) -> tuple[Any, Any]:
+        accelerator = accelerator_of(device, dynamo_plugin=dynamo, gradient_accumulation_steps=2)
+        model = tiny_llama(run, num_hidden_layers=4, use_cache=False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader: Any = torch.utils.data.DataLoader(token_rows(2 * STEPS_TO_SETTLE), batch_size=2)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with offload_prepared(
+            accelerator, prepared, modules, memory=memory, enabled=not run.stock, **chosen
+        ) as offloading:
+            for batch in loader:
+                with accelerator.accumulate(prepared):
+                    loss = prepared(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.check(loss=loss)
+        assert hooks_of(prepared) == 0
+        run.check(weights=list(prepared.parameters()))
+        return offloading.fitted, prepared
+
+    room, _prepared = trained(Run(device, stock=False, context=None), ROOM_FOR_ALL)
+
+    def program(run: Run) -> None:
+        fitted, _prepared = trained(run, memory_of(room, 0.5))
+        if not run.stock:
+            assert_was_fitted(fitted, moves=chosen.get("move", True), recomputes=chosen.get("recompute", True))
+
+    stock = execute(program, device, stock=True)
+    assert execute(program, device, stock=False) == stock
+    assert "exception" not in stock
+
+
+FITS = {
+    "all": {},
+    "only moving": {"recompute": False},
+    "only computing": {"move": False},
+    "chosen": {"modules": "model.layers.*"},
+}
+
+
+@pytest.mark.devices("disk")
+@pytest.mark.parametrize("fit", FITS)
+def test_the_same_training_under_a_plan(device_under_test: Device, fit: str):
+    assert_same_fitted_training(device_under_test, **(options_of(device_under_test) | FITS[fit]))
+
+
+@pytest.mark.devices("disk")
+def test_blocks_that_are_compiled_each_for_itself_under_a_plan(device_under_test: Device):
+    torch._dynamo.reset()
+    regional = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    assert_same_fitted_training(device_under_test, dynamo=regional, **options_of(device_under_test))
+    torch._dynamo.reset()
+
+
+@pytest.mark.devices("disk")
+def test_what_does_not_go_with_a_plan(device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+    whole = TorchDynamoPlugin(backend="eager", use_regional_compilation=False)
+    accelerator = accelerator_of(device_under_test, dynamo_plugin=whole)
+    compiled = accelerator.prepare(tiny_llama(run))
+    with pytest.raises(ValueError, match=r"torch\.compile made one region of all of it"):
+        offload_prepared(accelerator, compiled, memory="1GiB", tier="disk")
+    checkpointed = tiny_llama(run)
+    checkpointed.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"^gradient checkpointing is on in 'model'"):
+        offload_prepared(accelerator, checkpointed, memory="1GiB", tier="disk")
+    spread = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    spread.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"and DataParallel spreads each step over several"):
+        offload_prepared(accelerator, spread, memory="1GiB", tier="disk")
+    with pytest.raises(TypeError, match=r"^only_inputs: of offload_modules"):
+        offload_prepared(accelerator, tiny_llama(run), memory="1GiB", only_inputs=True, tier="disk")
+    with pytest.raises(TypeError, match=r"^on_unfit: of torchoffload\.fit, which memory= asks for"):
+        offload_prepared(accelerator, tiny_llama(run), on_unfit="warn", tier="disk")

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import torchoffload
 from devices import Device
-from gradients import Run, assert_same_gradients
+from fitted_models import options_of
+from gradients import Run, assert_same_gradients, execute
 from models import Block
-from trainings import need, options
+from trainings import ROOM_FOR_ALL, STEPS_TO_SETTLE, assert_was_fitted, hooks_of, memory_of, need, options
 
 if importlib.util.find_spec("lightning") is None:
     need("pytorch_lightning")
@@ -193,3 +194,74 @@ def test_bad_input(device_under_test: Device):
     callback = OffloadActivationsCallback(tier="disk")
     with pytest.raises(TypeError, match=r"is for Lightning's Trainer, .*: got object with Linear"):
         callback.on_train_start(object(), nn.Linear(2, 2))
+
+
+def fit_training(pl: Any, run: Run, device: Device, directory: Path, **chosen: Any) -> Any:
+    """Trains with `memory=`, and checks what must be the same; returns the callback."""
+    module = module_of(pl, run)
+    callback = OffloadActivationsCallback(enabled=not run.stock, **chosen)
+    trainer = trainer_of(pl, device, directory, [callback], max_steps=STEPS_TO_SETTLE, num_sanity_val_steps=0)
+    trainer.fit(module)
+    assert "training_step" not in vars(trainer.strategy)
+    assert hooks_of(module) == 0
+    run.check(losses=module.losses, weights=module.state_dict())
+    if not run.stock:
+        assert callback.fitted.report().startswith("torchoffload.fit: TrainingStep, ")
+        assert callback.fitted.phase == "removed"
+        callback.needed = memory_of(callback.fitted, 0.5)
+    return callback
+
+
+FITS = {"all": {}, "only moving": {"recompute": False}, "chosen": {"modules": "blocks.*"}}
+
+
+@pytest.mark.devices("disk")
+@pytest.mark.parametrize("fit", FITS)
+def test_the_same_training_under_a_plan(pl, tmp_path: Path, device_under_test: Device, fit: str):
+    given = options_of(device_under_test) | FITS[fit]
+    room = fit_training(
+        pl, offloading_run(device_under_test), device_under_test, tmp_path, memory=ROOM_FOR_ALL, **given
+    )
+
+    def program(run: Run) -> None:
+        callback = fit_training(pl, run, device_under_test, tmp_path, memory=room.needed, **given)
+        if not run.stock:
+            assert_was_fitted(callback.fitted, recomputes=given.get("recompute", True))
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+@pytest.mark.devices("disk")
+def test_the_same_training_under_a_plan_that_moves_nothing(pl, tmp_path: Path, device_under_test: Device):
+    run = offloading_run(device_under_test)
+    room = fit_training(pl, run, device_under_test, tmp_path, memory=ROOM_FOR_ALL, move=False)
+
+    def program(run: Run) -> None:
+        callback = fit_training(pl, run, device_under_test, tmp_path, memory=room.needed, move=False)
+        if not run.stock:
+            assert_was_fitted(callback.fitted, moves=False)
+
+    stock = execute(program, device_under_test, stock=True)
+    assert execute(program, device_under_test, stock=False) == stock
+    assert "exception" not in stock
+
+
+@pytest.mark.devices("disk")
+def test_what_does_not_go_with_a_plan(pl, tmp_path: Path, device_under_test: Device):
+    run = offloading_run(device_under_test)
+    compiled, single = module_of(pl, run), module_of(pl, run)
+    compiled._compiler_ctx = {"compiler": "dynamo"}
+    single.blocks = single.blocks[0]
+    for module, message in (
+        (module_of(pl, run, manual=True), r"^memory= is for automatic optimization"),
+        (compiled, r"torch\.compile makes one region of a whole LightningModule"),
+        (single, r"^Regression repeats no module, so say by modules="),
+    ):
+        callback = OffloadActivationsCallback(memory="1GiB", tier="disk")
+        trainer = trainer_of(pl, device_under_test, tmp_path)
+        trainer.strategy._lightning_module = module
+        with pytest.raises(ValueError, match=message):
+            callback.on_train_start(trainer, module)
+        assert "training_step" not in vars(trainer.strategy)
+    with pytest.raises(TypeError, match=r"^recompute: of torchoffload\.fit, which memory= asks for"):
+        OffloadActivationsCallback(recompute=False, tier="disk")

@@ -1,4 +1,4 @@
-"""Two ranks under DDP, of which one alone offloads: the same bits on both, and warnings on rank 0."""
+"""Two ranks under DDP: one alone offloads, or each follows a plan of its own: the same bits, and warnings on rank 0."""
 
 import json
 import socket
@@ -41,6 +41,7 @@ def test_ranks_may_differ(tmp_path: Path):
         assert said["wrapped"]
         assert said["losses"]
         assert said["weights"]
+        assert said["fitted"] == {"losses": True, "weights": True}
     assert first["bytes_offloaded"] > 0
     assert second["bytes_offloaded"] == 0
     assert len(first["warnings"]) == 1

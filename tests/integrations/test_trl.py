@@ -1,6 +1,7 @@
 """TRL's SFT, DPO, KTO and Reward trainers, whose context encloses backward too: the same training, with bytes moved."""
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,19 @@ import pytest
 import torch
 
 from devices import Device
+from fitted_models import options_of
 from gradients import Run, assert_same_gradients
-from trainings import VOCABULARY, hooks_of, need, options, tiny_llama
+from trainings import (
+    ROOM_FOR_ALL,
+    STEPS_TO_SETTLE,
+    VOCABULARY,
+    assert_was_fitted,
+    hooks_of,
+    memory_of,
+    need,
+    options,
+    tiny_llama,
+)
 
 need("transformers", "accelerate", "datasets", "trl", "tokenizers", "peft")
 
@@ -214,3 +226,62 @@ def test_a_trl_without_activation_offloading(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(trls_own, NAME)
     with pytest.raises(ImportError, match=rf"trl {trl.__version__} has no trl\.models\.activation_offloading\.get_act"):
         install(tier="disk")
+
+
+@pytest.mark.devices("disk")
+@pytest.mark.parametrize("kind", DATA)
+def test_the_same_training_under_a_plan(kind: str, tmp_path: Path, device_under_test: Device):
+    given = options_of(device_under_test)
+
+    def trained(run: Run, memory: int) -> Any:
+        installed = install(memory=memory, **given)
+        with installed:
+            trainer = trainer_of(kind, run, tmp_path, max_steps=STEPS_TO_SETTLE)
+        trainer.train()
+        observe_trainer(run, trainer)
+        if not run.stock:
+            assert hooks_of(trainer.model) > 0
+            trainer.maybe_activation_offload_context.remove()
+        assert hooks_of(trainer.model) == 0
+        return installed.fitted, trainer
+
+    room, _trainer = trained(Run(device_under_test, stock=False, context=None), ROOM_FOR_ALL)
+
+    def program(run: Run) -> None:
+        fitted, _trainer = trained(run, memory_of(room, 0.3))
+        if not run.stock:
+            assert_was_fitted(fitted)
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+@pytest.mark.devices("disk")
+def test_a_model_is_fitted_as_long_as_its_trainer_lives(tmp_path: Path, device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+    with install(memory="1GiB", modules="model.layers.*", move=False) as installed:
+        assert installed.fitted is None
+        trainer = trainer_of("SFT", run, tmp_path)
+    trainer.train()
+    assert installed.fitted.phase != "removed"
+    model = trainer.model
+    del trainer
+    gc.collect()
+    assert installed.fitted.phase == "removed"
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.devices("disk")
+def test_what_does_not_go_with_a_plan(tmp_path: Path, device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+    with install(memory="1GiB", tier="disk"):
+        trainer = trainer_of("SFT", run, tmp_path, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match=r"^gradient checkpointing is on in 'model'"):
+        trainer.train()
+    with install(tier="disk"):
+        both = trainer_of("SFT", run, tmp_path, callbacks=[OffloadActivationsCallback(memory="1GiB", tier="disk")])
+    with pytest.raises(ValueError, match=r"^args\.activation_offloading is on, .* set activation_offloading=False"):
+        both.train()
+    with pytest.raises(TypeError, match=r"^move: of torchoffload\.fit, which memory= asks for"):
+        install(move=False)
+    with pytest.raises(TypeError, match=r"^modules: the blocks of torchoffload\.fit, which memory= asks for"):
+        install(modules="model.layers.*", tier="disk")

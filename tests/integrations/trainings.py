@@ -33,6 +33,27 @@ def options(device: Device, **more: Any) -> dict[str, Any]:
     return chosen | more
 
 
+ROOM_FOR_ALL = 1 << 50
+STEPS_TO_SETTLE = 28  # a survey takes three steps at most, and each plan that is tried another three
+
+
+def memory_of(fitted: Any, part: float) -> int:
+    """What `memory` is between the least that will do, at 0, and what the plain step takes, at 1."""
+    points = fitted.frontier()
+    low, high = points[0].memory_bytes, points[-1].memory_bytes
+    return int((low + (high - low) * part) / (1 - 0.04)) + 1
+
+
+def assert_was_fitted(fitted: Any, *, moves: bool = True, recomputes: bool = True) -> None:
+    """Fails unless a plan was tried and followed that moves or computes again something, and all is over now."""
+    assert fitted.phase == "removed"
+    assert fitted.plan.measured_s is not None, fitted.report()
+    assert (fitted.plan.moved_bytes > 0 and moves) or (fitted.plan.recompute_s > 0 and recomputes), fitted.report()
+    assert fitted.plan.moved_bytes == 0 or moves
+    assert fitted.plan.recompute_s == 0 or recomputes
+    assert "What the blocks do:" in fitted.report()
+
+
 def tiny_llama(run: Run, **config: Any) -> Any:
     """A Llama of two layers, the same weights in each run, on the run's device."""
     from transformers import LlamaConfig, LlamaForCausalLM

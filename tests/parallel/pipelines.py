@@ -48,12 +48,12 @@ def stages_of(world: World, schedule: str) -> list[int]:
     return [world.rank, world.rank + world.size] if schedule in LOOPED else [world.rank]
 
 
-def stage_of(world: World, module: nn.Module, index: int, count: int) -> PipelineStage:
+def stage_of(world: World, module: nn.Module, index: int, count: int, batch: int = BATCH) -> PipelineStage:
     """Shapes are given: to find them PyTorch calls autograd.grad, which a reentrant checkpoint does not allow."""
     device = world.torch_device
-    hidden = torch.empty(BATCH, TOKENS, SHAPE.hidden, device=device, requires_grad=True)
-    tokens = torch.empty(BATCH, TOKENS, dtype=torch.int64, device=device)
-    logits = torch.empty(BATCH, TOKENS, SHAPE.vocabulary, device=device, requires_grad=True)
+    hidden = torch.empty(batch, TOKENS, SHAPE.hidden, device=device, requires_grad=True)
+    tokens = torch.empty(batch, TOKENS, dtype=torch.int64, device=device)
+    logits = torch.empty(batch, TOKENS, SHAPE.vocabulary, device=device, requires_grad=True)
     given, made = tokens if index == 0 else hidden, logits if index == count - 1 else hidden
     return PipelineStage(module, index, count, device, input_args=given, output_args=made)
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
 __all__ = ["Agreement", "communicated", "counts_of_groups", "wait_for"]
 
@@ -36,11 +39,15 @@ def communicated(before: dict[Any, int]) -> tuple[Any, ...]:
     return tuple(group for group, count in counts_of_groups().items() if before.get(group, 0) != count)
 
 
-def wait_for(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what collectives are still to write to these tensors."""
+def wait_for(value: Any) -> None:
+    """Wait for what collectives are still to write to the tensors in ``value``, and for handles of such collectives."""
     if dist.is_available() and dist.is_initialized():
-        for tensor in list(tensors):
-            torch.ops._c10d_functional.wait_tensor(tensor.detach())
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                for tensor in plain_tensors(leaf.detach()):
+                    torch.ops._c10d_functional.wait_tensor(tensor)
+            elif isinstance(leaf, torch.ScriptObject):  # what operators of c10d return beside what they write to
+                leaf.wait()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -110,6 +110,7 @@ class Driver:
         self._followed: Trial | None = None
         self._smaller: SmallerCalls | None = None
         self._is_open = False  # a call has no backward yet
+        self._is_over = True  # a backward has ended since the turns of the blocks began
         self.notes: list[str] = []
         self.left_plan_count = 0
         self.survey: Survey
@@ -142,8 +143,10 @@ class Driver:
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
-        for reset in self._reset_counters:
-            reset()
+        if self._is_over:  # calls before a common backward are one step
+            self._is_over = False
+            for reset in self._reset_counters:
+                reset()
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         size, self._has_oom, self._reserved_bytes = self._largest(
             sum(tensor.numel() for tensor in tensors),
@@ -168,7 +171,7 @@ class Driver:
         if self.phase is Phase.TRIALS and self._has_begun and (self._has_ended or self._has_oom):
             self._has_begun = False
             self._end_trial_step()
-        self._size = size
+        self._size = max(size, self._size) if self._has_begun else size  # of the largest call of the step
         if self.phase is Phase.SURVEY:
             self._allow_communication([(tensor.shape, tensor.dtype) for tensor in tensors])
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
@@ -188,20 +191,19 @@ class Driver:
         self.agreement = Agreement.among(self._group, self.survey.groups, self.agreement)
         is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
         if is_unknown:
-            self._watch(last_windows)
+            self._watch(int(last_windows))
         else:
             self._make_plan()
 
     def _allow_communication(self, shapes: Any) -> None:
         """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
-        is_new = shapes != self._known_shapes
+        is_new = shapes != self._known_shapes or self.survey.is_hindered
         self._known_shapes = shapes
         self.survey.allows_communication = self.agreement is not None and not self._largest(is_new)[0]
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
-        if self.phase in {Phase.SURVEY, Phase.TRIALS} or self._smaller is not None:
-            self._backwards.follow(output)
+        self._backwards.follow(output)
 
     def backward_begins(self) -> None:
         """Take notice of a backward, in which this is called."""
@@ -210,7 +212,7 @@ class Driver:
 
     def backward_ends(self) -> None:
         """Take notice of the end of a backward."""
-        self._has_ended, self._is_open = True, False
+        self._has_ended, self._is_open, self._is_over = True, False, True
         if self.phase is Phase.SURVEY and self._has_begun:
             self.survey.backward_ended()
         elif self.phase is Phase.TRIALS:

@@ -23,7 +23,7 @@ from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
-from torchoffload._modules.selection import Selector, choose, outermost
+from torchoffload._modules.selection import Chosen, Selector, choose, outermost
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["FitPlan", "Fitted", "fit"]
 
 _DEFAULT_MARGIN = 0.04
+_GATHERING = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +234,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return on_accelerators[0] if on_accelerators else torch.device("cpu")
 
 
+def _computing(module: nn.Module) -> nn.Module:
+    """Return what computes in a wrapper that prepares for backward in its forward, or gathers parameters in it.
+
+    Such a forward must not be called again in backward.
+    """
+    while any(kind.__name__ in _GATHERING for kind in type(module).__mro__):
+        module = module.get_submodule("module")
+    return module
+
+
 @is_not_traced
 def fit(
     model: nn.Module,
@@ -343,7 +354,10 @@ def fit(
             f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
             "nothing is computed again: what is saved is kept or moves. Update torchoffload."
         )
-    chosen = outermost(choose(model, find_blocks(model) if blocks is None else blocks))
+    chosen = [
+        Chosen(each.name, _computing(each.module))
+        for each in outermost(choose(model, find_blocks(model) if blocks is None else blocks))
+    ]
     with _lock:
         if model in _drivers:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")

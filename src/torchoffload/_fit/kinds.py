@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, structure_of
-from torchoffload._fit.operators import communicates
+from torchoffload._fit.operators import communicates, to_one_rank
 from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.step import Call, Output, Step, Way
 from torchoffload._fit.step import Kind as StepKind
@@ -19,7 +19,6 @@ __all__ = ["Kind", "hull", "kind_of_call", "step_of"]
 # What the modes of a block take for each operator, at the very least: of two ways that take as long the one without
 # modes is better. What they really take shows when plans are tried.
 _MODES_S = 1e-6
-_TO_ONE_RANK = ("send", "recv")
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -56,16 +55,19 @@ class Kind:
     obstacle : str or None
         Why no block of the kind can be computed again; None if it can.
     groups : tuple of ProcessGroup
-        The groups of ranks that communicate in the block, and have to compute it again alike; none if it is not.
+        The groups of ranks that communicate in the block, and have to compute it again alike; none if they may not.
     """
 
     def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool, may_agree: bool = True) -> None:
         self._record = record
         self.obstacle: str | None = None
-        names = {call.operator.__name__ for call in record.operators if communicates(call.operator)}
+        called = {call.operator for call in record.operators}
+        names = {each.__name__ for each in called if communicates(each)}
         if not may_recompute:
             self.obstacle = "recompute=False"
-        elif any(name.startswith(_TO_ONE_RANK) for name in names):
+        elif any(getattr(each, "namespace", "") == "fsdp" for each in called):
+            self.obstacle = "FSDP gathers parameters inside of it: shard whole blocks, or give smaller ones"
+        elif any(map(to_one_rank, called)):
             self.obstacle = "it sends to a single rank or receives from one, which is not to do the same"
         elif (names or record.groups) and not may_agree:
             self.obstacle = "it has collectives inside, and the ranks make no plan together: group=None"
@@ -75,7 +77,7 @@ class Kind:
             self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
         elif not frontier(record):
             self.obstacle = "it writes to what is not its own, or runs kernels that PyTorch does not see"
-        self.groups = record.groups if self.obstacle is None else ()
+        self.groups = record.groups if may_recompute and may_agree else ()
         self.least = self._corners()[0].plan if self.obstacle is None else None
 
     def _corners(self) -> list[Corner]:
@@ -101,6 +103,7 @@ class Kind:
         record = self._record
         return MeasuredKind(
             structure=structure_of(record),
+            obstacle=self.obstacle,
             durations_ns=tuple(call.duration_ns for call in record.operators),
             sizes=tuple(record.nbytes[number] for number in sorted(record.nbytes)),
             forward_s=forward_s,
@@ -110,8 +113,8 @@ class Kind:
         )
 
     def take(self, known: MeasuredKind) -> None:
-        """Take the times and sizes that several ranks have together."""
-        record = self._record
+        """Take the times and sizes that several ranks have together, and what hinders any of them."""
+        record, self.obstacle = self._record, known.obstacle
         for call, duration_ns in zip(record.operators, known.durations_ns, strict=True):
             call.duration_ns = duration_ns
         record.nbytes = dict(zip(sorted(record.nbytes), known.sizes, strict=True))

@@ -31,6 +31,8 @@ class MeasuredKind:
     ----------
     structure : str
         A digest of their operators.
+    obstacle : str or None
+        Why none of them can be computed again; None if they can.
     durations_ns : tuple of int
         How long each operator takes.
     sizes : tuple of int
@@ -44,6 +46,7 @@ class MeasuredKind:
     """
 
     structure: str
+    obstacle: str | None
     durations_ns: tuple[int, ...]
     sizes: tuple[int, ...]
     forward_s: float
@@ -115,6 +118,7 @@ def together(all_measured: Sequence[Measured]) -> Measured:
 def _largest_kind(kinds: list[MeasuredKind]) -> MeasuredKind:
     return MeasuredKind(
         structure=kinds[0].structure,
+        obstacle=next((kind.obstacle for kind in kinds if kind.obstacle is not None), None),
         durations_ns=tuple(map(max, zip(*(kind.durations_ns for kind in kinds), strict=True))),
         sizes=tuple(map(max, zip(*(kind.sizes for kind in kinds), strict=True))),
         forward_s=max(kind.forward_s for kind in kinds),

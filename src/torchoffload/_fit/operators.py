@@ -27,6 +27,8 @@ __all__ = [
     "storages",
     "takes_generator",
     "tensors",
+    "to_one_rank",
+    "writes_unseen",
     "written",
 ]
 
@@ -158,6 +160,16 @@ def communicates(operator: Any) -> bool:
     return getattr(operator, "namespace", "") in _COLLECTIVES
 
 
+def to_one_rank(operator: Any) -> bool:
+    """Return whether the operator sends to a single rank, or receives from one."""
+    return communicates(operator) and operator.__name__.startswith(("send", "recv"))
+
+
+def writes_unseen(operator: Any) -> bool:
+    """Return whether the operator is a collective that writes to its first argument: their schemas do not say so."""
+    return getattr(operator, "namespace", "") == "c10d"
+
+
 def draws_by_tag(operator: Any) -> bool:
     """Return whether the operator's tags say that it draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
@@ -192,6 +204,8 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return []
+    if writes_unseen(operator):
+        return [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
     names = _writes_of(operator, schema)
     if not names:
         return []

@@ -114,7 +114,7 @@ class Recomputation(Mode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         run = self._call.runs.open.pop()
         if run.on_their_way:
-            wait_for(tensors(list(run.on_their_way)))
+            wait_for(run.on_their_way)
         run.end()
         for packed in self._call.packed:
             packed.let_go()

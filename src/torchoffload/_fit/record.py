@@ -1,5 +1,6 @@
 """Recording one call of a block: its operators, what they read, make and write, how long they take, what is saved."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ from torchoffload._fit.operators import (
     storages,
     takes_generator,
     tensors,
+    to_one_rank,
     written,
 )
+from torchoffload._pytorch.module_wrappers import COMPILED
 
 __all__ = ["BlockRecord", "OperatorCall", "Recorder"]
 
@@ -252,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers = numbers = _Numbers()
         self._values = _Values()
         self._is_looking = False
-        wait_for(tensors(inputs))
+        wait_for(inputs)
         self._inputs = addresses(inputs)
         self.record.nbytes = numbers.nbytes
         self.record.inputs = numbers.of_all(inputs)
@@ -262,7 +265,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
         self._clock = _Clock(next(iter(devices), torch.device("cpu")))
         self._generators = _Generators(devices)
-        self._reads: Any = _Reads(self._note_read)
+        # A mode for functions lets Dynamo read wrong attributes of tensors in what it compiles.
+        is_compiled = any(hasattr(each, COMPILED) or each._compiled_call_impl is not None for each in module.modules())
+        self._reads: Any = contextlib.nullcontext() if is_compiled else _Reads(self._note_read)
         self._hooks: saved_tensors_hooks | None = None
         self._group_counts: dict[Any, int] = {}
 
@@ -317,8 +322,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generators = self._generators.states()
         begin = self._clock.now()
         output = func(*args, **keywords)
-        if communicates(func):
-            self._looking(lambda: wait_for(tensors(output)))
+        if communicates(func) and not to_one_rank(func):
+            self._looking(lambda: wait_for(output))
         self._moments.append((begin, self._clock.now()))
         makes = self._numbers.of_all(output) - reads
         self.record.made |= makes

@@ -26,6 +26,7 @@ from torchoffload._fit.operators import (
     made_by,
     scalars,
     takes_generator,
+    writes_unseen,
     written,
 )
 
@@ -39,6 +40,11 @@ _FOREIGN_WRITE = (
     "torchoffload: {operator} in a planned block wrote to a tensor that is neither made in the block nor a parameter "
     "or buffer of it, which did not happen when the plan was made. The block cannot be computed again. Write to a new "
     "tensor, register the tensor as a buffer, or leave the block out of fit's blocks."
+)
+_NEW_COLLECTIVE = (
+    "torchoffload: {operator} was called in a planned block, and was not when the plan was made. It is a collective: "
+    "computed again, this rank would call it once more than others do. Leave the block out of fit's blocks, or give "
+    "fit recompute=False."
 )
 
 
@@ -220,7 +226,10 @@ class Call:
                 self.refusal = _FOREIGN_WRITE.format(operator=operator)
             self.state.wrote(number, targets)
         is_planned = self.left_at is None
-        if outside or takes_generator(operator, arguments):
+        is_new = communicates(operator) and operator not in self.plan.operators
+        if is_new and writes_unseen(operator):
+            self.refusal = _NEW_COLLECTIVE.format(operator=operator)
+        if outside or is_new or takes_generator(operator, arguments):
             self.once.add(number)
             needs = not (is_planned and number in self.plan.skipped)
             self._keep(number, output, arguments, needs=needs)

@@ -231,7 +231,7 @@ def least_plan(step: Step) -> StepPlan:
     while high - low > high // 1000 + 1:
         middle = (low + high) // 2
         found = _plan(step, middle)
-        if found is None:
+        if found is None or found.peak_bytes >= high:
             low = middle
         else:
             plan, high = found, found.peak_bytes

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchoffload._fit.kinds import Kind, kind_of_call
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind
 from torchoffload._fit.meter import Meter, unique_bytes
-from torchoffload._fit.operators import storages
+from torchoffload._fit.operators import storages, tensors
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.surveyed_call import TIMED_CALLS, SurveyedCall
 
@@ -161,6 +161,11 @@ class Survey:
         """The groups of ranks in which blocks communicate, in the order in which they were seen."""
         return list(dict.fromkeys(group for kind in self.kinds.values() for group in kind.groups))
 
+    @property
+    def is_hindered(self) -> bool:
+        """Whether a block that communicates cannot be computed again here."""
+        return any(kind.groups and kind.obstacle is not None for kind in self.kinds.values())
+
     def count_of_kind(self, key: tuple[Any, ...]) -> int:
         """Return how many calls of the kind this step had so far."""
         return sum(call.key == key for call in self.calls)
@@ -261,8 +266,8 @@ class Survey:
         spans = [call.span_s for call in timed[-1:] or calls if call.span_s is not None]
         if spans:
             backward_s = max(statistics.median(spans) - self._least_s(key), 0.5 * forward_s)
-        # The first call is given what all share, too.
-        input_bytes = min(call.input_bytes for call in calls)
+        # The first call may be given what all share, too, or what another block was given before.
+        input_bytes = max(call.input_bytes for call in calls[1:] or calls)
         return kind.measured(forward_s, backward_s, self._host_s(calls), input_bytes)
 
     def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
@@ -293,7 +298,8 @@ class Survey:
         model = self._model()
         assert model is not None
         weights = unique_bytes([*model.parameters(), *model.buffers()])
-        gradients = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor what is here
         others = self._began_bytes - weights
         return {"weights": weights, "gradients": gradients, "other tensors, as the optimizer's": max(0, others)}
 

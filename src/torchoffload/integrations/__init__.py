@@ -6,4 +6,6 @@
 ``.lightning``         ``OffloadActivationsCallback`` for Lightning's ``Trainer``
 ``.accelerate``        ``offload_prepared(accelerator, model)``
 =====================  ==========================================================
+
+With ``memory=``, each of them has ``torchoffload.fit`` choose what is kept, what moves and what is computed again.
 """

@@ -11,10 +11,11 @@ from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed, short
 from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.fit import Fitted
-from torchoffload._pytorch.module_wrappers import COMPILED
+from torchoffload._modules.selection import choose
 from torchoffload.integrations._trainers import (
     innermost_model,
     install_once,
+    is_of_peft,
     names_in,
     warn_on_rank_0,
     wrapped_in,
@@ -112,7 +113,8 @@ def _check_can_be_fitted(model: nn.Module, inner: nn.Module) -> None:
             "memory= is for one device in each process, and DataParallel spreads each step over several: start one "
             "process for each device with torchrun, or show only one device to this one"
         )
-    if hasattr(inner, COMPILED) or inner._compiled_call_impl is not None:
+    is_compiled = any(base.__name__ == "OptimizedModule" for base in type(inner).__mro__)
+    if is_compiled or inner._compiled_call_impl is not None:
         raise ValueError(
             "memory= needs to see the blocks of the model, and torch.compile made one region of all of it: compile "
             "the blocks each for itself, or nothing, or leave memory= out"
@@ -163,9 +165,20 @@ def fit_inner_model(
     _check_can_be_fitted(model, inner)
     if options.get("recompute", True):
         _warn_of_caches(inner)
-    blocks = names_in(inner, modules)
-    fitted_one = inner if called is None else called
+    blocks = None if modules is None else [each.module for each in choose(inner, names_in(inner, modules))]
+    fitted_one = _called_by_training(model) if called is None else called
     return install_once(inner, lambda: torchoffload.fit(fitted_one, memory, blocks=blocks, **cast("Any", options)))
+
+
+def _called_by_training(model: nn.Module) -> nn.Module:
+    """Return the module whose calls are the training's: the innermost model, and of PEFT's the outermost.
+
+    Which of the modules inside it a model of PEFT calls depends on its task.
+    """
+    for each in wrapped_in(model):
+        if is_of_peft(each):
+            return each
+    return innermost_model(model)
 
 
 class SurveyWatch:

@@ -13,7 +13,7 @@ import torchoffload
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import OffloadOptions, check_module, refuse_renamed
 from torchoffload._observe.stats import OffloadStats, at_reset
-from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS
+from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_options",
     "innermost_model",
     "install_once",
+    "is_of_peft",
     "missing_package",
     "names_in",
     "offload_inner_model",
@@ -90,6 +91,11 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
         if isinstance(inner, nn.Module):
             return inner
     return None
+
+
+def is_of_peft(model: nn.Module) -> bool:
+    """Return whether ``model`` is PEFT's wrapper around a model."""
+    return any(INNER_BY_CLASS.get(base.__name__) == PEFT for base in type(model).__mro__)
 
 
 def wrapped_in(model: nn.Module) -> Iterator[nn.Module]:
