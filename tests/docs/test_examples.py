@@ -79,7 +79,7 @@ def test_the_gpt_ends_the_same_with_less_memory_and_draws_its_picture(tier, tmp_
     child = _run("train_gpt.py", *options)
     _assert_same_and_smaller(child, picture, tier)
     assert re.search(r"offloaded +[\d.]+ [MG]iB in [1-9]", child.stdout), child.stdout  # the report: something moved
-    assert "torchoffload.fit: GPT, 2 blocks" in child.stdout  # the report of fit
+    assert "torchoffload.fit: GPT, " in child.stdout  # the report of fit
 
 
 def _assert_one_bit_is_told(child, run):

@@ -93,6 +93,7 @@ class _Process:
         self._replies_path.touch()
         environment = dict(
             os.environ,
+            PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",  # so that little more is reserved than allocated
             CUBLAS_WORKSPACE_CONFIG=":4096:8",  # fixed algorithms on every stream
             LOCAL_WORLD_SIZE=str(size),
             OMP_NUM_THREADS="1",

@@ -114,16 +114,15 @@ class Search {
   std::optional<JointPlan> best() {
     if (const std::vector<uint32_t> still = best_still(step_, memory_bytes_); still.size() == step_.calls.size())
       try_plan(still, std::nullopt);
-    const bool is_stock = best_[0] && best_[0]->recompute_s == 0;
+    const bool is_stock = best_.contains(0) && best_.at(0).recompute_s == 0;
     if (step_.may_move && !is_stock) {
       sweep();
       improve();
     }
-    std::optional<JointPlan> found;
-    for (auto& [size, plan] : best_) {
-      if (plan) note(found, *std::move(plan));
-    }
-    return found;
+    if (best_.empty()) return std::nullopt;
+    const auto least = std::ranges::min_element(
+        best_, [](const auto& one, const auto& other) { return one.second.step_s < other.second.step_s - kNoGainS; });
+    return std::move(least->second);
   }
 
  private:
@@ -166,21 +165,18 @@ class Search {
     std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes);
     if (!plan) return false;
     plans_.time(*plan);
-    note(best_[size], *std::move(plan));
+    // Of plans that take as long the one that came first stays.
+    const auto [known, is_first] = best_.try_emplace(size, *plan);
+    if (!is_first && plan->step_s < known->second.step_s - kNoGainS) known->second = *std::move(plan);
     return true;
-  }
-
-  // Of plans that take as long the one that came first stays.
-  static void note(std::optional<JointPlan>& best, JointPlan plan) {
-    if (!best || plan.step_s < best->step_s - kNoGainS) best = std::move(plan);
   }
 
   // Makes plans better, by changes of the windows and of single calls.
   void improve() {
-    const size_t most = std::min(kSimulations, kSimulatedCalls / (best_.size() * (step_.calls.size() + 1)));
+    const size_t most = std::min(kSimulations, kSimulatedCalls / ((best_.size() + 1) * (step_.calls.size() + 1)));
     for (auto& [size, plan] : best_) {
       simulations_left_ = most;
-      while (plan && (change_windows(*plan) | change_calls(*plan) | swap_calls(*plan))) {
+      while (change_windows(plan) | change_calls(plan) | swap_calls(plan)) {
       }
     }
   }
@@ -264,7 +260,7 @@ class Search {
   const uint64_t memory_bytes_;
   const BlockPlans plans_;
   std::vector<std::vector<size_t>> calls_of_;          // by kind
-  std::map<uint64_t, std::optional<JointPlan>> best_;  // by the size of the windows
+  std::map<uint64_t, JointPlan> best_;  // by the size of the windows
   size_t simulations_left_ = 0;
 };
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["Agreement", "communicated", "counts_of_groups", "wait_for"]
+__all__ = ["Agreement", "communicated", "counts_of_groups", "wait_for", "wait_for_all"]
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 _NO_AGREEMENT = (
@@ -40,14 +40,25 @@ def communicated(before: dict[Any, int]) -> tuple[Any, ...]:
 
 
 def wait_for(value: Any) -> None:
-    """Wait for what collectives are still to write to the tensors in ``value``, and for handles of such collectives."""
+    """Wait for what functional collectives are still to write to the tensors in ``value``."""
     if dist.is_available() and dist.is_initialized():
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 for tensor in plain_tensors(leaf.detach()):
                     torch.ops._c10d_functional.wait_tensor(tensor)
-            elif isinstance(leaf, torch.ScriptObject):  # what operators of c10d return beside what they write to
-                leaf.wait()  # type: ignore[attr-defined]
+
+
+def wait_for_all(value: Any) -> None:
+    """Wait for what a collective is still to write that has returned ``value``, be it functional or one of c10d."""
+    wait_for(value)
+    leaves = tree_leaves(value)
+    handles = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)} - {torch.device("cpu")}
+    for device in devices if handles else ():
+        torch.get_device_module(device).synchronize(device)
+    if handles and not devices:  # there are none where NCCL has enqueued a collective on the current stream
+        for handle in handles:
+            handle.wait()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

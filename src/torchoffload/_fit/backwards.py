@@ -15,6 +15,10 @@ class _Listener(Protocol):
     def backward_ends(self) -> None: ...
 
 
+class _Call:
+    """A call of the model whose backward has not ended. It lives as long as the call's graph."""
+
+
 class Backwards:
     """Tells a listener of each backward through what a model returned.
 
@@ -27,14 +31,24 @@ class Backwards:
     def __init__(self, listener: _Listener) -> None:
         self._listener = weakref.ref(listener)
         self._task = -1  # the graph task that was told of last
+        self._open: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._in_backward: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+    @property
+    def has_open_calls(self) -> bool:
+        """Whether there are calls whose backward has not ended, and may come yet."""
+        return len(self._open) > 0
 
     def follow(self, output: Any) -> None:
         """Tell of backwards through the tensors in ``output``."""
+        call = _Call()
         for leaf in [*tree_leaves(output), *tree_leaves(dict(getattr(output, "__dict__", {})))]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begins)  # type: ignore[no-untyped-call]
+                leaf.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
+                self._open.add(call)
 
-    def _begins(self, _gradient: torch.Tensor) -> None:
+    def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
+        self._in_backward.add(call)
         self.is_seen()
 
     def is_seen(self) -> None:
@@ -45,10 +59,18 @@ class Backwards:
         self._task = task
         listener.backward_begins()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_end, self._listener))
+        engine.queue_callback(partial(_end, weakref.ref(self)))
+
+    def end(self) -> None:
+        """Take notice of the end of a backward."""
+        self._open -= self._in_backward
+        self._in_backward.clear()
+        listener = self._listener()
+        if listener is not None:
+            listener.backward_ends()
 
 
-def _end(listener: "weakref.ref[_Listener]") -> None:
-    found = listener()
+def _end(backwards: "weakref.ref[Backwards]") -> None:
+    found = backwards()
     if found is not None:
-        found.backward_ends()
+        found.end()

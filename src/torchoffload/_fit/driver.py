@@ -109,8 +109,6 @@ class Driver:
         self.settled: Trial | None = None
         self._followed: Trial | None = None
         self._smaller: SmallerCalls | None = None
-        self._is_open = False  # a call has no backward yet
-        self._is_over = True  # a backward has ended since the turns of the blocks began
         self.notes: list[str] = []
         self.left_plan_count = 0
         self.survey: Survey
@@ -143,8 +141,9 @@ class Driver:
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
-        if self._is_over:  # calls before a common backward are one step
-            self._is_over = False
+        self._open_calls += 1
+        is_open = self._backwards.has_open_calls  # calls before a common backward are one step, as in pipelines
+        if not is_open:
             for reset in self._reset_counters:
                 reset()
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
@@ -158,17 +157,16 @@ class Driver:
                 self._begin_survey()
             elif self.phase is Phase.SETTLED:
                 self._check()
-                self._follow_size(int(size))
-        self._is_open = True
+                self._follow_size(self.largest_size if is_open else int(size))
+        has_ended = self._has_ended and (not is_open or self._open_calls > _MOST_OPEN_CALLS)
         if self.phase is Phase.SURVEY:
-            self._open_calls += 1
-            if self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
-                self._has_begun = False
-            if self._has_begun and self._has_ended:
+            if self._has_begun and has_ended:
                 self._has_begun = False
                 self._end_survey_step()
+            elif self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
+                self._has_begun = False
             self.largest_size = max(self.largest_size, size)
-        if self.phase is Phase.TRIALS and self._has_begun and (self._has_ended or self._has_oom):
+        if self.phase is Phase.TRIALS and self._has_begun and (has_ended or self._has_oom):
             self._has_begun = False
             self._end_trial_step()
         self._size = max(size, self._size) if self._has_begun else size  # of the largest call of the step
@@ -212,7 +210,7 @@ class Driver:
 
     def backward_ends(self) -> None:
         """Take notice of the end of a backward."""
-        self._has_ended, self._is_open, self._is_over = True, False, True
+        self._has_ended = True
         if self.phase is Phase.SURVEY and self._has_begun:
             self.survey.backward_ended()
         elif self.phase is Phase.TRIALS:
@@ -361,7 +359,7 @@ class Driver:
     def _follow_size(self, size: int) -> None:
         """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
         if self._smaller is not None and self.settled is not None:
-            wanted = self.settled if self._is_open else self._smaller.plan_for(size)
+            wanted = self._smaller.plan_for(size)
             if wanted is not self._followed and self.phase is Phase.SETTLED:
                 self._apply(wanted, keeps_cache=True)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
-from torchoffload._fit.agreement import communicated, counts_of_groups, wait_for
+from torchoffload._fit.agreement import communicated, counts_of_groups, wait_for, wait_for_all
 from torchoffload._fit.operators import (
     Kind,
     addresses,
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         begin = self._clock.now()
         output = func(*args, **keywords)
         if communicates(func) and not to_one_rank(func):
-            self._looking(lambda: wait_for(output))
+            self._looking(lambda: wait_for_all(output))
         self._moments.append((begin, self._clock.now()))
         makes = self._numbers.of_all(output) - reads
         self.record.made |= makes
