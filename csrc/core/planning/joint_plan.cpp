@@ -259,8 +259,8 @@ class Search {
   const StepOfBlocks& step_;
   const uint64_t memory_bytes_;
   const BlockPlans plans_;
-  std::vector<std::vector<size_t>> calls_of_;          // by kind
-  std::map<uint64_t, JointPlan> best_;  // by the size of the windows
+  std::vector<std::vector<size_t>> calls_of_;  // by kind
+  std::map<uint64_t, JointPlan> best_;         // by the size of the windows
   size_t simulations_left_ = 0;
 };
 
