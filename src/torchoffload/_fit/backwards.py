@@ -43,7 +43,8 @@ class Backwards:
         """Tell of backwards through the tensors in ``output``."""
         call = _Call()
         for leaf in [*tree_leaves(output), *tree_leaves(dict(getattr(output, "__dict__", {})))]:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            # A leaf, such as a parameter, would collect a hook in each call.
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
                 self._open.add(call)
 

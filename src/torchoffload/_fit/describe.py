@@ -47,7 +47,7 @@ def _point(step: Step, plan: StepPlan) -> FrontierPoint:
 
 def _surveyed(driver: "Driver") -> Step:
     if driver.step is None:
-        raise RuntimeError("the survey is not done yet: it takes the first two or three training steps")
+        raise RuntimeError("the survey is not done yet: it takes the first training steps, three as a rule")
     return driver.step
 
 

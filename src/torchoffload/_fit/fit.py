@@ -142,7 +142,7 @@ class Fitted:
         Raises
         ------
         RuntimeError
-            The survey is not done yet: it takes the first two or three steps.
+            The survey is not done yet: it takes the first steps, three as a rule.
         """
         return frontier(self._driver, count)
 
@@ -261,7 +261,7 @@ def fit(
     """Have training steps of ``model`` take the least time that is possible in the memory there is.
 
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
-    host or to disk, and which are computed again in backward. The training loop stays as it is. The first two or three
+    host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
     steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
     one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
     ``torch.utils.checkpoint`` are.

@@ -58,7 +58,7 @@ _OF_MODULES = ModuleKeywords.__optional_keys__ - ContextKeywords.__optional_keys
 _WINDOWS = frozenset({"offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size"})
 _ALL_OPTIONS = (ContextKeywords.__optional_keys__ - _WINDOWS) | _OF_FIT
 
-_STEPS_TO_A_PLAN = 16  # a survey takes two or three
+_STEPS_TO_A_PLAN = 16  # a survey takes three or so
 
 
 def _listed(names: Any) -> str:

@@ -1,0 +1,88 @@
+"""What a survey says of a step, and what several ranks say of theirs together."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from planned_blocks import BLOCKS, WIDTH
+from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, together
+
+
+class Shares(nn.Module):
+    """What its blocks are given, the module before them is given as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Identity()
+        self.blocks = nn.ModuleList(BLOCKS["transformer"]() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_input_of_a_block_counts_also_where_another_module_was_given_it(count: int):
+    model = Shares()
+    model.blocks = model.blocks[:count]
+    with torchoffload.fit(model, 1 << 50, move=False) as handle:
+        for _ in range(3):
+            model(torch.randn(4, 8, WIDTH, requires_grad=True)).backward()
+        step = handle._driver.step
+        assert step is not None
+        of_blocks = [step.kinds[call.kind] for call in step.calls][-1]
+        assert of_blocks.ways[0].input_bytes == 4 * 8 * WIDTH * 4
+
+
+def test_blocks_are_what_is_repeated_and_what_stands_beside_it():
+    model = Shares()
+    assert find_blocks(model) == [model.before, *model.blocks]
+    alone = nn.Sequential(nn.Linear(4, 4))
+    assert find_blocks(alone) == [alone]
+
+
+KIND = MeasuredKind(
+    structure="a", obstacle=None, durations_ns=(5, 7), sizes=(10, 20), forward_s=1.0, backward_s=2.0,
+    host=HostTimes(0.1, 0.2), input_bytes=30,
+)  # fmt: skip
+MEASURED = Measured(
+    kinds=(KIND,), calls=((0, 100, 200), (0, 110, None)), times_s=(0.1, 0.2, 0.3), loss_bytes=50, other_bytes=60,
+    fixed={"weights": 5},
+)  # fmt: skip
+
+
+def test_ranks_plan_for_the_largest_of_their_numbers():
+    other_kind = dataclasses.replace(
+        KIND, durations_ns=(6, 1), sizes=(1, 40), forward_s=0.5, backward_s=3.0, host=HostTimes(0.3, 0.1),
+        input_bytes=7, obstacle="it may not",
+    )  # fmt: skip
+    other = dataclasses.replace(
+        MEASURED, kinds=(other_kind,), calls=((0, 90, None), (0, 120, 5)), times_s=(0.2, 0.1, 0.4), loss_bytes=70,
+        other_bytes=6, fixed={"weights": 8},
+    )  # fmt: skip
+    both = together([MEASURED, other])
+    assert both.kinds[0] == MeasuredKind(
+        structure="a", obstacle="it may not", durations_ns=(6, 7), sizes=(10, 40), forward_s=1.0, backward_s=3.0,
+        host=HostTimes(0.3, 0.2), input_bytes=30,
+    )  # fmt: skip
+    assert both.calls == ((0, 100, 200), (0, 120, 5))
+    assert (both.times_s, both.loss_bytes, both.other_bytes) == ((0.2, 0.2, 0.4), 70, 60)
+    assert both.fixed == {"weights": 8}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(MEASURED, kinds=(dataclasses.replace(KIND, structure="b"),)),
+        dataclasses.replace(MEASURED, calls=MEASURED.calls[:1]),
+    ],
+)
+def test_ranks_with_different_blocks_are_told_so(other: Measured):
+    with pytest.raises(RuntimeError, match="group=None"):
+        together([MEASURED, other])
