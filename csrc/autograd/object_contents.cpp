@@ -22,15 +22,14 @@ bool is_plain(PyObject* object) { return PyList_CheckExact(object) || PyDict_Che
 // The contents of a plain list or dict.
 PyObject* plain_contents(PyObject* object) {
   if (PyList_CheckExact(object)) return PyList_GetSlice(object, 0, PyList_GET_SIZE(object));
-  PyObject* const contents = PyList_New(2 * PyDict_Size(object));
-  if (contents == nullptr) return nullptr;
+  // A list that is made may run finalizers, which may change the dict: it is made before the dict is looked at.
+  THPObjectPtr contents(PyList_New(0));
+  if (!contents) return nullptr;
   PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t place = 0;
   for (Py_ssize_t position = 0; PyDict_Next(object, &position, &key, &value);) {
-    PyList_SET_ITEM(contents, place++, Py_NewRef(key));
-    PyList_SET_ITEM(contents, place++, Py_NewRef(value));
+    if (PyList_Append(contents.get(), key) != 0 || PyList_Append(contents.get(), value) != 0) return nullptr;
   }
-  return contents;
+  return contents.release();
 }
 
 bool is_same(PyObject* one, PyObject* other) {
@@ -115,7 +114,7 @@ class Reaching {
   int contains(PyObject* object) const {
     const int is_known = PySet_Contains(left_out_, object);
     if (is_known >= 0) return is_known;
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
     PyErr_Clear();
     return 0;
   }

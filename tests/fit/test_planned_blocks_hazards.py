@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -272,6 +272,12 @@ def test_what_the_host_reads_is_computed_again(device_under_test: Device):
     )
 
 
+class Made:
+    """An attribute of a class: a recomputation does not put back what is in it."""
+
+    outputs: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+
 @pytest.mark.devices("disk")
 def test_a_step_leaves_nothing_alive(device_under_test: Device):
     """What is left out is held by hooks that autograd's own objects hold, where the garbage collector does not see."""
@@ -279,13 +285,11 @@ def test_a_step_leaves_nothing_alive(device_under_test: Device):
     x = torch.ones(4, 8, WIDTH, requires_grad=True)
     for corner in every_plan(block, x):
         plan_block(block, corner.plan)
-        made: list[weakref.ref[torch.Tensor]] = []
-        handle = block.up.register_forward_hook(
-            lambda module, args, output, into=made: into.append(weakref.ref(output))
-        )
+        Made.outputs.clear()
+        handle = block.up.register_forward_hook(lambda module, args, output: Made.outputs.append(weakref.ref(output)))
         block(x).sum().backward()
         handle.remove()
         gc.collect()
-        assert len(made) == 2  # forward's, and the recomputation's
-        assert [each() for each in made] == [None, None]
+        assert len(Made.outputs) == 2  # forward's, and the recomputation's
+        assert [each() for each in Made.outputs] == [None, None]
         unplan_block(block)

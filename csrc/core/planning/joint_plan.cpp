@@ -19,10 +19,10 @@ constexpr uint64_t kBeside = 3;  // stands for such windows, between those of 2 
 constexpr size_t kCounts = 8;
 // With nothing moving, amounts of what is kept are told apart by this part of the room.
 constexpr size_t kAmounts = 4096;
-// The best plan with windows of each size is made better step by step, with so many simulations at most. A simulation
+// The best plan with windows of each size is made better step by step, with so many changes at most. To look at one
 // takes the longer the more calls there are.
-constexpr size_t kSimulations = 1000;
-constexpr size_t kSimulatedCalls = 500'000;
+constexpr size_t kChanges = 2000;
+constexpr size_t kChangedCalls = 500'000;
 constexpr double kWindowChanges[] = {0, 0.5, 0.67, 0.75, 0.9, 1.1, 1.25, 1.5, 2};
 constexpr double kNoGainS = 1e-9;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
@@ -173,9 +173,9 @@ class Search {
 
   // Makes plans better, by changes of the windows and of single calls.
   void improve() {
-    const size_t most = std::min(kSimulations, kSimulatedCalls / ((best_.size() + 1) * (step_.calls.size() + 1)));
+    const size_t most = std::min(kChanges, kChangedCalls / ((best_.size() + 1) * (step_.calls.size() + 1)));
     for (auto& [size, plan] : best_) {
-      simulations_left_ = most;
+      changes_left_ = most;
       while (change_windows(plan) | change_calls(plan) | swap_calls(plan)) {
       }
     }
@@ -183,8 +183,9 @@ class Search {
 
   // Takes another plan in the place of this one if it fits and takes less time.
   bool take(JointPlan& plan, JointPlan other) {
-    if (simulations_left_ == 0 || !plans_.sum_up(other, memory_bytes_)) return false;
-    --simulations_left_;
+    if (changes_left_ == 0) return false;
+    --changes_left_;
+    if (!plans_.sum_up(other, memory_bytes_)) return false;
     plans_.time(other);
     if (other.step_s >= plan.step_s - kNoGainS) return false;
     plan = std::move(other);
@@ -192,6 +193,7 @@ class Search {
   }
 
   bool change_windows(JointPlan& plan) {
+    if (changes_left_ == 0) return false;
     bool is_better = false;
     const std::vector<uint64_t> sizes = plans_.moving_sizes(plan);
     const auto with = [&](double window_bytes) {
@@ -208,6 +210,7 @@ class Search {
   bool change_calls(JointPlan& plan) {
     bool is_better = false;
     for (size_t call = 0; call < plan.calls.size(); ++call) {
+      if (changes_left_ == 0) return is_better;
       for (CallPlan& option : options_of(call, plan.calls[call])) {
         JointPlan other = plan;
         other.calls[call] = std::move(option);
@@ -246,6 +249,7 @@ class Search {
     bool is_better = false;
     for (const std::vector<size_t>& calls : calls_of_) {
       for (size_t i = 0; i + 1 < calls.size(); ++i) {
+        if (changes_left_ == 0) return is_better;
         const CallPlan &one = plan.calls[calls[i]], &next = plan.calls[calls[i + 1]];
         if (one.way == next.way && one.moves == next.moves && one.moved == next.moved) continue;
         JointPlan other = plan;
@@ -261,7 +265,7 @@ class Search {
   const BlockPlans plans_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
   std::map<uint64_t, JointPlan> best_;         // by the size of the windows
-  size_t simulations_left_ = 0;
+  size_t changes_left_ = 0;
 };
 
 }  // namespace

@@ -89,7 +89,6 @@ class Driver:
         self.names = self._following.names
         self._group = group
         self.agreement: Agreement | None = None
-        self._known_shapes: Any = None
         self.meter = meter
         self.memory_bytes = memory_bytes
         self.margin = self._given_margin = margin
@@ -99,13 +98,13 @@ class Driver:
         self._raises = raises
         self.phase = Phase.SURVEY
         self._open_calls = 0  # calls of the model since the measured step began
-        self._has_begun = self._has_ended = False  # whether a measured step has begun, and its backward ended
+        # Whether a measured step has begun, its backward has ended, and a call of it has waited for its backward.
+        self._has_begun = self._has_ended = self._was_open = False
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
         self._call_modules: list[weakref.ref[nn.Module]] = []
-        self.candidates = Candidates()
         self.settled: Trial | None = None
         self._followed: Trial | None = None
         self._smaller: SmallerCalls | None = None
@@ -117,8 +116,7 @@ class Driver:
         self._reset_counters: list[Callable[[], None]] = []
         self._backwards = Backwards(self)
         self._ooms = meter.oom_count()
-        self.largest_size = 0
-        self._size = 0
+        self.largest_size, self._size, self._known_shapes = 0, 0, cast(Any, None)
         self._begin_survey()
 
     @property
@@ -163,8 +161,8 @@ class Driver:
             if self._has_begun and has_ended:
                 self._has_begun = False
                 self._end_survey_step()
-            elif self._open_calls > _MOST_OPEN_CALLS:  # no backward comes: begin again
-                self._has_begun = False
+            elif self._open_calls > _MOST_OPEN_CALLS or (self._was_open and not is_open and not self._has_ended):
+                self._has_begun = False  # no backward comes: begin again
             self.largest_size = max(self.largest_size, size)
         if self.phase is Phase.TRIALS and self._has_begun and (has_ended or self._has_oom):
             self._has_begun = False
@@ -173,7 +171,7 @@ class Driver:
         if self.phase is Phase.SURVEY:
             self._allow_communication([(tensor.shape, tensor.dtype) for tensor in tensors])
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
-            self._has_begun, self._has_ended, self._open_calls = True, False, 0
+            self._has_begun, self._has_ended, self._was_open, self._open_calls = True, False, False, 0
             if self.phase is Phase.SURVEY:
                 self.survey.begin_step()
             else:
@@ -202,6 +200,7 @@ class Driver:
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
         self._backwards.follow(output)
+        self._was_open |= self._backwards.has_open_calls
 
     def backward_begins(self) -> None:
         """Take notice of a backward, in which this is called."""
@@ -340,7 +339,11 @@ class Driver:
             return
         reserved = int(self._reserved_bytes)
         self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
-        if self._has_oom:
+        if (self._has_oom or reserved > self.memory_bytes) and self._followed is not self.settled:
+            self._smaller, self._ooms = None, self.meter.oom_count()
+            self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
+            self._apply(self.settled)
+        elif self._has_oom:
             self._tighten("a step ran out of memory")
         elif reserved > self.memory_bytes:
             self._tighten(f"a step reserved {human_bytes(reserved)}")

@@ -200,7 +200,7 @@ class Survey:
             self.mark(self._note_loss, begins_backward=True)
 
     def backward_ended(self) -> None:
-        """End the step: a backward has ended."""
+        """Take notice of the end of a backward. What is called behind the first one is not surveyed."""
         self._ended = self.mark(self._note_other)
 
     def end_step(self) -> bool:
