@@ -156,14 +156,12 @@ def _draw_courses(axes: Any, runs: dict[str, Run]) -> None:
         mebibytes = [in_use / MIB for _, in_use in run.course]
         axes.plot(milliseconds, mebibytes, label=label + given, color=COLORS[label])
         axes.fill_between(milliseconds, mebibytes, color=COLORS[label], alpha=0.15)
-    axes.set(
-        title="Memory over the last training step",
-        xlabel="ms since the step began",
-        ylabel="MiB over the state before the first step",
+    _label(
+        axes,
+        "Memory over the last training step",
+        "ms since the step began",
+        "MiB over the state before the first step",
     )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.legend()
 
 
 def _draw_frontier(axes: Any, fit: Fit, plain_bytes: int) -> None:
@@ -181,11 +179,17 @@ def _draw_frontier(axes: Any, fit: Fit, plain_bytes: int) -> None:
             axes.plot(peak_mib, 1000 * measured_s, "*", color=COLORS[FIT], markersize=12, label="chosen, measured")
     axes.axvline(fit.memory_bytes / MIB, color="tab:gray", linestyle="--", linewidth=1, label="memory that was given")
     axes.axvline(plain_bytes / MIB, color="tab:gray", linestyle=":", linewidth=1, label="memory of the plain run")
-    axes.set(
-        title="Time against memory, as fit predicts it",
-        xlabel="MiB of memory at the peak, with weights and gradients",
-        ylabel="ms of forward and backward",
+    _label(
+        axes,
+        "Time against memory, as fit predicts it",
+        "MiB of memory at the peak, with weights and gradients",
+        "ms of forward and backward",
     )
+
+
+def _label(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    """Give a panel its texts, and have both of its axes begin at 0."""
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend()

@@ -298,10 +298,10 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
       py::arg("value"), py::pos_only());
   m.def(
       "object_contents",
-      [](const py::list& roots, const py::set& left_out, const py::object& describe) {
-        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr()));
+      [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {
+        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr(), most));
       },
-      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::pos_only());
+      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::arg("most"), py::pos_only());
   m.def(
       "changed_contents",
       [](const py::list& before, const py::object& describe) {

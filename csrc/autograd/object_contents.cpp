@@ -10,8 +10,6 @@ namespace torchoffload {
 
 namespace {
 
-constexpr size_t kMostObjects = 20'000;
-
 bool is_left_out(PyObject* object) {
   return object == Py_None || PyUnicode_Check(object) || PyBytes_Check(object) || PyLong_Check(object) ||
          PyFloat_Check(object) || PyType_Check(object) || PyModule_Check(object) || THPVariable_Check(object);
@@ -85,18 +83,21 @@ Described described(PyObject* object, PyObject* describe) {
 // Goes through what can be reached, breadth first. References are held, since `describe` may run any code.
 class Reaching {
  public:
-  Reaching(PyObject* left_out, PyObject* describe) : left_out_(left_out), describe_(describe), found_(PyList_New(0)) {}
+  Reaching(PyObject* left_out, PyObject* describe, size_t most)
+      : left_out_(left_out), describe_(describe), most_(most), found_(PyList_New(0)) {}
 
   // Returns whether all went well.
   bool follow(PyObject* roots) {
     if (!found_ || !add_all(roots)) return false;
-    while (!left_.empty() && seen_.size() < kMostObjects) {
+    while (!left_.empty() && !has_too_many()) {
       THPObjectPtr object = std::move(left_.front());
       left_.pop_front();
       if (!look_into(object.get())) return false;
     }
     return true;
   }
+
+  bool has_too_many() const { return seen_.size() > most_; }
 
   PyObject* take() { return found_.release(); }
 
@@ -145,6 +146,7 @@ class Reaching {
 
   PyObject* left_out_;
   PyObject* describe_;
+  size_t most_;
   THPObjectPtr found_;
   std::deque<THPObjectPtr> left_;
   std::vector<THPObjectPtr> held_;
@@ -153,9 +155,11 @@ class Reaching {
 
 }  // namespace
 
-PyObject* object_contents(PyObject* roots, PyObject* left_out, PyObject* describe) {
-  Reaching reaching(left_out, describe);
-  return reaching.follow(roots) ? reaching.take() : nullptr;
+PyObject* object_contents(PyObject* roots, PyObject* left_out, PyObject* describe, size_t most) {
+  Reaching reaching(left_out, describe, most);
+  if (!reaching.follow(roots)) return nullptr;
+  if (reaching.has_too_many()) Py_RETURN_NONE;
+  return reaching.take();
 }
 
 PyObject* changed_contents(PyObject* before, PyObject* describe) {

@@ -108,9 +108,9 @@ def storage_addresses(value: object, /) -> set[int] | None:
     """
 
 def object_contents(
-    roots: list[Any], left_out: set[Any], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], /
-) -> list[tuple[Any, list[Any]]]:
-    """Return the objects that can be reached from ``roots``, each with what is in it; of very many the first ones.
+    roots: list[Any], left_out: set[Any], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], most: int, /
+) -> list[tuple[Any, list[Any]]] | None:
+    """Return the objects that can be reached from ``roots``, each with what is in it; None if they are too many.
 
     Plain lists, dicts and tuples are looked into here, and ``describe`` says of any other object what is in it, or
     None, and what to follow. What is in ``left_out`` is left out, as tensors, types, modules, texts and numbers are.

@@ -126,6 +126,20 @@ def test_objects_that_are_only_looked_at(value: Any):
     assert Containers(block, ((), {})).changed() is None
 
 
+def test_objects_that_are_too_many_are_an_obstacle():
+    """What the first ones of them hide could change in forward: a recomputation would change it once more."""
+    block = nn.Linear(2, 2)
+    block.vocabulary = {number: (number,) for number in range(30)}
+    block.calls = []
+    assert Containers(block, ((), {}), most=20).changed() == "structure of too many objects to look at"
+    assert Containers(block, ((), {}), most=1000).changed() is None
+    containers = Containers(block, ((), {}))
+    block.calls.append(1)
+    with containers.in_place():
+        assert block.calls == []
+    assert block.calls == [1]
+
+
 class ByKeyword(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -102,10 +102,10 @@ def test_a_plan_that_waits_for_memory_is_compared_with_one_that_takes_less():
     candidates.add(STEP, plan_step(STEP, 90 * MIB))
     trial = candidates.take_next()
     assert trial is not None
-    assert not candidates.is_to_be_timed
-    assert candidates.is_to_be_timed
+    assert not candidates.ends_timed_step()
+    assert candidates.ends_timed_step()
     assert not candidates.note_time(13.0, waits_for_memory=True)
-    assert candidates.is_to_be_timed
+    assert candidates.ends_timed_step()
     assert candidates.note_time(12.9, waits_for_memory=False)
     candidates.add_learned(STEP, 90 * MIB)
     other = candidates.take_next()

@@ -13,8 +13,9 @@ namespace {
 
 // The sizes of windows that are tried, as multiples of the largest record that may move.
 constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
-constexpr size_t kOthers = 2;
-constexpr uint64_t kBeside = 3;  // stands for such windows, between those of 2 and of 4 records
+// Windows with room for the largest record and one of the next smaller sizes: so many of these sizes are tried.
+constexpr size_t kSmallerSizes = 2;
+constexpr uint64_t kWithSmaller = 3;  // the number under which the best plan with such windows is kept; no multiple
 // Of the calls of a kind that go on to the next way this many different counts are tried.
 constexpr size_t kCounts = 8;
 // With nothing moving, amounts of what is kept are told apart by this part of the room.
@@ -155,9 +156,9 @@ class Search {
       if (size > 1 && size * largest_bytes > memory_bytes_ / 2) break;
       try_plan(ways, size * largest_bytes, size);
     }
-    // A record on its way beside each smaller one.
-    for (size_t place = sizes.size() - std::min(sizes.size(), kOthers + 1); place + 1 < sizes.size(); ++place)
-      try_plan(ways, largest_bytes + sizes[place], kBeside);
+    // The largest record, and one of the next smaller sizes beside it.
+    for (size_t place = sizes.size() - std::min(sizes.size(), kSmallerSizes + 1); place + 1 < sizes.size(); ++place)
+      try_plan(ways, largest_bytes + sizes[place], kWithSmaller);
   }
 
   // `size`: of the window, as a multiple of the largest record.

@@ -56,7 +56,9 @@ def wait_for_all(value: Any) -> None:
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)} - {torch.device("cpu")}
     for device in devices if handles else ():
         torch.get_device_module(device).synchronize(device)
-    if handles and not devices:  # there are none where NCCL has enqueued a collective on the current stream
+    # NCCL gives an empty handle for a collective on the current stream, and to wait for that is a crash. So a handle is
+    # waited for on a CPU only, and elsewhere the device.
+    if handles and not devices:
         for handle in handles:
             handle.wait()  # type: ignore[attr-defined]
 

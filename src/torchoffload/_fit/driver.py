@@ -93,7 +93,6 @@ class Driver:
         self.memory_bytes = memory_bytes
         self.margin = self._given_margin = margin
         self.may_recompute, self.may_move = may_recompute, may_move
-        self.options = options
         self._context_options = OffloadOptions(**options)
         self._raises = raises
         self.phase = Phase.SURVEY
@@ -140,16 +139,16 @@ class Driver:
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
         self._open_calls += 1
-        is_open = self._backwards.has_open_calls  # calls before a common backward are one step, as in pipelines
-        if not is_open:
-            for reset in self._reset_counters:
-                reset()
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        size, self._has_oom, self._reserved_bytes = self._largest(
+        size, is_open, self._has_oom, self._reserved_bytes = self._largest(
             sum(tensor.numel() for tensor in tensors),
+            self._backwards.has_open_calls,
             self.meter.oom_count() > self._ooms,
             self.meter.reserved_bytes() if self.phase in {Phase.TRIALS, Phase.SETTLED} else 0,
         )
+        if not is_open:  # calls before a common backward are one step, as in pipelines
+            for reset in self._reset_counters:
+                reset()
         if self.phase is Phase.SETTLED or self.phase is Phase.LEAST:
             if size > self.largest_size:
                 self._begin_survey()
@@ -300,7 +299,7 @@ class Driver:
         elif self._size != self.largest_size:
             if self.candidates.note_other_size():
                 self._settle(trial)
-        elif self.candidates.is_to_be_timed:
+        elif self.candidates.ends_timed_step():
             has_waited = self.meter.retry_count() > self._retries
             taken_s, has_waited = self._largest(self.meter.between_s(self._began, self._ended), has_waited)
             if self.candidates.note_time(taken_s, waits_for_memory=bool(has_waited)):
@@ -317,10 +316,10 @@ class Driver:
 
     def _learns(self) -> bool:
         """Learn from the trials, once. Returns whether another plan is to be tried then."""
-        if self._has_learned or self.step is None:
+        if self._has_learned:
             return False
         self._has_learned = True
-        self.step = self.candidates.add_learned(self.step, self.plan_bytes)
+        self.step = self.candidates.add_learned(cast(Step, self.step), self.plan_bytes)
         return self._next_trial()
 
     def _settle(self, trial: Trial) -> None:

@@ -43,21 +43,27 @@ class Containers:
     ----------
     module : nn.Module
         The module that is called.
-    arguments : nest of containers
-        What it is called with.
+    arguments : tuple
+        The positional and the keyword arguments of the call.
+    most : int, optional
+        How many objects are looked at. If there are more, that is an obstacle; by default it is never.
     """
 
-    def __init__(self, module: nn.Module, arguments: Any) -> None:
+    def __init__(self, module: nn.Module, arguments: Any, most: int = sys.maxsize) -> None:
         own = set(module.modules())
         args, kwargs = arguments  # of which the tuple and the dict are nobody else's: a dict would hold its tensors
         roots = [value for each in own for value in _roots(each)]
-        self._before = core.object_contents([*roots, *args, *kwargs.values()], own, _describe)
+        found = core.object_contents([*roots, *args, *kwargs.values()], own, _describe, most)
+        self._are_too_many = found is None
+        self._before = found or []
 
     def changed(self) -> str | None:
         """Return the type of the first object whose content is another one now; None if all are the same.
 
-        An iterator counts as changed: what it will return next cannot be seen.
+        An iterator counts as changed: what it will return next cannot be seen. So do objects that are too many.
         """
+        if self._are_too_many:
+            return "structure of too many objects to look at"
         iterator = next((each for each, _ in self._before if _is_iterator(each)), None)
         if iterator is not None:
             return type(iterator).__name__

@@ -25,6 +25,7 @@ from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Chosen, Selector, choose, outermost
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
+from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["FitPlan", "Fitted", "fit"]
 
 _DEFAULT_MARGIN = 0.04
-_GATHERING = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +239,8 @@ def _computing(module: nn.Module) -> nn.Module:
 
     Such a forward must not be called again in backward.
     """
-    while any(kind.__name__ in _GATHERING for kind in type(module).__mro__):
-        module = module.get_submodule("module")
-    return module
+    names = [INNER_BY_CLASS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in INNER_BY_CLASS]
+    return module if not names or names[0] == PEFT else _computing(getattr(module, names[0]))
 
 
 @is_not_traced

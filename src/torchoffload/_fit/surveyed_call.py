@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMED_CALLS", "SurveyedCall"]
 
+_MOST_OBJECTS = 20_000  # to look at more of them in each call would take longer than most blocks do
 TIMED_CALLS = 2  # of each kind; the second one, since with the first one's backward that of the model's head ends
 
 
@@ -55,7 +56,7 @@ class SurveyedCall(Watch):
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
         self._survey = survey
-        self._containers = Containers(module, inputs) if self.records else None
+        self._containers = Containers(module, inputs, _MOST_OBJECTS) if self.records else None
         self.times_operators = survey.is_timing and not self.records and survey.count_of_kind(key) < TIMED_CALLS
         self.began = survey.mark(self._note_forward)
         self._host_s = time.perf_counter()

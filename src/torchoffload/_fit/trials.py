@@ -11,10 +11,10 @@ from torchoffload._observe.units import human_bytes
 
 __all__ = ["Candidates", "Trial", "learned", "plans_to_try", "restricted", "unfit_message", "with_overhead"]
 
-# Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
 _TIMED_STEPS = 2
-_WITH_MORE_ROOM = 0.94
 _STEPS_OF_OTHER_SIZES = 12
+_WITH_MORE_ROOM = 0.94  # the part of the memory that is planned for where the allocator had too little room
+# Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
 _CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
 
 
@@ -93,9 +93,8 @@ class Candidates:
         self._others = 0
         return self.current
 
-    @property
-    def is_to_be_timed(self) -> bool:
-        """Whether the step that has ended is one that counts, by the order of steps."""
+    def ends_timed_step(self) -> bool:
+        """Take notice of the end of a step. Returns whether its time counts: that of the first one does not."""
         self._timed += 1
         return self._timed > 0
 
