@@ -125,7 +125,11 @@ def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_
 def describe(driver: "Driver") -> str:
     """Return the report of a fitted model."""
     model = type(driver.model).__name__
-    lines = [f"torchoffload.fit: {model}, {len(driver.names)} blocks, within {human_bytes(driver.memory_bytes)}"]
+    budget = driver.budget
+    shared = f", shared by {budget.sharer_count} fitted models" if budget.sharer_count > 1 else ""
+    lines = [
+        f"torchoffload.fit: {model}, {len(driver.names)} blocks, within {human_bytes(budget.memory_bytes)}{shared}"
+    ]
     step, settled = driver.step, driver.settled
     if step is None or settled is None:
         done = (
@@ -156,7 +160,7 @@ def describe(driver: "Driver") -> str:
         lines.append(
             f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}"
         )
-    more = plan_step(step, driver.plan_bytes + _GIB)
+    more = plan_step(step, budget.room_bytes(step) + _GIB)
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
         lines.append(f"One more GiB would save {_ms(gained)} a step.")
@@ -198,7 +202,7 @@ def plot(driver: "Driver", path: str | os.PathLike[str]) -> None:
         axes.plot(settled.step.peak_bytes(settled.plan) / _GIB, taken * 1e3, "*", markersize=12, color="tab:red",
                   label="chosen, " + ("predicted" if settled.step_s is None else "measured"))  # fmt: skip
     axes.axvline(
-        driver.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given"
+        driver.budget.memory_bytes / _GIB, linestyle="--", color="tab:gray", linewidth=1, label="memory that was given"
     )
     axes.set_xlabel("device memory at the peak [GiB]")
     axes.set_ylabel("forward and backward [ms]")

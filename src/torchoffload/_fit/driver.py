@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.agreement import Agreement
 from torchoffload._fit.backwards import Backwards
+from torchoffload._fit.budget import Budget
 from torchoffload._fit.following import Following
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
@@ -41,8 +42,8 @@ class Driver:
         The model, and its blocks.
     meter : Meter
         The device's clock and memory.
-    memory_bytes, margin : int, float
-        What the process may reserve on the device, and the part of it that is left for fragmentation.
+    budget : Budget
+        What plans may take.
     may_recompute, may_move : bool
         What plans may do.
     options : dict
@@ -76,8 +77,7 @@ class Driver:
         chosen: list[Chosen],
         meter: Meter,
         *,
-        memory_bytes: int,
-        margin: float,
+        budget: Budget,
         may_recompute: bool,
         may_move: bool,
         options: dict[str, Any],
@@ -90,8 +90,7 @@ class Driver:
         self._group = group
         self.agreement: Agreement | None = None
         self.meter = meter
-        self.memory_bytes = memory_bytes
-        self.margin = self._given_margin = margin
+        self.budget = budget
         self.may_recompute, self.may_move = may_recompute, may_move
         self._context_options = OffloadOptions(**options)
         self._raises = raises
@@ -130,11 +129,6 @@ class Driver:
     def call_modules(self) -> list[nn.Module]:
         """The block of each call of the step that was surveyed, in the order of forward."""
         return [module for each in self._call_modules if (module := each()) is not None]
-
-    @property
-    def plan_bytes(self) -> int:
-        """What a plan may allocate on the device."""
-        return int(self.memory_bytes * (1 - self.margin))
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
@@ -249,7 +243,8 @@ class Driver:
 
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""
-        self.memory_bytes, self.margin, self.step = memory_bytes, self._given_margin, self._surveyed
+        self.budget.give(memory_bytes)
+        self.step = self._surveyed
         if self.step is not None:
             self.choose()
 
@@ -258,10 +253,8 @@ class Driver:
         step = cast(Step, self.step)
         self.candidates, self.settled = Candidates(), None
         self._has_learned = step is not self._surveyed
-        if self.agreement is not None:
-            self.memory_bytes = int(-self.agreement.largest(-self.memory_bytes)[0])
-            self.margin = self.agreement.largest(self.margin)[0]
-        for plan in plans_to_try(step, self.plan_bytes):
+        self.budget.share(self.agreement)
+        for plan in plans_to_try(step, self.budget.room_bytes(step)):
             self.candidates.add(step, plan)
         if self.candidates.trials:
             self.phase = Phase.TRIALS
@@ -274,7 +267,7 @@ class Driver:
         plan = least_plan(step)
         self.settled = Trial(step, plan)
         self._apply(self.settled)
-        message = unfit_message(step, plan, self.memory_bytes, self.margin)
+        message = unfit_message(step, plan, self.budget)
         self.notes.append(message)
         if self._raises:
             raise RuntimeError(message)
@@ -293,7 +286,7 @@ class Driver:
         trial = self.candidates.current
         assert trial is not None
         trial.reserved_bytes = self._reserved_bytes
-        trial.has_failed = self._has_oom or trial.reserved_bytes > self.memory_bytes
+        trial.has_failed = self._has_oom or trial.reserved_bytes > self.budget.memory_bytes
         if trial.has_failed:
             self._after_trial()
         elif self._size != self.largest_size:
@@ -318,8 +311,8 @@ class Driver:
         """Learn from the trials, once. Returns whether another plan is to be tried then."""
         if self._has_learned:
             return False
-        self._has_learned = True
-        self.step = self.candidates.add_learned(cast(Step, self.step), self.plan_bytes)
+        self._has_learned, step = True, cast(Step, self.step)
+        self.step = self.candidates.add_learned(step, self.budget.room_bytes(step))
         return self._next_trial()
 
     def _settle(self, trial: Trial) -> None:
@@ -327,7 +320,8 @@ class Driver:
             self._apply(trial)
         self.settled, self.phase = trial, Phase.SETTLED
         is_plain = not trial.again_count and not trial.plan.moved_bytes
-        self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, self.plan_bytes)
+        room_bytes = self.budget.room_bytes(trial.step)
+        self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, room_bytes)
         self._ooms = self.meter.oom_count()
 
     # Following a plan.
@@ -338,22 +332,21 @@ class Driver:
             return
         reserved = int(self._reserved_bytes)
         self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
-        if (self._has_oom or reserved > self.memory_bytes) and self._followed is not self.settled:
+        if (self._has_oom or reserved > self.budget.memory_bytes) and self._followed is not self.settled:
             self._smaller, self._ooms = None, self.meter.oom_count()
             self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
             self._apply(self.settled)
         elif self._has_oom:
             self._tighten("a step ran out of memory")
-        elif reserved > self.memory_bytes:
+        elif reserved > self.budget.memory_bytes:
             self._tighten(f"a step reserved {human_bytes(reserved)}")
 
     def _tighten(self, why: str) -> None:
         """Plan for less memory."""
         worst = max(trial.reserved_bytes for trial in [*self.candidates.trials, *filter(None, [self.settled])])
-        beyond = max(0, worst - self.memory_bytes) / self.memory_bytes
-        self.margin = min(0.9, self.margin + max(beyond, 0.02))
-        self.notes.append(f"{why}: from then on plans leave {self.margin:.0%} of the memory free")
-        if self.margin >= 0.5 and self.step is not None:
+        self.budget.tighten(worst)
+        self.notes.append(f"{why}: from then on plans leave {self.budget.margin:.0%} of the memory free")
+        if self.budget.is_exhausted and self.step is not None:
             self._does_not_fit(self.step)
         else:
             self.choose()
@@ -384,7 +377,7 @@ class Driver:
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         self.largest_size = saved.largest_size
         self.operators = [tuple(operators) for operators in saved.operators]
-        if self.step != saved.step or self.memory_bytes != saved.memory_bytes:
+        if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
             self.choose()
             return
         self._settle(Trial(saved.step, saved.plan, saved.step_s))
@@ -396,4 +389,5 @@ class Driver:
     def remove(self) -> None:
         """Take everything away."""
         self.phase = Phase.REMOVED
+        self.budget.end()
         self._following.remove()

@@ -16,6 +16,7 @@ from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
 from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.blocks import can_checkpoint
+from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
@@ -365,7 +366,7 @@ def fit(
                 if each.module in other.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         driver = Driver(
-            model, chosen, meter, memory_bytes=memory_bytes, margin=float(margin), may_recompute=recompute,
+            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device), may_recompute=recompute,
             may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
         )  # fmt: skip
         try:

@@ -72,7 +72,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
     document = {
         "format": _FORMAT,
         "torch": torch.__version__,
-        "memory_bytes": driver.memory_bytes,
+        "memory_bytes": driver.budget.memory_bytes,
         "largest_size": driver.largest_size,
         "step": dataclasses.asdict(settled.step),
         "plan": dataclasses.asdict(settled.plan),

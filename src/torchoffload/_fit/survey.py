@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.kinds import Kind, kind_of_call
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind
 from torchoffload._fit.meter import Meter, unique_bytes
@@ -106,14 +107,21 @@ class Survey:
     def watch(self, module: nn.Module, inputs: Any) -> Watch:
         """Return what a call of a block is to do."""
         has_no_values = any(map(is_lazy, _state(module)))
-        if self._began is None or self._ended is not None or has_no_values:
+        if self._began is None or has_no_values:
             return Watch(None)  # the model itself was not called, or its parameters do not exist yet
         key = kind_of_call(module, inputs)
         if module in self._different:
             key = (*key, id(module))
+        if self._ended is not None:  # as in pipelines: behind the first backward, in the least memory all the same
+            return Watch(self.least_plan(key))
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
         return call
+
+    def least_plan(self, key: tuple[Any, ...]) -> BlockPlan | None:
+        """Return how a block of the kind runs in the least memory, as far as that is known and may be."""
+        kind = self.kinds.get(key)
+        return None if kind is None or not self._may_compute_again(kind) else kind.least
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
@@ -152,8 +160,7 @@ class Survey:
         """The windows of the next step: none where memory is measured, and room for a block's input in the last one."""
         return max((call.input_bytes for call in self.calls), default=0) if self.is_timing else 0
 
-    def may_compute_again(self, kind: Kind) -> bool:
-        """Return whether a block of the kind is computed again in this step, if it can be."""
+    def _may_compute_again(self, kind: Kind) -> bool:
         return self.allows_communication or not kind.groups
 
     @property

@@ -42,9 +42,8 @@ class SurveyedCall(Watch):
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
-        kind = survey.kinds.get(key)
-        super().__init__(None if kind is None or not survey.may_compute_again(kind) else kind.least)
-        self.records = kind is None
+        super().__init__(survey.least_plan(key))
+        self.records = key not in survey.kinds
         self._module = weakref.ref(module)
         self.key = key
         self.input_bytes = survey.note_inputs(inputs)

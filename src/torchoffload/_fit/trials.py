@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torchoffload._fit.budget import Budget
 from torchoffload._fit.kinds import hull
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, plan_step
 from torchoffload._observe.units import human_bytes
@@ -185,10 +186,10 @@ def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
     return step if may_move else dataclasses.replace(step, may_move=False)
 
 
-def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float) -> str:
+def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     """Say how much memory a step needs at least, and what takes it."""
     needed = step.peak_bytes(least)
-    suggestion = needed / (1 - margin)
+    suggestion = needed / (1 - budget.margin)
     parts = dict(step.fixed)
     fixed = sum(parts.values())
     parts["at the loss"] = max(0, step.loss_bytes - fixed)
@@ -196,7 +197,7 @@ def unfit_message(step: Step, least: StepPlan, memory_bytes: int, margin: float)
     parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
     told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
     return (
-        f"fit: {human_bytes(memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
-        f"{margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
+        f"fit: {human_bytes(budget.memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"{budget.margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
         f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
     )

@@ -1,0 +1,105 @@
+"""What fitted models take beside each other, and what a survey takes behind the first backward."""
+
+import itertools
+
+import torch
+from torch import nn
+
+import torchoffload
+from planned_blocks import BLOCKS, WIDTH
+from torchoffload._fit.budget import Budget
+from torchoffload._fit.recompute import Recomputation
+from torchoffload._fit.step import least_plan
+
+DEVICE = torch.device("cpu")
+OTHER_DEVICE = torch.device("meta")
+
+
+def model_of_blocks(count: int = 4) -> nn.Module:
+    return nn.Sequential(*(BLOCKS["transformer"]() for _ in range(count)))
+
+
+def train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean().backward()
+
+
+def test_models_on_one_device_divide_what_there_is_beyond_the_least():
+    first, second = model_of_blocks(), model_of_blocks(6)
+    with torchoffload.fit(first, 1 << 50, move=False) as one:
+        train(first, 20)
+        points = one.frontier()
+        middle = (points[0].memory_bytes + points[-1].memory_bytes) // 2
+        memory_bytes = int(middle / 0.96) + 1
+        one.replan(memory_bytes)
+        assert "shared" not in one.report()
+        alone = one.plan
+        with torchoffload.fit(second, 1 << 50, move=False) as other:
+            train(second, 4)
+            one.replan(memory_bytes)
+            train(first, 20)
+            assert one.plan is not None
+            assert one.plan.predicted_peak_bytes <= points[0].memory_bytes + (middle - points[0].memory_bytes) // 2
+            assert "shared by 2 fitted models" in one.report()
+            assert other.phase != "survey"
+        one.replan(memory_bytes)
+        train(first, 20)
+        assert one.plan is not None
+        assert one.plan.predicted_peak_bytes > points[0].memory_bytes + (middle - points[0].memory_bytes) // 2
+        assert alone is None or one.plan.predicted_peak_bytes >= alone.predicted_peak_bytes
+
+
+def test_budgets_of_other_devices_and_of_removed_models_do_not_count():
+    budget, elsewhere = Budget(100, 0.1, DEVICE), Budget(100, 0.1, OTHER_DEVICE)
+    before = Budget(100, 0.1, DEVICE)
+    budget.share(None)
+    assert budget.sharer_count == 2
+    before.end()
+    budget.share(None)
+    assert budget.sharer_count == 1
+    del elsewhere
+
+
+def test_a_budget_that_is_tightened_leaves_more_and_is_exhausted_at_last():
+    budget = Budget(100, 0.04, DEVICE)
+    budget.tighten(130)
+    assert budget.usable_bytes == 66
+    assert not budget.is_exhausted
+    budget.tighten(90)
+    assert budget.usable_bytes == 64
+    budget.give(200)
+    assert budget.usable_bytes == 192
+    budget.tighten(400)
+    assert budget.is_exhausted
+
+
+def pipelined(model: nn.Module, sequence: str) -> None:
+    """Run calls and backwards in an order such as "FFBFBB", each backward that of the earliest call left."""
+    losses = []
+    for action in sequence:
+        if action == "F":
+            losses.append(model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean())
+        else:
+            losses.pop(0).backward()
+
+
+def test_calls_behind_the_first_backward_of_a_step_take_the_least_memory_in_the_survey(monkeypatch):
+    """As in 1F1B: what they keep would be in the memory that every plan is said to take."""
+    model = model_of_blocks(3)
+    counts, enter, count = [], Recomputation.__enter__, itertools.count()
+
+    def counting(recomputation: Recomputation) -> Recomputation:
+        next(count)
+        return enter(recomputation)
+
+    monkeypatch.setattr(Recomputation, "__enter__", counting)
+    with torchoffload.fit(model, 1 << 50, move=False) as handle:
+        while handle.phase == "survey" and len(counts) < 10:
+            pipelined(model, "FFBFBFBB")
+            counts.append(next(count))
+        step = handle._driver.step
+        assert step is not None
+        assert len(step.calls) == 2 * 3, "the calls until the first backward"
+        assert least_plan(step).recompute_s > 0
+    counts = [after - before - 1 for before, after in itertools.pairwise(counts)]
+    assert max(counts) == 4 * 3, counts
