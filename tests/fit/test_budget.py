@@ -1,7 +1,9 @@
 """What fitted models take beside each other, and what a survey takes behind the first backward."""
 
 import itertools
+import warnings
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +73,38 @@ def test_a_budget_that_is_tightened_leaves_more_and_is_exhausted_at_last():
     assert budget.usable_bytes == 192
     budget.tighten(400)
     assert budget.is_exhausted
+
+
+@pytest.mark.parametrize("beyond", [1.05, 3.0])
+def test_what_the_allocator_reserves_beyond_its_plan_lowers_the_next_one_and_is_no_error(
+    beyond: float, monkeypatch: pytest.MonkeyPatch
+):
+    """A step that fits by what it allocates goes on, whatever the pieces are in which that is reserved."""
+    model = model_of_blocks()
+    with torchoffload.fit(model, 1 << 50, move=False) as handle, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(model, 20)
+        points = handle.frontier()
+        memory_bytes = int((points[0].memory_bytes + points[-1].memory_bytes) / 2 / 0.96) + 1
+        driver = handle._driver
+
+        def reserved_bytes() -> int:
+            followed = driver._followed
+            return 0 if followed is None else int(beyond * followed.step.peak_bytes(followed.plan))
+
+        monkeypatch.setattr(driver.meter, "reserved_bytes", reserved_bytes)
+        handle.replan(memory_bytes)
+        train(model, 60)
+        assert handle.plan is not None
+        assert "leave" in handle.report()
+        if beyond == 3.0:
+            assert handle.phase == "least memory"
+            assert any("too little" in str(each.message) for each in warned)
+            assert handle.plan.predicted_peak_bytes == points[0].memory_bytes
+        else:
+            assert handle.phase == "settled"
+            assert beyond * handle.plan.predicted_peak_bytes <= memory_bytes
+            assert not warned
 
 
 def pipelined(model: nn.Module, sequence: str) -> None:

@@ -31,8 +31,8 @@ PROGRAM_COUNT = 500
 MIN_MOVED_FRACTION = 0.7
 MIN_FINISHED_FRACTION = 0.8
 MIN_OPERATORS_FRACTION = 0.97
-# With side streams programs differ from themselves now and then without offloading; see docs/testing.md. These were seen
-# to. Where one of them differs offloaded, and 20 runs without offloading happen to be the same, that says nothing.
+# With side streams programs differ from themselves now and then without offloading; see docs/testing.md. These were
+# seen to. Where one of them differs offloaded, and 20 runs without offloading happen to be the same, that says nothing.
 UNSTABLE_SEEDS = {"cuda": {5, 121, 226, 353, 549}}
 MAX_UNSTABLE_COUNT = {"cuda": 5}
 JOBS = 2

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from world import BATCH, World, local_values
 
 import torchoffload
@@ -23,8 +24,10 @@ from torchoffload._fit.recompute import Recomputation
 
 ROOM_FOR_ALL = 1 << 50
 LEAST, ALL = 0.0, 1.0  # budgets
+MARGINS = {"cuda": 0.3}  # pieces of memory in which tensors are reserved are large beside those of these steps
 MARGIN = 0.04  # fit's own
 MOST_STEPS = 60
+LEFT_BYTES = 8 << 20
 SETTLED_STEPS = 2  # of all ranks, at the end
 
 
@@ -67,6 +70,8 @@ class Fitting:
         self.step_count = 0
         self.settled_at: int | None = None  # the first step behind which all ranks were settled
         self.told: dict[str, Any] = {}
+        self._margin = MARGINS.get(world.device.name, MARGIN)
+        self._allocated_bytes: list[int] = []  # at the end of each step
         self._options: dict[str, Any] = options_of(world.device) if move else {"move": False}
         self._handles: list[torchoffload.Fitted] = []
         self._phases: list[str] = []
@@ -78,7 +83,7 @@ class Fitting:
         with contextlib.ExitStack() as stack:
             if not run.stock:
                 for model in models:
-                    handle = torchoffload.fit(model, memory, **self._options)
+                    handle = torchoffload.fit(model, memory, margin=self._margin, **self._options)
                     self._handles.append(stack.enter_context(handle))
             yield self._handles
             if not run.stock:
@@ -97,14 +102,24 @@ class Fitting:
             yield from range(self.step_count)
             return
         left = SETTLED_STEPS
+        self._allocated_bytes.clear()
         while self.step_count < MOST_STEPS and left > 0:
             yield self.step_count
             self.step_count += 1
+            self._check_memory()
             self.step_ends()
             is_settled = self._has_budget and all(handle.phase == "settled" for handle in self._handles)
             left = left - 1 if self._all_say(is_settled) else SETTLED_STEPS
             if left < SETTLED_STEPS and self.settled_at is None:
                 self.settled_at = self.step_count
+
+    def _check_memory(self) -> None:
+        """Fail if a step has left something behind."""
+        assert _get_work_registry_size() == 0, "collectives are left that nobody has waited for"
+        if self.world.device.name == "cuda":
+            self._allocated_bytes.append(torch.cuda.memory_allocated())
+            beyond = self._allocated_bytes[-1] - min(self._allocated_bytes[1:], default=self._allocated_bytes[-1])
+            assert beyond <= LEFT_BYTES, f"steps leave more and more behind: {self._allocated_bytes}"
 
     def was_settled(self, step: int) -> bool:
         """Whether all ranks had been settled before this step."""
@@ -129,11 +144,9 @@ class Fitting:
         if budget == ALL:  # where ranks plan together all of them have to come here
             handle.replan(ROOM_FOR_ALL)
             return
-        if self.world.device.name == "cuda":
-            budget = max(budget, 0.5)  # pieces of memory take more than there is beyond the least
         points = handle.frontier()
         low, high = points[0].memory_bytes, points[-1].memory_bytes
-        handle.replan(math.ceil((low + (high - low) * budget) / (1 - MARGIN)) + 1)
+        handle.replan(math.ceil((low + (high - low) * budget) / (1 - self._margin)) + 1)
 
     def _check(self) -> None:
         for handle in self._handles:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchoffload._core import core
-from torchoffload._fit.operators import Layout, addresses, written
+from torchoffload._fit.agreement import wait_for
+from torchoffload._fit.operators import Layout, addresses, communicates, written
 
 __all__ = ["AbsentTensors"]
 
@@ -51,7 +52,7 @@ class AbsentTensors:
                 return
             is_made = True
             self.make((args, kwargs))
-            made = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in tree_leaves(_complete(func, args, kwargs)) if isinstance(leaf, torch.Tensor)]
             for target, value in zip(absent, made, strict=True):
                 core.give_memory(target)
                 target.copy_(value)
@@ -68,7 +69,7 @@ class AbsentTensors:
 
         def run() -> None:
             self.make((args[1:], kwargs))
-            func(*args, **kwargs)
+            _complete(func, args, kwargs)
 
         self._add_thunk(args[0], run, (args[1:], kwargs))
         return args[0]
@@ -126,6 +127,14 @@ class AbsentTensors:
                 yield
         finally:
             self.is_making = was_making
+
+
+def _complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; if it is a collective, wait for it: the program may have waited before it was run."""
+    output = func(*args, **kwargs)
+    if communicates(func):
+        wait_for(output)
+    return output
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -248,8 +248,8 @@ class Driver:
         if self.step is not None:
             self.choose()
 
-    def choose(self) -> None:
-        """Find plans for what the survey showed, and try them."""
+    def choose(self, *, is_again: bool = False) -> None:
+        """Find plans for what the survey showed, and try them; ``is_again``: after others that took too much."""
         step = cast(Step, self.step)
         self.candidates, self.settled = Candidates(), None
         self._has_learned = step is not self._surveyed
@@ -260,16 +260,16 @@ class Driver:
             self.phase = Phase.TRIALS
             self._next_trial()
         else:
-            self._does_not_fit(step)
+            self._follow_least(step, raises=self._raises and not is_again)
 
-    def _does_not_fit(self, step: Step) -> None:
+    def _follow_least(self, step: Step, *, raises: bool) -> None:
         self.phase = Phase.LEAST
         plan = least_plan(step)
         self.settled = Trial(step, plan)
         self._apply(self.settled)
         message = unfit_message(step, plan, self.budget)
         self.notes.append(message)
-        if self._raises:
+        if raises:
             raise RuntimeError(message)
         warn_user(f"torchoffload: {message} It runs in the least memory.")
 
@@ -303,7 +303,8 @@ class Driver:
             return
         measured = self.candidates.measured
         if not measured:
-            self._tighten("each plan took more memory than predicted")
+            least_bytes = min(trial.reserved_bytes for trial in self.candidates.trials)
+            self._tighten("each plan took more memory than predicted", int(least_bytes))
         elif not self._learns():
             self._settle(measured[0])
 
@@ -337,19 +338,18 @@ class Driver:
             self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
             self._apply(self.settled)
         elif self._has_oom:
-            self._tighten("a step ran out of memory")
+            self._tighten("a step ran out of memory", reserved)
         elif reserved > self.budget.memory_bytes:
-            self._tighten(f"a step reserved {human_bytes(reserved)}")
+            self._tighten(f"a step reserved {human_bytes(reserved)}", reserved)
 
-    def _tighten(self, why: str) -> None:
-        """Plan for less memory."""
-        worst = max(trial.reserved_bytes for trial in [*self.candidates.trials, *filter(None, [self.settled])])
-        self.budget.tighten(worst)
+    def _tighten(self, why: str, reserved_bytes: int) -> None:
+        """Plan for less memory, after steps that reserved so much. What does not fit then runs in the least memory."""
+        self.budget.tighten(reserved_bytes)
         self.notes.append(f"{why}: from then on plans leave {self.budget.margin:.0%} of the memory free")
-        if self.budget.is_exhausted and self.step is not None:
-            self._does_not_fit(self.step)
+        if self.budget.is_exhausted:
+            self._follow_least(cast(Step, self.step), raises=False)
         else:
-            self.choose()
+            self.choose(is_again=True)
 
     def _follow_size(self, size: int) -> None:
         """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""

@@ -21,6 +21,7 @@ __all__ = [
     "draws_by_tag",
     "has_own_counter",
     "is_counted",
+    "is_functional",
     "kind_of",
     "made_by",
     "scalars",
@@ -28,6 +29,7 @@ __all__ = [
     "takes_generator",
     "tensors",
     "to_one_rank",
+    "waits",
     "writes_unseen",
     "written",
 ]
@@ -42,6 +44,8 @@ _UNANNOTATED_VIEWS = (
     torch.ops.aten.unsafe_split_with_sizes.default,
 )
 _COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
+# It puts a tensor that may be on its way into one that waits for it before it is used.
+_WRAPS = "_c10d_functional._wrap_tensor_autograd.default"
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # The names under which operators of batch normalization take their running statistics. They write to them in training,
 # and most of their schemas do not say so.
@@ -76,7 +80,7 @@ def kind_of(operator: Any) -> Kind:
 def _classify(operator: Any) -> Kind:
     if id(operator) in _IGNORED_ADDRESSES or operator is _LIFT_FRESH:
         return Kind.IGNORED
-    if operator in _UNANNOTATED_VIEWS:
+    if operator in _UNANNOTATED_VIEWS or str(operator) == _WRAPS:
         return Kind.VIEW
     schema = getattr(operator, "_schema", None)  # an operator that runs a graph has none
     if schema is not None and _is_composite(operator):
@@ -158,6 +162,16 @@ def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
 def communicates(operator: Any) -> bool:
     """Return whether the operator is one of PyTorch's collectives. What it returns may be on its way still."""
     return getattr(operator, "namespace", "") in _COLLECTIVES
+
+
+def is_functional(operator: Any) -> bool:
+    """Return whether the operator is a functional collective, whose result has to be waited for by ``wait_tensor``."""
+    return "functional" in getattr(operator, "namespace", "")
+
+
+def waits(operator: Any) -> bool:
+    """Return whether the operator waits for what a functional collective returned."""
+    return is_functional(operator) and operator.__name__.startswith("wait_tensor")
 
 
 def to_one_rank(operator: Any) -> bool:

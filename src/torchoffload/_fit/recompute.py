@@ -5,7 +5,6 @@ The plan only says what to keep and what to leave out as long as forward does wh
 what a step costs, and never what comes out of it.
 """
 
-from collections import deque
 from typing import Any, Self
 
 import torch
@@ -15,12 +14,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchoffload._core import core
 from torchoffload._fit.absent import AbsentTensors
 from torchoffload._fit.agreement import wait_for
-from torchoffload._fit.operators import Kind, communicates, is_counted, kind_of, tensors, written
+from torchoffload._fit.operators import (
+    Kind,
+    communicates,
+    is_counted,
+    is_functional,
+    kind_of,
+    tensors,
+    waits,
+    written,
+)
 from torchoffload._fit.replay import Argument, Call, Held, Mode
 
 __all__ = ["Recomputation", "Run"]
-
-_MOST_ON_THEIR_WAY = 4
 
 _OTHER_WAY = (
     "torchoffload: the recomputation of a block called {found} where its forward had called {expected}, as operator "
@@ -40,9 +46,9 @@ class Run:
         What was left out so far.
     inputs : set of int
         The addresses of the storages of the block's arguments.
-    on_their_way : deque
-        What collectives returned last. PyTorch ends the recomputation as soon as all is there that backward needs, and
-        so maybe before the program waits for these.
+    on_their_way : dict of int to tensor
+        What functional collectives returned that the program has not waited for, by storage. PyTorch ends the
+        recomputation as soon as all is there that backward needs, and so maybe before the program waits for these.
     checks_writes : bool
         Whether parameters or buffers of the block were written to since forward began, so that each operator has to
         look whether it reads what it read in forward.
@@ -53,7 +59,7 @@ class Run:
         self.absent = AbsentTensors()
         self.inputs: set[int] = set()
         self.checks_writes = checks_writes
-        self.on_their_way: deque[Any] = deque(maxlen=_MOST_ON_THEIR_WAY)
+        self.on_their_way: dict[int, torch.Tensor] = {}
         self._hooks: saved_tensors_hooks | None = None
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -87,6 +93,16 @@ class Run:
             hooks.__exit__(None, None, None)
         self.absent.clear()
         self.restore_versions()
+        wait_for(list(self.on_their_way.values()))
+        self.on_their_way.clear()
+
+    def note_collective(self, operator: Any, output: Any) -> None:
+        """Note what a collective returned, or that it was waited for."""
+        for tensor in tensors(output) if is_functional(operator) else ():
+            if waits(operator):
+                self.on_their_way.pop(tensor.untyped_storage()._cdata, None)
+            else:
+                self.on_their_way[tensor.untyped_storage()._cdata] = tensor
 
 
 class Recomputation(Mode):
@@ -112,10 +128,7 @@ class Recomputation(Mode):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        run = self._call.runs.open.pop()
-        if run.on_their_way:
-            wait_for(run.on_their_way)
-        run.end()
+        self._call.runs.open.pop().end()
         for packed in self._call.packed:
             packed.let_go()
         self._call.watch.ends_again()
@@ -147,7 +160,7 @@ class Recomputation(Mode):
             return call.watch.timed(number, lambda: absent.run(func, args, keywords))
         output = absent.run(func, args, keywords)
         if communicates(func):
-            run.on_their_way.append(output)
+            run.note_collective(func, output)
         return output
 
     def _next(self, run: Run, operator: Any) -> int:

@@ -1,0 +1,142 @@
+"""Blocks with functional collectives: what one returns may be on its way until somebody waits for it."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
+
+import torchoffload
+from torchoffload._fit.absent import AbsentTensors
+from torchoffload._fit.operators import Kind, Layout, kind_of
+
+distributed = pytest.importorskip("torch._C._distributed_c10d")
+if not hasattr(distributed, "PythonCallbackWork"):
+    pytest.skip("this torch has no work that Python completes", allow_module_level=True)
+
+_library = torch.library.Library("c10d_functional", "FRAGMENT")
+_library.define("late_double(Tensor x) -> Tensor")
+_library.define("late_double_(Tensor(a!) x) -> Tensor(a!)")
+
+
+def _late(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has its value only once it was waited for."""
+
+    def complete(_timeout: object) -> bool:
+        target.copy_(value)
+        return True
+
+    dist.all_reduce(torch.zeros(()))  # by whose count a group is found that communicates in a block
+    distributed._register_work(target, distributed.PythonCallbackWork(complete))
+    return target
+
+
+_library.impl("late_double", lambda x: _late(torch.full_like(x, torch.nan), 2 * x), "CPU")
+_library.impl("late_double_", lambda x: _late(x, 2 * x), "CPU")
+_operators = torch.ops.c10d_functional
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def all_are_waited_for() -> Iterator[None]:
+    """Nobody waits for what is left in the registry, and so it lives for ever."""
+    before = distributed._get_work_registry_size()
+    yield
+    assert distributed._get_work_registry_size() == before
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["new", "in place"])
+def test_a_collective_that_is_made_after_all_is_waited_for(is_in_place: bool):
+    absent, x = AbsentTensors(), torch.ones(3)
+    layout = Layout.of(x)
+    if is_in_place:
+        made = absent.leave_out(layout, torch.ops.aten.mul.Tensor, (x, 3), {}, may_run=True)
+        output = absent.leave_out_in_place(_operators.late_double_.default, (made,), {})
+    else:
+        output = absent.leave_out(layout, _operators.late_double.default, (x,), {}, may_run=True)
+    absent.make(output)
+    assert output.tolist() == ([6, 6, 6] if is_in_place else [2, 2, 2])
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return _operators.late_double(x)
+
+    @staticmethod
+    def backward(_ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+class Block(nn.Module):
+    """``count`` collectives at once behind the middle, all waited for at the end."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up, self.down, self.count = nn.Linear(8, 64), nn.Linear(64, 8), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        late = [_Double.apply(h * (1 + number)) for number in range(self.count)]
+        for each in late:
+            with torch.no_grad():
+                wait(each)
+            h = h + torch.sin(each)
+        y = _Double.apply(self.down(h))
+        with torch.no_grad():
+            wait(y)
+        return x + y
+
+
+def gradients(model: nn.Module, steps: int, after_step: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(16, 8)).square().mean().backward()
+        after_step()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_gradients_are_the_same_and_nothing_is_left(count: int, part: float):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(count) for _ in range(3)))
+    steps = 12
+    stock = gradients(model, steps)
+    model.zero_grad()
+    with torchoffload.fit(model, 1 << 50, move=False) as handle:
+        has_replanned = False
+
+        def after_step() -> None:
+            nonlocal has_replanned
+            if handle.phase == "trials" and not has_replanned:
+                points, has_replanned = handle.frontier(), True
+                least, most = points[0].memory_bytes, points[-1].memory_bytes
+                handle.replan(int((least + part * (most - least)) / 0.96) + 1)
+            assert distributed._get_work_registry_size() == 0
+
+        fitted = gradients(model, steps, after_step)
+        assert handle.plan is not None
+        assert handle.plan.recompute_s > 0
+    for one, other in zip(stock, fitted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_only_wraps_a_collectives_result_asks_for_no_value():
+    wrap = getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None)
+    if wrap is None:
+        pytest.skip("this torch wraps in a Function")
+    assert kind_of(wrap.default) is Kind.VIEW
+    assert functional_collectives.AsyncCollectiveTensor is type(wrap(torch.ones(2)))
