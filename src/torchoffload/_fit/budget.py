@@ -10,6 +10,7 @@ from torchoffload._fit.step import Step, least_plan
 __all__ = ["Budget"]
 
 _MOST_MARGIN = 0.5
+_MOST_WAITS = 64
 _budgets: "weakref.WeakSet[Budget]" = weakref.WeakSet()
 
 
@@ -29,12 +30,16 @@ class Budget:
     ----------
     sharer_count : int
         How many models of the process were fitted on the device when the plan was made, this one among them.
+    is_surveying : bool
+        Whether the model's survey has begun and not ended.
     """
 
     def __init__(self, memory_bytes: int, margin: float, device: torch.device) -> None:
         self.memory_bytes = memory_bytes
         self.margin = self._given_margin = margin
         self.sharer_count = 1
+        self.is_surveying = False
+        self._waits = 0
         self._device = device
         _budgets.add(self)
 
@@ -59,9 +64,20 @@ class Budget:
         needed = step.peak_bytes(least_plan(step))
         return min(self.usable_bytes, needed + max(0, self.usable_bytes - needed) // self.sharer_count)
 
+    def waits_for_others(self) -> bool:
+        """Return whether to go on with the survey, in the least memory, for the sake of another model's survey.
+
+        Asked at the end of each step. One that does not come to an end is not waited for forever.
+        """
+        self._waits += 1
+        return self._waits <= _MOST_WAITS and any(other.is_surveying for other in self._all() if other is not self)
+
+    def _all(self) -> list["Budget"]:
+        return [each for each in _budgets if each._device == self._device]
+
     def share(self, agreement: Agreement | None) -> None:
         """Take notice of the other models on the device, and of the budgets of other ranks, before a plan is made."""
-        self.sharer_count = sum(other._device == self._device for other in _budgets)
+        self.sharer_count = len(self._all())
         if agreement is not None:
             memory_bytes, self.margin, count = agreement.largest(-self.memory_bytes, self.margin, self.sharer_count)
             self.memory_bytes, self.sharer_count = int(-memory_bytes), int(count)
@@ -77,4 +93,5 @@ class Budget:
 
     def end(self) -> None:
         """Leave what there is to the others."""
+        self.is_surveying = False
         _budgets.discard(self)

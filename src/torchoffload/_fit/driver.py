@@ -166,6 +166,7 @@ class Driver:
         if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
             self._has_begun, self._has_ended, self._was_open, self._open_calls = True, False, False, 0
             if self.phase is Phase.SURVEY:
+                self.budget.is_surveying = not self.survey.is_known
                 self.survey.begin_step()
             else:
                 self._began, self._retries = self.meter.now(), self.meter.retry_count()
@@ -177,6 +178,8 @@ class Driver:
     def _end_survey_step(self) -> None:
         """Plan if the survey is done, and else let it go on."""
         is_known = self.survey.end_step()
+        self.budget.is_surveying = not is_known
+        is_known = is_known and not self.budget.waits_for_others()
         self.agreement = Agreement.among(self._group, self.survey.groups, self.agreement)
         is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
         if is_unknown:

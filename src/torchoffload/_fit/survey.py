@@ -66,6 +66,8 @@ class Survey:
         What is known of each kind of block.
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
+    is_known : bool
+        Whether the latest step has shown all there is to know.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Survey:
         self.kinds: dict[tuple[Any, ...], Kind] = {}
         self.calls: list[SurveyedCall] = []
         self.last_again: SurveyedCall | None = None
+        self.is_known = False
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
@@ -213,6 +216,7 @@ class Survey:
     def end_step(self) -> bool:
         """Return whether the step shows all there is to know. Called when the next step is about to begin."""
         self._sink(self.meter.take_peak())  # the optimizer's
+        self.is_known = False
         if self._ended is None:
             return False
         if (self._new_kinds or not self.calls) and self._recording_steps < _MOST_RECORDING_STEPS:
@@ -222,6 +226,7 @@ class Survey:
         if not self.is_timing:
             self._least = _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
             return False
+        self.is_known = True
         return True
 
     def measured(self) -> tuple[Measured, list[tuple[Any, ...]]]:
