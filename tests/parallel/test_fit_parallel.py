@@ -7,7 +7,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 moving = pytest.mark.parametrize("move", [False, True], ids=["staying", "moving"])
 DIFFERENT = [0.2, 1.0]  # budgets: one rank computes again, and the other one has room for all
-HANGS_S = 20  # where ranks that do not agree would wait for each other for ever
 
 
 # ---- data parallelism ----
@@ -93,85 +92,6 @@ def test_one_rank_has_too_little_memory(processes: Processes, parallelism: str, 
     assert first["raised"] == []
     assert len(last["raised"]) == 1
     assert "is too little" in last["raised"][0]
-
-
-# ---- pipelines ----
-
-
-@moving
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-def test_pipelines(processes: Processes, schedule: str, move: bool):
-    processes.run("fit_pipelines:schedule_step", schedule=schedule, move=move)
-
-
-def test_a_rank_with_two_stages(processes: Processes):
-    """Each of them is fitted by itself."""
-    processes.run("fit_pipelines:schedule_step", schedule="ScheduleInterleaved1F1B", move=True)
-
-
-def test_a_pipeline_that_goes_through_each_graph_twice(processes: Processes):
-    processes.run("fit_pipelines:schedule_step", schedule="ScheduleDualPipeV", move=False)
-
-
-def test_stages_follow_different_plans(processes: Processes):
-    processes.run("fit_pipelines:schedule_step", schedule="Schedule1F1B", move=False, budgets=[0.0, 1.0])
-
-
-def test_stages_are_sharded(processes: Processes):
-    processes.run("fit_pipelines:schedule_step", schedule="ScheduleGPipe", move=True, parallelism="fsdp2")
-
-
-@moving
-def test_the_last_micro_batch_of_a_pipeline_is_smaller(processes: Processes, move: bool):
-    processes.run("fit_pipelines:uneven_loop", move=move)
-
-
-def test_each_micro_batch_of_a_pipeline_follows_its_own_plan(processes: Processes):
-    """All micro-batches of a step are planned together, where their backwards come after all forwards."""
-    processes.run(
-        "fit_pipelines:schedule_step", schedule="ScheduleGPipe", move=False, budgets=[0.5, 0.5], follows_plan=True
-    )
-
-
-# ---- blocks that communicate ----
-
-
-@moving
-def test_tensor_parallel(processes: Processes, move: bool):
-    processes.run("fit_communicating:tensor_parallel", move=move)
-
-
-def test_sequence_parallel(processes: Processes):
-    processes.run("fit_communicating:tensor_parallel", move=True, sequence=True)
-
-
-def test_tensor_parallel_with_different_budgets(processes: Processes):
-    processes.run("fit_communicating:tensor_parallel", move=False, budgets=DIFFERENT)
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_fsdp2_and_tensor_parallel(processes: Processes, shards: int):
-    processes.run("fit_communicating:sharded_tensor_parallel", move=False, shards=shards)
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "no-reshard"])
-def test_fsdp2_of_parts_of_blocks(processes: Processes, reshard: bool):
-    processes.run("fit_communicating:nested_fsdp2", move=False, reshard_after_forward=reshard, timeout_s=HANGS_S)
-
-
-def test_collectives_inside_of_operators(processes: Processes):
-    """DTensor calls them where operators need what is on other ranks, and the modes of a block do not see them."""
-    processes.run("fit_communicating:collectives_inside_of_operators", move=False, budgets=DIFFERENT, timeout_s=HANGS_S)
-
-
-@pytest.mark.parametrize("way", ["functional", "function", "in place"])
-def test_blocks_with_collectives(processes: Processes, way: str):
-    processes.run("fit_communicating:synced", way=way, budgets=DIFFERENT, timeout_s=HANGS_S)
-
-
-def test_collectives_that_come_after_the_survey(processes: Processes):
-    """A rank that computed them again would call them more often than one that does not."""
-    processes.run("fit_communicating:synced", way="functional", is_late=True, budgets=DIFFERENT, timeout_s=HANGS_S)
 
 
 # ---- what looks different than it is ----

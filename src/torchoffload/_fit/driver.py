@@ -14,7 +14,7 @@ from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.following import Following
 from torchoffload._fit.link import Link, measure_link
-from torchoffload._fit.meter import Meter
+from torchoffload._pytorch.meter import Meter
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.planning import surveyed_step

@@ -14,13 +14,13 @@ from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
-from torchoffload._fit.amounts import check_margin, parse_memory
+from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
-from torchoffload._fit.meter import meter_for
+from torchoffload._pytorch.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
