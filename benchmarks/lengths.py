@@ -109,7 +109,7 @@ def next_length(tries: Sequence[Try], bounds: Bounds, left_s: float) -> int | No
         in_a_row = next((n for n, each in enumerate(reversed(later)) if each.went != last.went), len(later))
         factor = 1 + (GROWTH - 1) * 2 ** (in_a_row - 1)  # in one direction, each step is twice the one before
         if last.at_most is not None and (last.went or last.at_most < last.tokens):
-            guess = last.at_most
+            guess = min(last.at_most, 2 * max(low, bounds.granule))  # far away it says little
         elif last.went:
             guess = max(int(low * factor), low + bounds.granule)
         else:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,9 +54,8 @@ class Memory:
 
 
 @pytest.fixture(autouse=True)
-def no_rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rooms, "_rooms", {})
-    yield
 
 
 def give_memory(monkeypatch: pytest.MonkeyPatch, base_bytes: int) -> Memory:
