@@ -15,6 +15,7 @@
 #include "autograd/saved_wrapper.h"
 #include "engine/operation.h"
 #include "engine/profiler_range.h"
+#include "engine/thread_state.h"
 
 namespace torchoffload {
 
@@ -169,8 +170,23 @@ PyObject* noop_pack(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* pack_made(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject* pack = nullptr;
+  PyObject* tensor = nullptr;
+  if (PyArg_ParseTuple(args, "OO:pack_made", &pack, &tensor) == 0) return nullptr;
+  const PacksMade packs_made;
+  THPObjectPtr handle(PyObject_CallOneArg(pack, tensor));
+  if (!handle) return nullptr;
+  const Operation operation;
+  Engine::flush_pending();
+  return handle.release();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef hook_functions[] = {
     {"unpack", unpack, METH_O, "unpack(handle) -> Tensor: the unpack hook of every context."},
+    {"pack_made", pack_made, METH_VARARGS, "pack_made(pack, tensor) -> handle: packs what an operator has returned."},
     {"noop_pack", noop_pack, METH_O, "noop_pack(tensor) -> handle: keeps the tensor, detached."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -213,8 +229,12 @@ PyObject* context_set_module(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const unsigned long number = PyLong_AsUnsignedLong(object);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  return PyLong_FromUnsignedLong(
-      reinterpret_cast<ContextObject*>(self)->context->set_module(static_cast<uint32_t>(number)));
+  const uint32_t before = reinterpret_cast<ContextObject*>(self)->context->set_module(static_cast<uint32_t>(number));
+  {
+    const Operation operation;
+    Engine::flush_pending();  // what follows may save nothing for long, as a loss that no chosen module computes
+  }
+  return PyLong_FromUnsignedLong(before);
   END_HANDLE_TH_ERRORS
 }
 

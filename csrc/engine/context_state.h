@@ -48,8 +48,8 @@ struct ContextState {
   std::optional<uint64_t> room_bytes;
   // Of the latest tape, by engine; where `fraction` or `room_bytes` is set.
   std::unordered_map<const void*, uint64_t> eligible_bytes;
-  std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
-  uint32_t module = 0;                                       // the module that the present save is counted for
+  std::vector<ModuleRow> modules;     // by number; empty without offload_modules
+  uint32_t module = 0;                // the module that the present save is counted for
   std::vector<std::string> warnings;  // given to Python once the operation has ended, since that runs Python code
 
   bool counts_eligible() const { return options.fraction < 1 || room_bytes; }

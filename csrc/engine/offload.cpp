@@ -74,7 +74,8 @@ void Engine::flush_pending(const ContextState* leaving) {
   if (pending.empty()) return;
   // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
   // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
-  if (program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator)) return;
+  const bool is_inside = program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator);
+  if (is_inside && !ThreadState::current().packs_made) return;
   if (leaving != nullptr) pending.back().engine->backend_.observer.saw_operators_end();
   const uint64_t now = program::sequence_number();
   StreamId ordered_after = kNoStream;
@@ -82,7 +83,8 @@ void Engine::flush_pending(const ContextState* leaving) {
   for (size_t next = 0; next < pending.size();) {
     const PendingCopy copy = pending[next];
     // R1: the operator that saved this tensor may not have filled it yet.
-    const bool has_ended = copy.sequence_number != now || copy.context == leaving;
+    const bool has_ended = copy.sequence_number == kOperatorEnded ||
+                           (!is_inside && (copy.sequence_number != now || copy.context == leaving));
     const bool is_possible = has_ended && !copy.engine->backend_.streams.is_capturing();
     if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
       ++next;

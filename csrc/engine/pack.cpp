@@ -42,7 +42,7 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
   // allocator has to wait for that stream too before it hands the memory on (R3).
   if (stream != held(id).packed_on && !mutated(Mutant::NoteUseAtJoin)) backend_.memory.note_use(saved.memory, stream);
   const std::byte* const first = saved.memory.data() + saved.span.begin;
-  backend_.observer.saw_pack(first, saved.span.nbytes(), stream, program::sequence_number());
+  backend_.observer.saw_pack(first, saved.span.nbytes(), stream, ThreadState::current().sequence_number());
   if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
   return RecordHandle{id, ledger_.add_handle(id)};
 }
@@ -134,7 +134,7 @@ void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocate
   } else {
     held.charged_bytes = slots_.charge(context, record.nbytes());
   }
-  const uint64_t sequence_number = program::sequence_number();
+  const uint64_t sequence_number = ThreadState::current().sequence_number();
   backend_.observer.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);
   ThreadState::current().pending.push_back({this, id, sequence_number, &context});
 }

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/types.h"
@@ -18,11 +19,14 @@ namespace torchoffload {
 class Engine;
 struct ContextState;
 
+// Stands for the sequence number of an operator that has returned; see PacksMade.
+constexpr uint64_t kOperatorEnded = UINT64_MAX;
+
 // A record that the thread has packed and whose copy it has not enqueued yet (R1).
 struct PendingCopy {
   Engine* engine;
   RecordId record;
-  uint64_t sequence_number;     // autograd's sequence number at the pack
+  uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
   const ContextState* context;  // compared, never dereferenced
 };
 
@@ -41,9 +45,26 @@ struct ThreadState {
 
   std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
   std::deque<PendingCopy> pending;
+  bool packs_made = false;  // see PacksMade
+
+  // The operator inside of which the thread packs now.
+  uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }
   AskedTape asked;
 
   static ThreadState& current();
+};
+
+// While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from below
+// autograd packs so. It is inside an operator for as long as that one's Python code runs, and so is all that it packs.
+class PacksMade {
+ public:
+  PacksMade() : before_(std::exchange(ThreadState::current().packs_made, true)) {}
+  ~PacksMade() { ThreadState::current().packs_made = before_; }
+  PacksMade(const PacksMade&) = delete;
+  PacksMade& operator=(const PacksMade&) = delete;
+
+ private:
+  bool before_;
 };
 
 }  // namespace torchoffload

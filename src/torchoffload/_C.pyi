@@ -68,6 +68,13 @@ class Context:
         """Set the counts of all modules to zero."""
 
 def unpack(handle: object, /) -> torch.Tensor: ...
+def pack_made(pack: Callable[[torch.Tensor], object], tensor: torch.Tensor, /) -> object:
+    """Call a pack hook with a tensor that an operator has returned, and enqueue its copy at once.
+
+    For code that sees operators from below autograd, as dispatch modes do: there this thread is inside an operator, and
+    what is packed would wait until it is outside. Returns what the hook returned.
+    """
+
 def noop_pack(tensor: torch.Tensor, /) -> object:
     """Return a handle that holds the tensor, detached, where it is; ``unpack`` returns the tensor."""
 

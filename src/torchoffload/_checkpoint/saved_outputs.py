@@ -103,7 +103,7 @@ class Packed:
 
     @saves_for_user_code  # the recomputation gives the tensor to code of the user's
     def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
-        self._handle = pack(alias(tensor))
+        self._handle = core.pack_made(pack, alias(tensor))
         self._held: torch.Tensor | None = None
 
     def hold(self) -> None:
