@@ -54,8 +54,9 @@ struct ThreadState {
   static ThreadState& current();
 };
 
-// While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from below
-// autograd packs so. It is inside an operator for as long as that one's Python code runs, and so is all that it packs.
+// While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from
+// below autograd packs so. It is inside an operator for as long as that one's Python code runs, and so is all that it
+// packs.
 class PacksMade {
  public:
   PacksMade() : before_(std::exchange(ThreadState::current().packs_made, true)) {}

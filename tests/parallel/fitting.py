@@ -137,16 +137,20 @@ class Fitting:
         self._phases.append(self._handles[0].phase)
         if not self._has_budget and all(handle.phase != "survey" for handle in self._handles):
             self._has_budget = True
-            for handle in self._handles:
-                self._replan(handle, self.budget)
+            self._replan(self.budget)
 
-    def _replan(self, handle: torchoffload.Fitted, budget: float) -> None:
-        if budget == ALL:  # where ranks plan together all of them have to come here
-            handle.replan(ROOM_FOR_ALL)
-            return
+    def _replan(self, budget: float) -> None:
+        """Give all models of this process the same memory: the most that one of them asks for."""
+        memory_bytes = max(self._memory_bytes(handle, budget) for handle in self._handles)
+        for handle in self._handles:
+            handle.replan(memory_bytes)
+
+    def _memory_bytes(self, handle: torchoffload.Fitted, budget: float) -> int:
+        if budget == ALL:
+            return ROOM_FOR_ALL
         points = handle.frontier()
         low, high = points[0].memory_bytes, points[-1].memory_bytes
-        handle.replan(math.ceil((low + (high - low) * budget) / (1 - self._margin)) + 1)
+        return math.ceil((low + (high - low) * budget) / (1 - self._margin)) + 1
 
     def _check(self) -> None:
         for handle in self._handles:
@@ -172,9 +176,9 @@ class Restless(Fitting):
 
     def step_ends(self) -> None:
         """Take another budget now and then."""
-        for handle in self._handles:
-            if handle.phase != "survey" and self._random.random() < 0.4:
-                self._replan(handle, self._random.random())
+        is_surveyed = self._handles and all(handle.phase != "survey" for handle in self._handles)
+        if is_surveyed and self._random.random() < 0.4:
+            self._replan(self._random.random())
 
     def _check(self) -> None:
         pass
