@@ -52,13 +52,6 @@ class Context {
   // Before it is entered.
   void restrict(double fraction, bool only_inputs);
 
-  // ---- for OffloadActivations(memory=) ----
-
-  // Of each tape so many bytes stay from now on, those that are saved last.
-  void keep_last(uint64_t nbytes) { state_->room_bytes = nbytes; }
-  // Is it entered nowhere, and has each backward of what was saved under it ended?
-  bool is_idle() const { return state_.use_count() == 1; }
-
   // Under `only_inputs`, until the exit: what is saved of this storage on this thread moves, also what was saved
   // before. May block.
   void admit(const at::Tensor& tensor);

@@ -229,12 +229,8 @@ PyObject* context_set_module(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const unsigned long number = PyLong_AsUnsignedLong(object);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  const uint32_t before = reinterpret_cast<ContextObject*>(self)->context->set_module(static_cast<uint32_t>(number));
-  {
-    const Operation operation;
-    Engine::flush_pending();  // what follows may save nothing for long, as a loss that no chosen module computes
-  }
-  return PyLong_FromUnsignedLong(before);
+  return PyLong_FromUnsignedLong(
+      reinterpret_cast<ContextObject*>(self)->context->set_module(static_cast<uint32_t>(number)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -249,19 +245,6 @@ PyObject* context_restrict(PyObject* self, PyObject* args) {
   if (PyArg_ParseTuple(args, "dp", &fraction, &only_inputs) == 0) return nullptr;
   reinterpret_cast<ContextObject*>(self)->context->restrict(fraction, only_inputs != 0);
   Py_RETURN_NONE;
-}
-
-PyObject* context_keep_last(PyObject* self, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const unsigned long long nbytes = PyLong_AsUnsignedLongLong(object);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  reinterpret_cast<ContextObject*>(self)->context->keep_last(nbytes);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* context_is_idle(PyObject* self, PyObject*) {
-  return PyBool_FromLong(reinterpret_cast<ContextObject*>(self)->context->is_idle() ? 1 : 0);
 }
 
 PyObject* context_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
@@ -294,8 +277,6 @@ PyMethodDef context_methods[] = {
     {"admit", context_admit, METH_O, "admit(tensor): of this storage what is saved moves, under only_inputs."},
     {"set_module", context_set_module, METH_O, "set_module(number) -> the one before: what is saved counts for it."},
     {"forget_modules", context_forget_modules, METH_NOARGS, "Counts begin anew."},
-    {"keep_last", context_keep_last, METH_O, "keep_last(bytes): of each tape so many bytes stay, the last ones."},
-    {"is_idle", context_is_idle, METH_NOARGS, "Whether nothing that was saved under it is held."},
     {"restrict", context_restrict, METH_VARARGS, "restrict(fraction, only_inputs): see offload_modules."},
     {nullptr, nullptr, 0, nullptr},
 };

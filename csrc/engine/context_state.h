@@ -44,15 +44,11 @@ struct ContextState {
   uint64_t charged_bytes = 0;  // what records that are to move, or have moved, take of the budget
   MemorySet exempt;            // storages of `model`'s parameters and buffers
   std::array<bool, static_cast<size_t>(Warning::kCount)> warned{};
-  // Of each tape so many bytes stay, those that are saved last. Set by OffloadActivations(memory=).
-  std::optional<uint64_t> room_bytes;
-  // Of the latest tape, by engine; where `fraction` or `room_bytes` is set.
-  std::unordered_map<const void*, uint64_t> eligible_bytes;
-  std::vector<ModuleRow> modules;     // by number; empty without offload_modules
-  uint32_t module = 0;                // the module that the present save is counted for
+  std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; where `fraction` is set
+  std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
+  uint32_t module = 0;                                       // the module that the present save is counted for
   std::vector<std::string> warnings;  // given to Python once the operation has ended, since that runs Python code
 
-  bool counts_eligible() const { return options.fraction < 1 || room_bytes; }
   void warn_once(Warning kind, std::string text) {
     if (!std::exchange(warned[static_cast<size_t>(kind)], true)) warnings.push_back(std::move(text));
   }

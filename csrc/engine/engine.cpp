@@ -39,7 +39,7 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
 void Engine::close_tape(TapeId id) {
   if (!ledger_.is_open(id)) return;
   const TapeInfo& info = tapes_[id.index];
-  if (info.context->counts_eligible()) info.context->eligible_bytes[this] = info.eligible_bytes;
+  if (info.context->options.fraction < 1) info.context->eligible_bytes[this] = info.eligible_bytes;
   const uint64_t number = info.number;
   tell_closed(id);
   for (const Save& save : ledger_.tape(id).saves) {

@@ -144,8 +144,7 @@ class Engine {
     TapeRow row;
     uint64_t number = 0;  // counts the tapes in the order of opening
     uint64_t record_count = 0;
-    uint64_t eligible_bytes = 0;  // of all its records, those included that stay because the user asked for it
-    uint64_t in_room_bytes = 0;   // of those that stay because of the context's `room_bytes`
+    uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
   };
@@ -204,9 +203,8 @@ class Engine {
   Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
   // Why the tape's next record is to be kept by what earlier steps taught, or None. Tells Lessons of the record.
   Reason learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
-  // Why the tape's next record stays because of the context's `fraction` or `room_bytes`, or None. Counts it among the
-  // tape's eligible bytes.
-  Reason asked_reason(TapeInfo& tape, uint64_t nbytes) const;
+  // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
+  bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
   // Fills in what the engine holds of a new record, charges its budget, and lists it as pending on this thread. A
   // record that is kept is listed too: where it counts towards the offload window, the window is drained when its turn
   // comes.

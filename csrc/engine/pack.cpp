@@ -71,7 +71,7 @@ Decision Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   TapeInfo& info = tapes_[tape.index];
   const std::shared_ptr<ContextState> context = info.context;
   const Reason learned = learned_reason(tape, saved, nbytes);
-  if (const Reason asked = asked_reason(info, nbytes); asked != Reason::None) return Decision::keep(asked);
+  if (is_beyond_fraction(info, nbytes)) return Decision::keep(Reason::BeyondFraction);
   if (learned != Reason::None) return Decision::keep(learned);
   if (slots_.fits(*context, nbytes)) return Decision::move_to(context->options.tier);
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
@@ -92,21 +92,14 @@ Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nby
 }
 
 // The bytes of the tape that the context closed last are taken for the bytes of this one. Until a tape was closed, no
-// record stays.
-Reason Engine::asked_reason(TapeInfo& tape, uint64_t nbytes) const {
-  const ContextState& context = *tape.context;
-  if (!context.counts_eligible()) return Reason::None;
-  const uint64_t before_bytes = std::exchange(tape.eligible_bytes, tape.eligible_bytes + nbytes);
-  const auto known = context.eligible_bytes.find(this);
-  if (known == context.eligible_bytes.end()) return Reason::None;
-  const double limit_bytes = context.options.fraction * static_cast<double>(known->second);
-  if (context.options.fraction < 1 && static_cast<double>(tape.eligible_bytes) > limit_bytes)
-    return Reason::BeyondFraction;
-  const uint64_t room_bytes = context.room_bytes.value_or(0);
-  const bool is_late = before_bytes >= known->second - std::min(known->second, room_bytes);
-  if (!is_late || tape.in_room_bytes + nbytes > room_bytes) return Reason::None;
-  tape.in_room_bytes += nbytes;
-  return Reason::WithinMemory;
+// record is beyond the fraction.
+bool Engine::is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) {
+  if (tape.context->options.fraction >= 1) return false;
+  tape.eligible_bytes += nbytes;
+  const auto known = tape.context->eligible_bytes.find(this);
+  if (known == tape.context->eligible_bytes.end()) return false;
+  const double limit_bytes = tape.context->options.fraction * static_cast<double>(known->second);
+  return static_cast<double>(tape.eligible_bytes) > limit_bytes;
 }
 
 // ---- what a record holds ----
@@ -143,8 +136,7 @@ void Engine::count_kept_from_start(RecordId id) {
   const Record& record = ledger_.record(id);
   const Reason why = record.decision.why;
   note_kept(id, why, record.nbytes());
-  if (why == Reason::LivesOn || why == Reason::BeyondFraction || why == Reason::WithinMemory || why == Reason::TierFull)
-    return;
+  if (why == Reason::LivesOn || why == Reason::BeyondFraction || why == Reason::TierFull) return;
   held(id).learned_bytes = record.nbytes();
   windows_.kept(record.tape, record.nbytes());
   lessons_.kept(why, record.nbytes());

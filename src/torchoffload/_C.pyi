@@ -42,15 +42,6 @@ class Context:
     def exempt(self, tensor: torch.Tensor, /) -> None:
         """Never move anything on this tensor's storage under this context: a parameter or buffer of ``model``."""
 
-    # What OffloadActivations(memory=) needs besides:
-    def keep_last(self, nbytes: int, /) -> None:
-        """Keep so many bytes of each tape on the device from now on, those that are saved last.
-
-        The bytes of the tape before are taken for those of a tape. Until there was one, everything moves.
-        """
-    def is_idle(self) -> bool:
-        """Return whether it is entered nowhere, and each backward of what was saved under it has ended."""
-
     # What offload_modules needs besides:
     def restrict(self, fraction: float, only_inputs: bool, /) -> None:
         """Set the two options of ``offload_modules`` that the core carries out."""

@@ -1,12 +1,17 @@
 """Blocks with functional collectives: what one returns may be on its way until somebody waits for it."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchoffload
 from torchoffload._fit.absent import AbsentTensors
@@ -132,6 +137,58 @@ def test_gradients_are_the_same_and_nothing_is_left(count: int, part: float):
         assert handle.plan.recompute_s > 0
     for one, other in zip(stock, fitted, strict=True):
         assert torch.equal(one, other)
+
+
+_unjoined: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def _joined_later(x: torch.Tensor) -> torch.Tensor:
+    """An operator that fills its output on a stream of its own: nothing but its program knows when."""
+    output = torch.full_like(x, torch.nan)
+    _unjoined.append((output, 2 * x))
+    return output
+
+
+def join() -> None:
+    """Past the dispatcher, as a kernel on another stream would."""
+    for target, value in _unjoined:
+        target.numpy()[:] = value.numpy()
+    _unjoined.clear()
+
+
+_other_library = torch.library.Library("torchoffload_tests", "DEF")
+_other_library.define("joined_later(Tensor x) -> Tensor")
+_other_library.impl("joined_later", _joined_later, "CPU")
+
+
+@pytest.mark.parametrize("operator", ["late_double", "joined_later"])
+def test_a_selective_checkpoint_saves_what_was_waited_for(operator: str, tmp_path: Path):
+    """As the mode sees the output it has no values yet: a copy that began at once would move what is there before."""
+    is_collective = operator == "late_double"
+    saved = _operators.late_double if is_collective else torch.ops.torchoffload_tests.joined_later
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = saved(x)
+            if is_collective:
+                wait(y)
+            else:
+                join()
+        return (x * y).sin()
+
+    def gradient(contexts: Any, around: contextlib.AbstractContextManager[Any]) -> torch.Tensor:
+        x = torch.full((4096,), 2.0, requires_grad=True)
+        with around:
+            context_fn = functools.partial(contexts, [saved.default])
+            loss = checkpoint(block, x, use_reentrant=False, context_fn=context_fn).sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    stock = gradient(create_selective_checkpoint_contexts, contextlib.nullcontext())
+    options: dict[str, Any] = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0, "learn": False}
+    moving = torchoffload.OffloadActivations(offload_window_bytes=0, **options)
+    assert torch.equal(gradient(torchoffload.selective_checkpoint_context_fn, moving), stock)
 
 
 def test_what_only_wraps_a_collectives_result_asks_for_no_value():

@@ -43,6 +43,9 @@ _MISMATCH = (
     "changed between forward and backward."
 )
 
+# The namespaces of operators whose outputs have their values on the current stream once the operator has returned.
+_FILLED_ON_RETURN = frozenset(("aten", "prims"))
+
 # Whether this version of torch also counts calls that are not saved. Without that, the recomputation may call an
 # operator more often than forward did, as long as no call of it was saved.
 _COUNTS_ALL = hasattr(torch_checkpoint, "_RECOMPUTE")
@@ -99,11 +102,16 @@ class Packed:
         The output of an operator.
     pack : callable
         The pack hook of the context.
+    operator : operator
+        What returned it.
     """
 
     @saves_for_user_code  # the recomputation gives the tensor to code of the user's
-    def __init__(self, tensor: torch.Tensor, pack: PackHook) -> None:
-        self._handle = core.pack_made(pack, alias(tensor))
+    def __init__(self, tensor: torch.Tensor, pack: PackHook, operator: Any) -> None:
+        packed = alias(tensor)
+        # What other operators return may be filled by a stream of theirs, which the program joins later.
+        is_filled = getattr(operator, "namespace", "") in _FILLED_ON_RETURN
+        self._handle = core.pack_made(pack, packed) if is_filled else pack(packed)
         self._held: torch.Tensor | None = None
 
     def hold(self) -> None:

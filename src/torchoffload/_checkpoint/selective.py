@@ -36,6 +36,7 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.options import check_bool
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.collectives import communicates
 from torchoffload._pytorch.hook_stack import Role
 
 __all__ = ["selective_checkpoint_context_fn"]
@@ -113,7 +114,8 @@ def selective_checkpoint_context_fn(
     Notes
     -----
     A saved output that shares memory with an input of its operator, such as a view, is not held. The recomputation
-    makes it again, which copies nothing. ``PREFER_CPU_OFFLOAD`` outside of any context of torchoffload acts as
+    makes it again, which copies nothing. What a collective returned is saved and stays on the device, since it may be
+    on its way still. ``PREFER_CPU_OFFLOAD`` outside of any context of torchoffload acts as
     ``PREFER_SAVE``.
 
     Examples
@@ -212,6 +214,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         if policy not in _SAVED and policy not in _OFFLOADED:
             return RECOMPUTED
         pack = self._pack_hook_for(policy, operator)
+        moves = not communicates(operator)  # which may be on its way still, where a copy would not wait for it
         if not _is_mutable(operator) and is_made_of(output, arguments):
             return RECOMPUTED
         shared = set(storages(arguments))
@@ -219,9 +222,9 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         def save(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            if pack is None or not shared.isdisjoint(storages(value)):
+            if pack is None or not moves or not shared.isdisjoint(storages(value)):
                 return Kept(value, self._may_change)
-            return Packed(value, pack)
+            return Packed(value, pack, operator)
 
         return Saved(tree_map(save, output))
 

@@ -14,7 +14,6 @@ from torchoffload._contexts import heads
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OnFull, Tier
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
-from torchoffload._contexts.room import Room, room_for
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
@@ -72,12 +71,6 @@ class OffloadActivations(saved_tensors_hooks):
     reload_window_bytes : int, optional
         The most bytes that are brought back before backward asks for them. 0 uses the least memory. Default: chosen
         from the sizes and times of earlier steps.
-    memory : int, float, str, optional
-        What this process may reserve on the current CUDA device, everything included, as for ``fit``: bytes, a text
-        such as ``"40GiB"``, or a fraction. With ``tier="disk"`` it is resident memory of the process. The first three
-        steps move everything. What they leave of the memory is given out then: so many bytes of what is saved last stay
-        on the device. It has to have room for a step in which everything moves. Contexts with the same memory and the
-        same options learn together. Default: everything moves.
     learn : bool, default True
         Let each step teach the next one which saved tensors are not worth moving, and how large the windows should be.
         Tensors that stay for this reason count towards both windows while they are alive.
@@ -117,7 +110,6 @@ class OffloadActivations(saved_tensors_hooks):
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
-        memory: float | str | None = None,
         **unknown: Never,
     ) -> None:
         refuse_renamed(unknown)
@@ -143,12 +135,7 @@ class OffloadActivations(saved_tensors_hooks):
         self._model = None if model is None else weakref.ref(model)
         self._model_lock = threading.Lock()
         self._model_was_read = model is None
-        self._memory = memory
-        self._use(None if memory is None else room_for(memory, self.options))
-
-    def _use(self, room: Room | None) -> None:
-        self._room = room
-        self._context = core.Context(**self.options.for_core(), warn=warn_user) if room is None else room.context
+        self._context = core.Context(**self.options.for_core(), warn=warn_user)
         super().__init__(self._context.pack, core.unpack)
 
     def __enter__(self) -> None:
@@ -171,8 +158,6 @@ class OffloadActivations(saved_tensors_hooks):
         """Let the next saved tensor of this thread open a tape, whoever pushes the hooks; ``exit()`` closes it."""
         if not self._model_was_read:
             self._read_model()
-        if self._room is not None:
-            self._room.step_begins()
         self._context.enter()
         return self._context
 
@@ -204,10 +189,7 @@ class OffloadActivations(saved_tensors_hooks):
         return 0 if model is None else heads.remove_head_hooks(model)
 
     def _again(self, model: nn.Module | None) -> "OffloadActivations":
-        return type(self)(model=model, **self._keywords())
-
-    def _keywords(self) -> dict[str, Any]:
-        return self.options.as_keywords() | ({} if self._memory is None else {"memory": self._memory})
+        return type(self)(model=model, **self.options.as_keywords())
 
     def __copy__(self) -> "OffloadActivations":
         return self._again(self._live_model())
@@ -219,15 +201,11 @@ class OffloadActivations(saved_tensors_hooks):
         return self._again(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self._keywords())
+        return _restore, (type(self), self.options.as_keywords())
 
     def __repr__(self) -> str:
         fields = OffloadOptions.__dataclass_fields__
-        given = {
-            name: value
-            for name, value in self._keywords().items()
-            if name not in fields or value != fields[name].default
-        }
+        given = {name: value for name, value in self.options.as_keywords().items() if value != fields[name].default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
@@ -271,7 +249,6 @@ def get_act_offloading_ctx_manager(
     enable_activation_offloading: bool = True,
     *misplaced: Never,
     warn_if_no_head: bool = True,
-    memory: float | str | None = None,
     **options: Unpack[ContextKeywords],
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Make a context for the forward of ``model`` that leaves the model's output head on the device.
@@ -288,10 +265,8 @@ def get_act_offloading_ctx_manager(
         With False the result is a ``contextlib.nullcontext``: the model runs as if torchoffload were not there.
     warn_if_no_head : bool, default True
         Give a UserWarning if no output head is found.
-    memory : int, float, str, optional
-        As for ``OffloadActivations``.
     **options
-        The other keyword options of ``OffloadActivations``, except ``model``.
+        The keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
@@ -319,7 +294,7 @@ def get_act_offloading_ctx_manager(
     check_bool("warn_if_no_head", warn_if_no_head)
     if not enable_activation_offloading:
         return contextlib.nullcontext()
-    manager = OffloadActivations(model=model, memory=memory, **options)
+    manager = OffloadActivations(model=model, **options)
     if heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
             f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "

@@ -14,6 +14,7 @@ from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.following import Following
 from torchoffload._fit.link import Link, measure_link
+from torchoffload._fit.meter import Meter
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.planning import surveyed_step
@@ -25,7 +26,6 @@ from torchoffload._fit.trials import Candidates, Trial, plans_to_try, restricted
 from torchoffload._fit.turns import turns_of, weakly
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
-from torchoffload._pytorch.meter import Meter
 from torchoffload._warnings import warn_user
 
 __all__ = ["Driver"]

@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
-from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Chosen, Selector, choose, outermost
-from torchoffload._pytorch.meter import meter_for
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from torchoffload._core import core
+from torchoffload._pytorch.collectives import communicates
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
 __all__ = [
@@ -43,7 +44,6 @@ _UNANNOTATED_VIEWS = (
     torch.ops.aten.unsafe_split.Tensor,
     torch.ops.aten.unsafe_split_with_sizes.default,
 )
-_COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"))
 # It puts a tensor that may be on its way into one that waits for it before it is used.
 _WRAPS = "_c10d_functional._wrap_tensor_autograd.default"
 _SCALARS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -157,11 +157,6 @@ def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
     if getattr(operator, "namespace", "aten") in {"aten", "prims", "prim"}:
         return None
     return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, _SCALARS))
-
-
-def communicates(operator: Any) -> bool:
-    """Return whether the operator is one of PyTorch's collectives. What it returns may be on its way still."""
-    return getattr(operator, "namespace", "") in _COLLECTIVES
 
 
 def is_functional(operator: Any) -> bool:

@@ -259,17 +259,17 @@ class Call:
             if id(leaf) in given:
                 return Argument(given[id(leaf)])
             layout = Layout.of(leaf) if number in self.once else None
-            held = Held(self._hold(leaf, moves) if needs or layout is None else None, layout)
+            held = Held(self._hold(leaf, number, moves) if needs or layout is None else None, layout)
             for storage in addresses(leaf):
                 self._holders[storage].append((number, held))
             return held
 
         self.kept[number] = tree_map(keep, output)
 
-    def _hold(self, tensor: torch.Tensor, moves: bool) -> Kept | Packed:
+    def _hold(self, tensor: torch.Tensor, number: int, moves: bool) -> Kept | Packed:
         if not moves or self._pack is None:
             return Kept(tensor, may_change=tensor.is_inference())
-        self.packed.append(Packed(tensor, self._pack))
+        self.packed.append(Packed(tensor, self._pack, self.operators[number]))
         return self.packed[-1]
 
     def _leave_out(

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.kinds import Kind, kind_of_call
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind
+from torchoffload._fit.meter import Meter, unique_bytes
 from torchoffload._fit.operators import storages, tensors
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.surveyed_call import TIMED_CALLS, SurveyedCall
-from torchoffload._pytorch.meter import Meter
 
 __all__ = ["Survey"]
 
@@ -202,7 +202,7 @@ class Survey:
 
     def _bytes_of_gradients(self) -> int:
         model = self._model()
-        return 0 if model is None else _unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
+        return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
     def backward_began(self) -> None:
         """Note that a backward of the step begins."""
@@ -309,7 +309,7 @@ class Survey:
     def _fixed(self) -> dict[str, int]:
         model = self._model()
         assert model is not None
-        weights = _unique_bytes([*model.parameters(), *model.buffers()])
+        weights = unique_bytes([*model.parameters(), *model.buffers()])
         trained = [each for each in model.parameters() if each.requires_grad]
         gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor what is here
         others = self._began_bytes - weights
@@ -326,9 +326,3 @@ class Survey:
 def _state(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each counted once."""
-    seen = {storage._cdata: storage.nbytes() for storage in storages(list(tensors))}
-    return sum(seen.values())

@@ -11,7 +11,6 @@ from torchoffload._contexts.heads import find_heads
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions, check_bool, described, short
-from torchoffload._contexts.room import Room
 from torchoffload._modules.hooks import Offloading, Part, install, uninstall
 from torchoffload._modules.selection import Chosen, Selector, choose, without_last
 from torchoffload._observe.module_stats import ModuleStats, note_source
@@ -97,7 +96,6 @@ def offload_modules(
     fraction: float | None = None,
     keep_last: int | None = None,
     only_inputs: bool = False,
-    memory: float | str | None = None,
     **options: Unpack[ContextKeywords],
 ) -> OffloadedModules:
     """Move what is saved inside chosen modules of ``model``, whenever ``model`` is called with gradients enabled.
@@ -119,10 +117,8 @@ def offload_modules(
         Leave out this many of the chosen modules at the end of the model, with which backward begins. Default: none.
     only_inputs : bool, default False
         Move only the inputs of the chosen modules. That is what a checkpointed block holds until it is computed again.
-    memory : int, float, str, optional
-        What the process may reserve, as for ``OffloadActivations``: as much as there is room for stays on the device.
     **options
-        The other keyword options of ``OffloadActivations``, except ``model``.
+        The keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
@@ -157,8 +153,6 @@ def offload_modules(
     check_bool("only_inputs", only_inputs)
     chosen = without_last(choose(model, modules), keep_last)
     manager = OffloadActivations(model=model, **options)
-    if memory is not None:  # not shared with other contexts: the modules are counted in it
-        manager._use(Room(memory, manager.options))
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
     offloading = Offloading(model, chosen, only_inputs, manager)

@@ -94,10 +94,6 @@ REASONS = {
         meaning="too small to be copied at the full rate of the link",
         advice="Larger batches make larger copies, and learn=False moves these tensors all the same.",
     ),
-    "within_memory": Reason(
-        meaning="kept since the memory that was given has room for them",
-        advice="Give the context less memory, and more of it moves.",
-    ),
     "beyond_fraction": Reason(
         meaning="saved after the fraction that offload_modules was asked to move",
         advice="Give offload_modules a larger fraction.",

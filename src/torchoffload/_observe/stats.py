@@ -44,8 +44,8 @@ class TapeStats(_Counts):
         What was not moved, by reason; ``docs/api.md`` says what each reason means. Found when a tensor was saved or
         copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
         ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from
-        earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with ``memory=``:
-        ``within_memory``; with the options of offload_modules: ``beyond_fraction``, ``not_an_input``.
+        earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of
+        offload_modules: ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
         Device memory that the tape had given up when it closed, in bytes: as its context was left, or as its backward
         began. The memory in use at the loss is smaller by this much.

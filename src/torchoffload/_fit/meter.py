@@ -1,11 +1,20 @@
 """What a step takes on its device: moments, and the most memory between two of them."""
 
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaMeter", "Meter", "ReckonedMeter", "meter_for"]
+from torchoffload._fit.operators import storages
+
+__all__ = ["CudaMeter", "Meter", "ReckonedMeter", "meter_for", "unique_bytes"]
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each counted once."""
+    seen = {storage._cdata: storage.nbytes() for storage in storages(list(tensors))}
+    return sum(seen.values())
 
 
 class Meter(Protocol):
