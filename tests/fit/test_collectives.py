@@ -156,7 +156,7 @@ def join() -> None:
     _unjoined.clear()
 
 
-_other_library = torch.library.Library("torchoffload_tests", "DEF")
+_other_library = torch.library.Library("torchoffload_collectives", "FRAGMENT")
 _other_library.define("joined_later(Tensor x) -> Tensor")
 _other_library.impl("joined_later", _joined_later, "CPU")
 
@@ -165,7 +165,7 @@ _other_library.impl("joined_later", _joined_later, "CPU")
 def test_a_selective_checkpoint_saves_what_was_waited_for(operator: str, tmp_path: Path):
     """As the mode sees the output it has no values yet: a copy that began at once would move what is there before."""
     is_collective = operator == "late_double"
-    saved = _operators.late_double if is_collective else torch.ops.torchoffload_tests.joined_later
+    saved = _operators.late_double if is_collective else torch.ops.torchoffload_collectives.joined_later
 
     def block(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

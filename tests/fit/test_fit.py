@@ -15,8 +15,8 @@ from devices import Device
 from fitted_models import Model, options_of
 from gradients import Run, assert_same_gradients, execute
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit import operators
 from torchoffload._fit.effects import Containers
+from torchoffload._pytorch import collectives
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 
@@ -257,7 +257,7 @@ class Reduces(nn.Module):
 
 def test_a_block_with_a_collective_is_not_computed_again(device_under_test: Device, monkeypatch: pytest.MonkeyPatch):
     """What is a collective is told by the namespace of the operator; here it is one that needs no process group."""
-    monkeypatch.setattr(operators, "_COLLECTIVES", frozenset(("torchoffload_tests",)))
+    monkeypatch.setattr(collectives, "_NAMESPACES", frozenset(("torchoffload_tests",)))
 
     def program(run: Run):
         model = run.module(lambda: Model(Reduces))
