@@ -130,6 +130,25 @@ def test_what_the_allocator_reserves_beyond_its_plan_lowers_the_next_one_and_is_
             assert handle.plan.predicted_peak_bytes < most_bytes
 
 
+def test_what_a_step_reserved_is_seen_where_the_loop_empties_the_cache(monkeypatch: pytest.MonkeyPatch):
+    """Some trainers empty it behind each step. What is reserved as the next one begins says nothing then."""
+    model = model_of_blocks()
+    with torchoffload.fit(model, 1 << 50, move=False) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, 20)
+        points = handle.frontier()
+        memory_bytes = int((points[0].memory_bytes + points[-1].memory_bytes) / 2 / 0.96) + 1
+        driver = handle._driver
+        monkeypatch.setattr(
+            driver.meter,
+            "reserved_bytes",
+            lambda: 2 * memory_bytes if torch._C._current_graph_task_id() != -1 else 0,  # in a backward, and then less
+        )
+        handle.replan(memory_bytes)
+        train(model, 60)
+        assert handle.phase == "least memory"
+
+
 def pipelined(model: nn.Module, sequence: str) -> None:
     """Run calls and backwards in an order such as "FFBFBB", each backward that of the earliest call left."""
     losses = []

@@ -108,12 +108,11 @@ class Driver:
         self._smaller: SmallerCalls | None = None
         self.notes: list[str] = []
         self.left_plan_count = 0
-        self.survey: Survey
         self.obstacles: dict[int, str] = {}
         self._link: Link | None = None
         self._reset_counters: list[Callable[[], None]] = []
         self._backwards = Backwards(self)
-        self._ooms = meter.oom_count()
+        self._ooms, self._seen_bytes = meter.oom_count(), 0
         self.largest_size, self._size, self._known_shapes = 0, 0, cast(Any, None)
         self._begin_survey()
 
@@ -138,8 +137,9 @@ class Driver:
             sum(tensor.numel() for tensor in tensors),
             self._backwards.has_open_calls,
             self.meter.oom_count() > self._ooms,
-            self.meter.reserved_bytes() if self.phase in {Phase.TRIALS, Phase.SETTLED} else 0,
+            self._most_reserved(),
         )
+        self._seen_bytes = 0
         if not is_open:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
@@ -170,6 +170,11 @@ class Driver:
                 self.survey.begin_step()
             else:
                 self._began, self._retries = self.meter.now(), self.meter.retry_count()
+
+    def _most_reserved(self) -> int:
+        """Return what was reserved at the end of a backward or is now: the loop may have emptied the cache between."""
+        watches = self.phase in {Phase.TRIALS, Phase.SETTLED}
+        return max(self._seen_bytes, self.meter.reserved_bytes()) if watches else 0
 
     def _largest(self, *values: float) -> Any:
         """Return for each value the largest one of the ranks that decide together."""
@@ -210,6 +215,7 @@ class Driver:
             self.survey.backward_ended()
         elif self.phase is Phase.TRIALS:
             self._ended = self.meter.now()
+        self._seen_bytes = self._most_reserved()
 
     def _begin_survey(self) -> None:
         self.phase, self._smaller = Phase.SURVEY, None
@@ -327,8 +333,6 @@ class Driver:
         room_bytes = self.budget.room_bytes(trial.step)
         self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, room_bytes)
         self._ooms = self.meter.oom_count()
-
-    # Following a plan.
 
     def _check(self) -> None:
         """See whether the memory is what was given, after a step of a settled plan."""
