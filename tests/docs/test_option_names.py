@@ -25,7 +25,7 @@ def members_of(struct: str) -> set[str]:
 
 def test_a_context_takes_the_options_by_their_names():
     parameters = set(inspect.signature(torchoffload.OffloadActivations).parameters)
-    assert parameters - {"model", "unknown"} == OPTIONS
+    assert parameters - {"model", "memory", "unknown"} == OPTIONS
 
 
 def test_the_core_is_given_the_options_by_their_names():

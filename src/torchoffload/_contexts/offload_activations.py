@@ -14,6 +14,7 @@ from torchoffload._contexts import heads
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OnFull, Tier
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
+from torchoffload._contexts.within_memory import PlannedModel, WithinMemory
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
@@ -74,6 +75,16 @@ class OffloadActivations(saved_tensors_hooks):
     learn : bool, default True
         Let each step teach the next one which saved tensors are not worth moving, and how large the windows should be.
         Tensors that stay for this reason count towards both windows while they are alive.
+    memory : int, float, str, optional
+        What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
+        fraction of what the device has. Then only what is saved in the blocks of ``model``, which has to be given,
+        stays or moves, by a plan of ``fit(model, memory, recompute=False)``. The first steps are measured. Default:
+        everything moves.
+
+    Attributes
+    ----------
+    options : OffloadOptions
+        The options, checked.
 
     Raises
     ------
@@ -86,6 +97,10 @@ class OffloadActivations(saved_tensors_hooks):
     tier is open on this thread. Copying or pickling the context gives a new one with equal options; a pickle leaves
     ``model`` out. ``TORCHOFFLOAD_DISABLE=1`` in the environment, which is read at each entry, makes every context a
     no-op.
+
+    With ``memory`` the model follows the plan from the first entry on, also in calls outside of the context. All
+    contexts for the model share the plan, which is for the memory of the one that was entered last, and
+    ``fitted.remove()`` ends it. Entering raises ValueError if ``fit`` was called for the model.
 
     Examples
     --------
@@ -110,6 +125,7 @@ class OffloadActivations(saved_tensors_hooks):
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
+        memory: float | str | None = None,
         **unknown: Never,
     ) -> None:
         refuse_renamed(unknown)
@@ -132,14 +148,25 @@ class OffloadActivations(saved_tensors_hooks):
         )
         if model is not None:
             check_module("model", model)
+        keywords = self.options.as_keywords()
+        self._within = None if memory is None else WithinMemory(memory, model, keywords)
         self._model = None if model is None else weakref.ref(model)
         self._model_lock = threading.Lock()
         self._model_was_read = model is None
         self._context = core.Context(**self.options.for_core(), warn=warn_user)
         super().__init__(self._context.pack, core.unpack)
 
+    @property
+    def fitted(self) -> PlannedModel | None:
+        """The handle of ``fit`` with the plan for ``memory``; None before the first entry, and without ``memory``."""
+        return None if self._within is None else self._within.planned
+
     def __enter__(self) -> None:
         if is_disabled():
+            hook_stack.push(self, hook_stack.Role.CONTEXT, None)
+            return
+        if self._within is not None:
+            self._within.begin()
             hook_stack.push(self, hook_stack.Role.CONTEXT, None)
             return
         self._open()
@@ -188,8 +215,12 @@ class OffloadActivations(saved_tensors_hooks):
         model = self._live_model()
         return 0 if model is None else heads.remove_head_hooks(model)
 
+    def _keywords(self) -> dict[str, Any]:
+        within = {} if self._within is None else {"memory": self._within.memory}
+        return self.options.as_keywords() | within
+
     def _again(self, model: nn.Module | None) -> "OffloadActivations":
-        return type(self)(model=model, **self.options.as_keywords())
+        return type(self)(model=model, **self._keywords())
 
     def __copy__(self) -> "OffloadActivations":
         return self._again(self._live_model())
@@ -201,11 +232,13 @@ class OffloadActivations(saved_tensors_hooks):
         return self._again(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._within is not None:
+            raise TypeError("a context with memory= cannot be pickled, since its model is left out: make another one")
         return _restore, (type(self), self.options.as_keywords())
 
     def __repr__(self) -> str:
-        fields = OffloadOptions.__dataclass_fields__
-        given = {name: value for name, value in self.options.as_keywords().items() if value != fields[name].default}
+        defaults = {name: field.default for name, field in OffloadOptions.__dataclass_fields__.items()}
+        given = {name: value for name, value in self._keywords().items() if value != defaults.get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
@@ -249,6 +282,7 @@ def get_act_offloading_ctx_manager(
     enable_activation_offloading: bool = True,
     *misplaced: Never,
     warn_if_no_head: bool = True,
+    memory: float | str | None = None,
     **options: Unpack[ContextKeywords],
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Make a context for the forward of ``model`` that leaves the model's output head on the device.
@@ -265,8 +299,10 @@ def get_act_offloading_ctx_manager(
         With False the result is a ``contextlib.nullcontext``: the model runs as if torchoffload were not there.
     warn_if_no_head : bool, default True
         Give a UserWarning if no output head is found.
+    memory : int, float, str, optional
+        As for ``OffloadActivations``. The head gets no hooks then, since it is no block.
     **options
-        The keyword options of ``OffloadActivations``, except ``model``.
+        The other keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
@@ -294,7 +330,9 @@ def get_act_offloading_ctx_manager(
     check_bool("warn_if_no_head", warn_if_no_head)
     if not enable_activation_offloading:
         return contextlib.nullcontext()
-    manager = OffloadActivations(model=model, **options)
+    manager = OffloadActivations(model=model, memory=memory, **options)
+    if memory is not None:
+        return manager
     if heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
             f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "

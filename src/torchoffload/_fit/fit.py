@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
-from torchoffload._fit.amounts import check_margin, parse_memory
+from torchoffload._contexts.within_memory import set_planner
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
@@ -383,3 +384,12 @@ def fit(
             model.register_forward_hook(_leave)
             _drivers[model] = driver
     return Fitted(model, driver)
+
+
+def _move_within(
+    model: nn.Module, memory: float | str, blocks: Sequence[nn.Module] | None, options: dict[str, Any]
+) -> Fitted:
+    return fit(model, memory, blocks=blocks, recompute=False, group=None, **options)
+
+
+set_planner(_move_within)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 from torch import nn
 
 import torchoffload
+from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed, short
-from torchoffload._fit.amounts import check_margin, parse_memory
 from torchoffload._fit.fit import Fitted
 from torchoffload._modules.selection import choose
 from torchoffload.integrations._trainers import (
