@@ -20,7 +20,7 @@ from torchoffload._pytorch import collectives
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 
-STEPS = 20
+STEPS = 28
 BUDGETS = {"least": 0.0, "middle": 0.5, "all": 1.0}
 
 

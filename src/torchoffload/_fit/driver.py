@@ -89,8 +89,7 @@ class Driver:
         self.names = self._following.names
         self._group = group
         self.agreement: Agreement | None = None
-        self.meter = meter
-        self.budget = budget
+        self.meter, self.budget = meter, budget
         self.may_recompute, self.may_move = may_recompute, may_move
         self._context_options = OffloadOptions(**options)
         self._raises = raises
@@ -222,7 +221,7 @@ class Driver:
         self._has_begun = self._has_ended = False
         self.candidates, self.settled, self.step, self._surveyed = Candidates(), None, None, None
         self.survey = Survey(
-            self.model, self.meter, self._backwards.is_seen, may_recompute=self.may_recompute,
+            self.model, self.meter, self.budget, self._backwards.is_seen, may_recompute=self.may_recompute,
             may_agree=self._group is not None,
         )  # fmt: skip
         self._known_shapes = None
@@ -233,7 +232,8 @@ class Driver:
         blocks = list(self.names)
         watch = weakly(self.survey.watch, otherwise=Watch(None))
         self._following.follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
-        self.meter.forget_reserved()
+        if not self.survey.is_timing:  # else the host would have to get memory from the device anew while it is timed
+            self.meter.forget_reserved()
 
     def _make_plan(self) -> None:
         if self.may_move and self._link is None:

@@ -89,6 +89,11 @@ class Kind:
         return tuple(call.operator for call in self._record.operators)
 
     @property
+    def saves(self) -> bool:
+        """Whether autograd saves anything in a call, which then has a backward that takes time."""
+        return bool(self._record.saved)
+
+    @property
     def saved_bytes(self) -> int:
         """The bytes of all that autograd saves and the block has made."""
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.made)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from torchoffload._fit.budget import Budget
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.kinds import Kind, kind_of_call
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind
@@ -36,6 +37,12 @@ class _LeastMemory(NamedTuple):
     def of(cls, calls: list[SurveyedCall], loss_bytes: int, other_bytes: int) -> "_LeastMemory":
         return cls([(each.key, each.forward_bytes, each.backward_bytes) for each in calls], loss_bytes, other_bytes)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most of the whole step."""
+        in_calls = (max(forward, backward) for _, forward, backward in self.calls)
+        return max(self.loss_bytes, self.other_bytes, *in_calls)
+
     def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
         """Return the bytes of each call, by its identity; of a later step's calls where they are others than here."""
         if [each.key for each in calls] == [key for key, _, _ in self.calls]:
@@ -53,6 +60,8 @@ class Survey:
         The model.
     meter : Meter
         The device's clock and memory.
+    budget : Budget
+        What the process may take.
     backward_is_seen : callable
         Called in a backward, where a block is computed again.
     may_recompute, may_agree : bool
@@ -74,13 +83,14 @@ class Survey:
         self,
         model: nn.Module,
         meter: Meter,
+        budget: Budget,
         backward_is_seen: Callable[[], None],
         *,
         may_recompute: bool,
         may_agree: bool,
     ) -> None:
         self.backward_is_seen = backward_is_seen
-        self.meter = meter
+        self.meter, self._budget = meter, budget
         self.may_recompute, self.may_agree = may_recompute, may_agree
         self.allows_communication = False
         self.kinds: dict[tuple[Any, ...], Kind] = {}
@@ -160,8 +170,16 @@ class Survey:
 
     @property
     def window_bytes(self) -> int:
-        """The windows of the next step: none where memory is measured, and room for a block's input in the last one."""
-        return max((call.input_bytes for call in self.calls), default=0) if self.is_timing else 0
+        """The windows of the next step: none where memory is measured, and else two blocks' inputs.
+
+        So the next block's input comes while a block's backward runs, whose time is not that of the copy then. Where
+        there is no room for two, it is one.
+        """
+        if not self.is_timing:
+            return 0
+        input_bytes = max((call.input_bytes for call in self.calls), default=0)
+        has_room = self._least is None or self._least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
+        return 2 * input_bytes if has_room else input_bytes
 
     def _may_compute_again(self, kind: Kind) -> bool:
         return self.allows_communication or not kind.groups
@@ -234,20 +252,19 @@ class Survey:
         calls = [call for call in self.calls if call.returned is not None and call.key in self.kinds]
         keys = list(dict.fromkeys(call.key for call in calls))
         between = self.meter.between_s
-        again = [call for call in calls if call.began_again is not None]
+        again = [call for call in calls if call.computed_again is not None]
         again.sort(key=lambda call: between(self._began, call.began_again))
         for call, following in itertools.pairwise(again):
-            call.span_s = between(call.works_again, following.began_again)
+            call.backward_s = between(call.computed_again, following.began_again)
         if again:
-            again[-1].span_s = between(again[-1].works_again, self._ended)
+            again[-1].backward_s = between(again[-1].computed_again, self._ended)
         kinds = [self._kind(key, [call for call in calls if call.key == key]) for key in keys]
         numbers = {key: number for number, key in enumerate(keys)}
         returned_s = between(self._began, calls[-1].returned) if calls else 0.0
         end_s = between(self._began, self._ended)
         if again:
             loss_s = between(calls[-1].returned, again[0].began_again)
-            last = kinds[numbers[again[-1].key]]
-            rest_s = max(0.0, (again[-1].span_s or 0.0) - last.backward_s - self._least_s(again[-1].key))
+            rest_s = max(0.0, (again[-1].backward_s or 0.0) - kinds[numbers[again[-1].key]].backward_s)
         else:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
@@ -262,25 +279,30 @@ class Survey:
         )
         return measured, keys
 
-    def _least_s(self, key: tuple[Any, ...]) -> float:
-        kind = self.kinds[key]
-        return 0.0 if kind.least is None else kind.recompute_s(kind.least)
-
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
         timed = [call for call in calls if call.moments]
         for call in timed[-1:]:
             kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
         forward_s = statistics.median(between(call.began, call.returned) for call in calls)
-        if timed and self.meter.measures_memory:  # of the device alone, where the host is ahead
+        if kind.obstacle is None and self.meter.measures_memory:  # of the device alone, where the host is ahead
             forward_s = min(forward_s, kind.duration_s)
-        backward_s = 2 * forward_s
-        spans = [call.span_s for call in timed[-1:] or calls if call.span_s is not None]
-        if spans:
-            backward_s = max(statistics.median(spans) - self._least_s(key), 0.5 * forward_s)
         # The first call may be given what all share, too, or what another block was given before.
         input_bytes = max(call.input_bytes for call in calls[1:] or calls)
+        backward_s = self._backward_s(timed[-1:], calls)
+        if backward_s is None:
+            backward_s = 2 * forward_s if kind.saves else 0.0
         return kind.measured(forward_s, backward_s, self._host_s(calls), input_bytes)
+
+    def _backward_s(self, timed: list[SurveyedCall], calls: list[SurveyedCall]) -> float | None:
+        """Return how long the device takes for a backward; None if none was seen.
+
+        A device that waits for the host takes longer. So the least of what two kinds of calls took is right: in those
+        whose operators are timed the host is kept ahead, and in the others the device is not interrupted.
+        """
+        others = [call for call in calls if not call.moments]
+        seen = [[call.backward_s for call in group if call.backward_s is not None] for group in (timed, others)]
+        return min((statistics.median(each) for each in seen if each), default=None)
 
     def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
         """Return what the host takes for a call of these that is computed again; 0 where it is what computes."""

@@ -32,11 +32,10 @@ class SurveyedCall(Watch):
         The bytes of its arguments that no earlier call of the step was given, too.
     forward_bytes, backward_bytes : int
         The most on the device while it runs.
-    began, returned, began_again, works_again : moment
-        When its forward begins and ends, when its recomputation begins, and when the device has come to that; None
-        while that has not happened.
-    span_s : float or None
-        From ``works_again`` to the next block's recomputation; None while it is not known.
+    began, returned, began_again, computed_again : moment
+        When its forward begins and ends, and when its recomputation begins and ends; None while that has not happened.
+    backward_s : float or None
+        From ``computed_again`` to the next block's recomputation; None while it is not known.
     forward_host_s, again_host_s, backward_host_s : float
         What the host takes to enqueue the forward, the recomputation, and the block's backward.
     """
@@ -50,8 +49,8 @@ class SurveyedCall(Watch):
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
-        self.works_again: Any = None
-        self.span_s: float | None = None
+        self.computed_again: Any = None
+        self.backward_s: float | None = None
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
         self._survey = survey
@@ -97,15 +96,15 @@ class SurveyedCall(Watch):
         if before is not None:
             before.backward_host_s = now - before._host_s
         self._survey.last_again = self
-        self.began_again = self.works_again = self._survey.mark(self._note_backward, begins_backward=True)
+        self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
         if self.times_operators and self.plan is not None:
             # So that operators follow each other on the device as they do where the host is far ahead.
             self._survey.meter.keep_host_ahead(len(self.plan.operators))
-            self.works_again = self._survey.meter.now()
         self._host_s = time.perf_counter()
 
     def ends_again(self) -> None:
         """Note the end of the recomputation."""
+        self.computed_again = self._survey.meter.now()
         now = time.perf_counter()
         self.again_host_s = now - self._host_s
         self._host_s = now
