@@ -19,6 +19,7 @@ from torchoffload._contexts.offload_activations import (
     never_offload,
     trim,
 )
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import build_info as _build_info
 from torchoffload._fit.describe import FrontierPoint
 from torchoffload._fit.fit import FitPlan, Fitted, fit
@@ -42,6 +43,7 @@ __all__ = [
     "ModuleStats",
     "NoOpManager",
     "OffloadActivations",
+    "OffloadOptions",
     "OffloadStats",
     "OffloadedModules",
     "Profile",
