@@ -1,8 +1,8 @@
 """torchoffload: activation offloading for PyTorch.
 
-Autograd saves tensors during forward and needs them again in backward. Inside ``OffloadActivations`` these tensors
-leave the device during forward, for pinned host memory or a file on disk, and are back in time for backward. Gradients
-are equal bit for bit. ``docs/api.md`` describes every public name.
+Autograd saves tensors during forward and needs them again in backward. Inside ``OffloadActivations`` most of these
+tensors leave the device during forward, for pinned host memory or a file on disk, and are back in time for backward.
+Gradients are equal bit for bit. ``docs/api.md`` describes every public name.
 
 Examples
 --------
