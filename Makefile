@@ -15,7 +15,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PY := $(BIN)/python
 READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
-PY_FILES = $(wildcard src tests examples benchmarks tools)
+PY_FILES = $(wildcard src tests examples benchmarks tools docs/conf.py)
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
 TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
 PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
@@ -152,6 +152,21 @@ test-gpu: site  ## the CUDA suite in GPU_PARTS parts side by side, with PYTHON's
 bench: OUT := build/gpu
 bench: site  ## the benchmarks, on the GPU and with the torch that PYTHON has
 	PYTHONPATH="$(CURDIR)/$(OUT)" $(PYTHON) benchmarks/train_step.py $(BENCH_ARGS)
+
+DOCS_READY := $(VENV)/.ready-for-docs
+$(DOCS_READY): requirements-docs.txt $(BUILD_READY)
+	$(PIP_INSTALL) $<
+	touch $@
+
+SPHINX = $(PY) -m sphinx -E -q
+.PHONY: docs
+docs: core $(DOCS_READY)  ## the site into build/docs; a link that leads nowhere, like every warning, is an error
+	$(SPHINX) -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+.PHONY: docs-links
+docs-links: core $(DOCS_READY)  ## ask for each page of another site that the site links to, which takes a network
+	$(SPHINX) -b linkcheck docs build/docs-links
 
 .PHONY: wheel
 wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into dist/

@@ -1,7 +1,7 @@
 """From raw results to what documents carry: Markdown tables, rewritten in place, and a chart.
 
     python benchmarks/report.py results/a.json results/b.json                       # prints the tables
-    python benchmarks/report.py results/a.json --into README.md docs/performance.md
+    python benchmarks/report.py results/a.json --into docs/performance.md
     python benchmarks/report.py results/a.json --chart docs/train_step.svg
 
 A document has a table wherever it has its two marks, each alone on a line, and what is between them is replaced:

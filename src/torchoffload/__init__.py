@@ -1,8 +1,8 @@
 """torchoffload: activation offloading for PyTorch.
 
-Autograd saves tensors during forward and needs them again in backward. Inside ``OffloadActivations`` these tensors
-leave the device during forward, for pinned host memory or a file on disk, and are back in time for backward. Gradients
-are equal bit for bit. ``docs/api.md`` describes every public name.
+Autograd saves tensors during forward and needs them again in backward. Inside ``OffloadActivations`` most of these
+tensors leave the device during forward, for pinned host memory or a file on disk, and are back in time for backward.
+Gradients are equal bit for bit. ``docs/api.md`` describes every public name.
 
 Examples
 --------
@@ -19,6 +19,7 @@ from torchoffload._contexts.offload_activations import (
     never_offload,
     trim,
 )
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import build_info as _build_info
 from torchoffload._fit.describe import FrontierPoint
 from torchoffload._fit.fit import FitPlan, Fitted, fit
@@ -42,6 +43,7 @@ __all__ = [
     "ModuleStats",
     "NoOpManager",
     "OffloadActivations",
+    "OffloadOptions",
     "OffloadStats",
     "OffloadedModules",
     "Profile",

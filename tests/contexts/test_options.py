@@ -56,7 +56,9 @@ def test_an_option_that_was_renamed_is_told_by_its_new_name(old, new):
             call(**{old: 1})
 
 
-def test_an_unknown_option_is_named():
+def test_an_unknown_option_is_named_with_the_one_that_it_resembles():
+    with pytest.raises(TypeError, match=r"^OffloadActivations got an unknown option: teir \(did you mean tier\?\)$"):
+        OffloadActivations(teir="disk")
     with pytest.raises(TypeError, match="max_stash"):
         OffloadActivations(max_stash=5)
 

@@ -24,6 +24,14 @@ def test_the_least_that_it_takes(tier, tmp_path):
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_memory_over_a_step_is_drawn(tier, tmp_path):
+    picture = tmp_path / "memory.png"
+    small = ["--layers", "2", "--tokens", "64", "--batch", "2", "--out", str(picture)]
+    output_of(run("memory_over_a_step.py", *small, *tier_options(tier, tmp_path)))
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_checkpointing_and_offloading_alone_and_together(tier, tmp_path):
     windows = ["--offload-window-mib", "0", "--reload-window-mib", "0"]
     table = rows(output_of(run("with_checkpointing.py", *SMALL, *windows, *tier_options(tier, tmp_path))))

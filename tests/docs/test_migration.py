@@ -1,4 +1,4 @@
-"""docs/migration.md: what others document holds here, and each test that the page names exists."""
+"""docs/from-*.md: what others document holds here, and each test that these pages name exists."""
 
 import inspect
 import re
@@ -14,38 +14,58 @@ import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from models import Block, TinyGpt, tokens_and_labels, update
-from pages import broken_links, missing_tests, named_tests, tables
+from pages import missing_tests, named_tests, tables
+from places import DOCS
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload.integrations import trl
 
-PAGE = "migration.md"
-TORCHTUNE = {"use_pin_memory", "use_streams", "max_fwd_stash_size", "min_offload_size", "enable_activation_offloading"}
-TRL = {"use_pin_memory", "use_streams", "min_offload_size", "max_fwd_stash_size", "warn_if_no_head"}
+PAGES = sorted(path.name for path in DOCS.glob("from-*.md"))
+DROP_INS = {
+    "from-torchtune.md": {
+        "use_pin_memory",
+        "use_streams",
+        "max_fwd_stash_size",
+        "min_offload_size",
+        "enable_activation_offloading",
+    },
+    "from-trl.md": {"use_pin_memory", "use_streams", "min_offload_size", "max_fwd_stash_size", "warn_if_no_head"},
+}
 
 
-def test_each_test_that_the_page_names_exists():
-    assert missing_tests(PAGE) == []
-    assert len(named_tests(PAGE)) > 50
+def rows_of(page: str) -> list[list[str]]:
+    return tables(page, "Option by option")
 
 
-def test_each_link_of_the_page_leads_somewhere():
-    assert broken_links(PAGE) == []
+def test_there_is_a_page_for_each_library_and_each_is_in_the_list():
+    listed = (DOCS / "migration.md").read_text()
+    assert len(PAGES) >= 10
+    assert [page for page in PAGES if f"({page})" not in listed] == []
 
 
-@pytest.mark.parametrize(("heading", "names"), [("torchtune", TORCHTUNE), ("TRL", TRL)])
-def test_each_option_of_a_drop_in_has_a_row(heading: str, names: set[str]):
-    theirs = " ".join(row[0] for row in tables(PAGE, heading))
-    assert {name for name in names if f"`{name}" not in theirs} == set()
+@pytest.mark.parametrize("page", PAGES)
+def test_each_page_has_rows_and_the_tests_that_it_names_exist(page: str):
+    assert len(rows_of(page)) >= 2
+    assert missing_tests(page) == []
 
 
-@pytest.mark.parametrize("heading", ["torchtune", "TRL"])
-def test_each_row_of_a_drop_in_names_a_test(heading: str):
-    rows = tables(PAGE, heading)
+def test_the_pages_name_tests():
+    assert sum(len(named_tests(page)) for page in PAGES) > 50
+
+
+@pytest.mark.parametrize("page", DROP_INS)
+def test_each_option_of_a_drop_in_has_a_row(page: str):
+    theirs = " ".join(row[0] for row in rows_of(page))
+    assert {name for name in DROP_INS[page] if f"`{name}" not in theirs} == set()
+
+
+@pytest.mark.parametrize("page", DROP_INS)
+def test_each_row_of_a_drop_in_names_a_test(page: str):
+    rows = rows_of(page)
     assert len(rows) > 10
     assert [row[0] for row in rows if "`test_" not in row[-1]] == []
 
 
-def test_each_option_of_ours_that_the_page_names_exists():
+def test_each_option_of_ours_that_a_page_names_exists():
     known = set(OffloadOptions.__dataclass_fields__)
     for function in (
         torchoffload.OffloadActivations,
@@ -54,7 +74,7 @@ def test_each_option_of_ours_that_the_page_names_exists():
         torchoffload.selective_checkpoint_context_fn,
     ):
         known |= set(inspect.signature(function).parameters)
-    rows = [row for heading in ("torchtune", "TRL", "Megatron") for row in tables(PAGE, heading)]
+    rows = [row for page in (*DROP_INS, "from-megatron.md") for row in rows_of(page)]
     named = {name for row in rows for name in re.findall(r"`(\w+)=[^`]*`", row[1])}
     assert named - known == set()
 

@@ -9,7 +9,7 @@ from typing import Unpack, get_type_hints
 import torchoffload
 from places import ROOT
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
-from torchoffload._contexts.options import OffloadOptions
+from torchoffload._contexts.options import OffloadOptions, keywords_for_core
 
 OPTIONS = {field.name for field in fields(OffloadOptions)}
 OF_MODULES = {"fraction", "only_inputs"}  # what offload_modules tells the core of; the rest it carries out by itself
@@ -29,7 +29,7 @@ def test_a_context_takes_the_options_by_their_names():
 
 
 def test_the_core_is_given_the_options_by_their_names():
-    assert set(OffloadOptions().for_core()) == OPTIONS
+    assert set(keywords_for_core(OffloadOptions())) == OPTIONS
     stub = ast.parse((ROOT / "src/torchoffload/_C.pyi").read_text())
     (context,) = (node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "Context")
     (init,) = (node for node in context.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")

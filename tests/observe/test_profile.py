@@ -23,6 +23,7 @@ from timed_steps import (
     step,
 )
 from torchoffload import EntryKind
+from torchoffload._observe.units import human_bytes
 
 SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
 
@@ -266,6 +267,19 @@ def test_a_profile_is_entered_once():
         profile.__enter__()
 
 
+@SIMULATED
+def test_a_profile_prints_a_summary(device_under_test: Device, scope):
+    profile = torchoffload.profile()
+    assert str(profile) == repr(profile) == "<torchoffload profile: it was not entered yet>"
+    with profile:
+        step(device_under_test, 4, **LEAST_MEMORY)
+    moved = f"{human_bytes(4 * RECORD_BYTES)} out, {human_bytes(4 * RECORD_BYTES)} back"
+    assert repr(profile) == f"<torchoffload profile: {moved}, computing waited 0.008 s>"
+    names = [line[:24].strip() for line in str(profile).splitlines()[1:]]
+    assert names == ["offloaded", "reloaded", "compute stood still", "rate out", "rate back", "device memory"]
+    assert "0.008 s in all: 0.004 s for a full window, 0.004 s for reloads" in str(profile)
+
+
 def test_an_exception_inside_ends_the_profile(device_under_test: Device, scope):
     def failing_step() -> None:
         step(device_under_test, 2, **LEAST_MEMORY)
@@ -310,6 +324,8 @@ def test_the_disk_tier_tells_no_time_and_says_so(device_under_test: Device, scop
         profile.export_timeline(tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
     assert profile.counts.records_offloaded == 2
+    assert str(profile).splitlines()[-1].startswith("  no times: ")
+    assert repr(profile).endswith(" back, no times>")
     assert "latest profile()" not in torchoffload.report()
 
 

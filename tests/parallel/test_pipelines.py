@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("around", ["step", "stage", "modules"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_windowss(processes: Processes, schedule: str, around: str):
+def test_schedules(processes: Processes, schedule: str, around: str):
     processes.run("pipelines:schedule_step", schedule=schedule, around=around)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant", "selective"])
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
-def test_windowss_with_checkpointing(processes: Processes, schedule: str, checkpointing: str):
+def test_schedules_with_checkpointing(processes: Processes, schedule: str, checkpointing: str):
     processes.run("pipelines:schedule_step", schedule=schedule, around="stage", checkpointing=checkpointing)
 
 
@@ -39,13 +39,13 @@ def test_a_reentrant_checkpoint_recomputes_in_the_context_around_the_step(proces
 
 @pytest.mark.parametrize("parallelism", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
-def test_windowss_of_data_parallel_stages(processes: Processes, schedule: str, parallelism: str):
+def test_schedules_of_data_parallel_stages(processes: Processes, schedule: str, parallelism: str):
     processes.run("pipelines:schedule_step", schedule=schedule, around="step", parallelism=parallelism)
 
 
 @pytest.mark.parametrize("around", ["step", "stage"])
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble"])
-def test_windowss_with_learning(processes: Processes, schedule: str, around: str):
+def test_schedules_with_learning(processes: Processes, schedule: str, around: str):
     options = [{"learn": True, "offload_window_bytes": None}] * 2
     processes.run(
         "pipelines:schedule_step",

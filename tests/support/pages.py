@@ -1,8 +1,10 @@
-"""pages.py: the documents that name tests, and whether those tests exist."""
+"""pages.py: the documents: the tests that they name, the links in them, and the tables."""
 
 import re
+from functools import cache
+from pathlib import Path
 
-from places import DOCS, TESTS
+from places import DOCS, ROOT, TESTS
 
 
 def cases_in(file: str) -> set[str]:
@@ -27,10 +29,27 @@ def missing_tests(page: str) -> list[tuple[str | None, str]]:
     return [(file, test) for file, test in named_tests(page) if file is None or test not in cases_in(file)]
 
 
-def broken_links(page: str) -> list[str]:
-    """Links of docs/`page` to files of this repository that are not there."""
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DOCS / page).read_text())
-    return sorted({link for link in links if not (DOCS / link).exists()})
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub, and the site, give the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page of this repository to files, or to headings of pages, that are not there."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    broken = set()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        is_there = target.exists() and target.resolve().is_relative_to(ROOT)
+        if not is_there or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.add(link)
+    return sorted(broken)
 
 
 def tables(page: str, heading: str) -> list[list[str]]:

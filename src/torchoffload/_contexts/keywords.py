@@ -1,6 +1,7 @@
 """The keyword options of a context as types, so that editors complete them and type checkers find wrong ones.
 
-``OffloadOptions`` checks the values when the program runs; ``tests/test_option_names.py`` compares the names.
+``OffloadOptions`` checks the values when the program runs; ``tests/docs/test_option_names.py`` compares the names,
+and ``tests/contexts/test_typing.py`` runs mypy over right and wrong calls.
 """
 
 import os

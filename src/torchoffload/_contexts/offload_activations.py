@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import Any, Never, Unpack
+from typing import Any, Never, Self, Unpack
 
 import torch
 from torch import nn
@@ -13,7 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchoffload._contexts import heads
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OnFull, Tier
-from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, refuse_renamed
+from torchoffload._contexts.options import (
+    OffloadOptions,
+    check_bool,
+    check_module,
+    keywords_for_core,
+    refuse_renamed,
+    refuse_unknown,
+)
 from torchoffload._contexts.within_memory import PlannedModel, WithinMemory
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
@@ -129,8 +136,7 @@ class OffloadActivations(saved_tensors_hooks):
         **unknown: Never,
     ) -> None:
         refuse_renamed(unknown)
-        if unknown:
-            raise TypeError(f"{type(self).__name__} got an unknown option: {', '.join(sorted(unknown))}")
+        refuse_unknown(type(self).__name__, unknown)
         for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
             check_bool(name, value, "; did you mean model=model?" if isinstance(value, nn.Module) else "")
         self.options = OffloadOptions(
@@ -153,7 +159,7 @@ class OffloadActivations(saved_tensors_hooks):
         self._model = None if model is None else weakref.ref(model)
         self._model_lock = threading.Lock()
         self._model_was_read = model is None
-        self._context = core.Context(**self.options.for_core(), warn=warn_user)
+        self._context = core.Context(**keywords_for_core(self.options), warn=warn_user)
         super().__init__(self._context.pack, core.unpack)
 
     @property
@@ -161,20 +167,21 @@ class OffloadActivations(saved_tensors_hooks):
         """The handle of ``fit`` with the plan for ``memory``; None before the first entry, and without ``memory``."""
         return None if self._within is None else self._within.planned
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns None
         if is_disabled():
             hook_stack.push(self, hook_stack.Role.CONTEXT, None)
-            return
+            return self
         if self._within is not None:
             self._within.begin()
             hook_stack.push(self, hook_stack.Role.CONTEXT, None)
-            return
+            return self
         self._open()
         try:
             hook_stack.push(self, hook_stack.Role.CONTEXT, self)
         except BaseException:
             self._context.exit()
             raise
+        return self
 
     def __exit__(self, *exception: object) -> None:
         entry = hook_stack.pop(self)
@@ -263,8 +270,9 @@ class NoOpManager(saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(core.noop_pack, core.unpack)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns None
         hook_stack.push(self, hook_stack.Role.CONTEXT, None if is_disabled() else self)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         hook_stack.pop(self)

@@ -3,6 +3,7 @@
 Checking touches no accelerator, so a script may make its contexts before it chooses a device.
 """
 
+import difflib
 import os
 import reprlib
 import stat
@@ -26,7 +27,9 @@ __all__ = [
     "described",
     "file_system_of",
     "is_in_ram",
+    "keywords_for_core",
     "refuse_renamed",
+    "refuse_unknown",
     "short",
 ]
 
@@ -70,6 +73,17 @@ def refuse_renamed(options: Iterable[str]) -> None:
     for name in options:
         if name in _RENAMED:
             raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, for the tier that is used")
+
+
+def refuse_unknown(taker: str, unknown: Iterable[str]) -> None:
+    """Raise TypeError if ``unknown`` has any name; the message has the option that each of them resembles."""
+    known = (*OffloadOptions.__dataclass_fields__, "model")
+    names = []
+    for name in sorted(unknown):
+        similar = difflib.get_close_matches(name, known, n=1)
+        names.append(f"{name} (did you mean {similar[0]}?)" if similar else name)
+    if names:
+        raise TypeError(f"{taker} got an unknown option: {', '.join(names)}")
 
 
 def check_module(name: str, value: object) -> None:
@@ -171,6 +185,10 @@ def _checked_disk_dir(disk_dir: object) -> str:
 class OffloadOptions:
     """The checked options of one offloading context. ``OffloadActivations`` says what each of them means.
 
+    ``OffloadActivations(...).options`` and ``offload_modules(...).options`` are of this type. Made by itself, it checks
+    options before there is a model or a device: ``OffloadActivations(**options.as_keywords())`` takes them as they are.
+    Options with equal fields are equal, and the fields cannot be set afterwards.
+
     The fields have the values that were given, except ``disk_dir``: with ``tier="disk"`` it is an absolute path, also
     if it was not given, and with ``tier="host"`` it is None.
 
@@ -226,12 +244,13 @@ class OffloadOptions:
         return _DEFAULT_MIN_OFFLOAD_BYTES[self.tier]
 
     def as_keywords(self) -> dict[str, Any]:
-        """Return keyword arguments that make equal options."""
+        """Return keyword arguments that make equal options, for this class and for every function that takes them."""
         return asdict(self)
 
-    def for_core(self) -> dict[str, Any]:
-        """Return the keyword arguments for ``Context`` of the compiled core, except ``warn``.
 
-        They have the names of the options. The default of ``min_offload_size`` depends on the tier and is filled in.
-        """
-        return vars(self) | {"min_offload_size": self.min_offload_bytes}
+def keywords_for_core(options: OffloadOptions) -> dict[str, Any]:
+    """Return the keyword arguments for ``Context`` of the compiled core, except ``warn``.
+
+    They have the names of the options. The default of ``min_offload_size`` depends on the tier and is filled in.
+    """
+    return vars(options) | {"min_offload_size": options.min_offload_bytes}

@@ -21,7 +21,8 @@ class HostMemory:
     default_budget_bytes : int
         The budget that ``budget_bytes=None`` stands for. It is 0.8 x (min(available, limit - limit used + inactive
         file) / number of processes of this job on the machine + pinned memory that torchoffload holds in this process).
-        The number of processes comes from the environment that the launcher sets; ``docs/api.md`` lists the variables.
+        The number of processes comes from the environment that the launcher sets; ``docs/environment.md`` lists the
+        variables.
     """
 
     total_bytes: int

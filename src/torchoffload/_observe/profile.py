@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any, Self
 
 from torchoffload._core import core
+from torchoffload._observe.rows import kept_lines, moved_line, timing_lines
 from torchoffload._observe.stats import OffloadStats, TapeStats, at_reset, stats
 from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
 from torchoffload._observe.trace import write_trace
+from torchoffload._observe.units import human_bytes
 
 __all__ = ["Profile", "latest_timing", "profile"]
 
@@ -18,6 +20,7 @@ _NO_TIMES = (
     "torchoffload: this profile has no times: nothing was saved inside it on a device that tells time. CUDA does, the "
     'disk tier (tier="disk") does not. What moved is in Profile.counts.'
 )
+_NO_TIMES_LINE = "  no times: nothing was saved on a device that tells time; CUDA does, the disk tier does not"
 
 
 class _State(enum.Enum):
@@ -65,6 +68,9 @@ def _difference(before: OffloadStats, after: OffloadStats) -> TapeStats:
 class Profile:
     """The context that ``profile()`` returns; after its ``with`` block it has what was measured.
 
+    ``print(profile)`` shows a summary then: what moved, what stayed, how long computing waited for copies, and how fast
+    the copies were.
+
     It measures the whole process: all contexts, devices and threads. On CUDA the times are taken by events on the
     streams, with the clock of the device. Leaving the context waits until the device has come to the last of these
     events.
@@ -111,6 +117,26 @@ class Profile:
                 self._tapes, self._total = sum_up_tapes(self._entries), sum_up(self._entries)
             if self._has_times:
                 _latest_timing = (len(self._tapes), self._total)
+
+    def __repr__(self) -> str:
+        if self._state is not _State.OVER:
+            return f"<torchoffload profile: {self._state.value}>"
+        stalled = f", computing waited {self._total.stall_s:.3f} s" if self._has_times else ", no times"
+        moved = f"{human_bytes(self._counts.bytes_offloaded)} out, {human_bytes(self._counts.bytes_reloaded)} back"
+        return f"<torchoffload profile: {moved}{stalled}>"
+
+    def __str__(self) -> str:
+        if self._state is not _State.OVER:
+            return repr(self)
+        counts = self._counts
+        lines = [
+            f"torchoffload, inside of this profile(){f', {len(self._tapes)} tapes' if self._has_times else ''}:",
+            moved_line("offloaded", counts.bytes_offloaded, counts.records_offloaded),
+            moved_line("reloaded", counts.bytes_reloaded, counts.records_reloaded),
+            *kept_lines(counts),
+            *(timing_lines(self._total) if self._has_times else [_NO_TIMES_LINE]),
+        ]
+        return "\n".join(lines)
 
     def _check(self, *, times: bool) -> None:
         if self._state is not _State.OVER:

@@ -2,7 +2,7 @@
 
 The compiled core decides and counts; its list of reasons is ``csrc/core/reasons.def``. This table has one entry
 for each reason of that list, in the same order. ``tests/docs/test_reasons.py`` compares both with the table in
-``docs/api.md``.
+``docs/reasons.md``.
 """
 
 from typing import NamedTuple

@@ -10,8 +10,8 @@ from torchoffload._core import core
 from torchoffload._observe.module_stats import idle_advice, module_lines
 from torchoffload._observe.profile import latest_timing
 from torchoffload._observe.reasons import REASONS
+from torchoffload._observe.rows import kept_lines, moved_line, row, timing_lines
 from torchoffload._observe.stats import OffloadStats, TapeStats, stats
-from torchoffload._observe.timing import Timing, Transfers
 from torchoffload._observe.units import human_bytes
 
 __all__ = ["human_bytes", "report"]
@@ -25,26 +25,8 @@ _NOTHING_SAVED = (
 )
 
 
-def _row(name: str, value: str, rest: str) -> str:
-    return f"  {name:<22}{value:>12} {rest}"
-
-
-def _moved(name: str, nbytes: int, records: int) -> str:
-    return _row(name, human_bytes(nbytes), f"in {records} records")
-
-
 def _pair(name: str, now: int, peak: int) -> str:
-    return _row(name, human_bytes(now), f"now, {human_bytes(peak)} at most")
-
-
-def _kept_lines(seen: OffloadStats) -> list[str]:
-    by_bytes = sorted(seen.records_kept, key=lambda reason: seen.bytes_kept.get(reason, 0), reverse=True)
-    lines = []
-    for reason in by_bytes:
-        records, nbytes = seen.records_kept[reason], seen.bytes_kept.get(reason, 0)
-        if records:
-            lines.append(f"{_moved(f'kept: {reason}', nbytes, records)}; {REASONS[reason].meaning}")
-    return lines
+    return row(name, human_bytes(now), f"now, {human_bytes(peak)} at most")
 
 
 def _loss_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
@@ -53,7 +35,7 @@ def _loss_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
         return []
     away = next((tape.bytes_away for tape in reversed(tapes) if tape.bytes_away), 0)
     rest = "less device memory than without us, of the latest tape that gave any up"
-    return [_row("freed at the loss", human_bytes(away), rest)]
+    return [row("freed at the loss", human_bytes(away), rest)]
 
 
 def _tape_lines(seen: OffloadStats) -> list[str]:
@@ -69,27 +51,6 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
         cells = [*(human_bytes(size) for size in sizes), str(tape.window_waits)]
         is_alive = len(shown) - number < seen.live_tapes  # tapes that are alive are the last ones
         lines.append(" " * 24 + "".join(f"{cell:>12}" for cell in cells) + ("  alive" if is_alive else ""))
-    return lines
-
-
-def _rate(name: str, way: Transfers) -> str:
-    used = f"while copying, for {way.link_use():.0%} of the {way.span_s:.3f} s from first to last copy"
-    return _row(name, f"{way.bytes_per_s / 1e9:.1f} GB/s", used)
-
-
-def _timing_lines(tape_count: int, timing: Timing) -> list[str]:
-    stalls = f"{timing.window_wait_s:.3f} s for a full window, {timing.reload_wait_s:.3f} s for reloads"
-    if timing.drop_wait_s > 0:
-        stalls += f", {timing.drop_wait_s:.3f} s for copies that backward overtook"
-    lines = [
-        f"  in the latest profile(), {tape_count} tapes:",
-        _row("  compute stood still", f"{timing.stall_s:.3f} s", f"in all: {stalls}"),
-    ]
-    ways = (("  rate out", timing.out), ("  rate back", timing.back))
-    lines += [_rate(name, way) for name, way in ways if way.copies]
-    loss_bytes = timing.loss_device_bytes
-    at_loss = "" if loss_bytes is None else f", {human_bytes(loss_bytes)} at the loss"
-    lines.append(_row("  device memory", human_bytes(timing.peak_device_bytes), f"at most{at_loss}"))
     return lines
 
 
@@ -164,7 +125,7 @@ def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 def _holder_lines() -> list[str]:
     holders = _holders()
     total = sum(holders.values())
-    lines = [_row("with a history", str(total), "tensors that Python objects hold, each with its graph")]
+    lines = [row("with a history", str(total), "tensors that Python objects hold, each with its graph")]
     return lines + [f"{count:>36} x {text}" for text, count in holders.most_common(_HOLDERS_SHOWN)]
 
 
@@ -182,7 +143,7 @@ def _live_save_lines() -> list[str]:
     kinds = sorted(ages_s.items(), key=lambda kind: max(kind[1]), reverse=True)
     total = sum(len(ages) for _, ages in kinds)
     oldest_s = max(kinds[0][1])
-    lines = [_row("saved tensors alive", str(total), f"of {len(kinds)} kinds, the oldest {oldest_s:.1f} s old")]
+    lines = [row("saved tensors alive", str(total), f"of {len(kinds)} kinds, the oldest {oldest_s:.1f} s old")]
     return lines + [
         f"{len(ages):>36} x {text}, {min(ages):.1f} to {max(ages):.1f} s old" for text, ages in kinds[:_HOLDERS_SHOWN]
     ]
@@ -192,13 +153,13 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
     """Format ``seen`` as ``report()`` does, with the lines ``more`` from other sources."""
     lines = [
         "torchoffload, since the last reset_stats():",
-        _moved("offloaded", seen.bytes_offloaded, seen.records_offloaded),
-        _moved("reloaded", seen.bytes_reloaded, seen.records_reloaded),
-        _moved("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
-        *_kept_lines(seen),
+        moved_line("offloaded", seen.bytes_offloaded, seen.records_offloaded),
+        moved_line("reloaded", seen.bytes_reloaded, seen.records_reloaded),
+        moved_line("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
+        *kept_lines(seen),
         *_loss_lines(seen.tapes),
-        _row("waits", str(seen.window_waits), f"for a full offload window; {seen.passed_by} reloads came too early"),
-        _row(
+        row("waits", str(seen.window_waits), f"for a full offload window; {seen.passed_by} reloads came too early"),
+        row(
             "windows, at most",
             human_bytes(seen.peak_offload_window_bytes),
             f"out, {human_bytes(seen.peak_reload_window_bytes)} back",
@@ -206,7 +167,7 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
         _pair("slots", seen.slot_bytes, seen.peak_slot_bytes),
         _pair("pinned memory", seen.pinned_bytes, seen.peak_pinned_bytes)
         + f"; {human_bytes(seen.pinned_bytes_used)} of it in use",
-        _row(
+        row(
             "alive",
             str(seen.live_handles),
             f"of {seen.handles} handles, {seen.live_records} records, {seen.live_slots} slots, {seen.live_tapes} tapes",
@@ -239,7 +200,8 @@ def report(*, holders: bool = False) -> str:
     """
     more = [*module_lines(), *_device_lines()]
     if latest := latest_timing():
-        more += _timing_lines(*latest)
+        tape_count, timing = latest
+        more += [f"  in the latest profile(), {tape_count} tapes:", *timing_lines(timing, indent="  ")]
     if holders:
         more += [*_live_save_lines(), *_holder_lines()]
     return format_stats(stats(), more=more)

@@ -41,7 +41,7 @@ class TapeStats(_Counts):
         Tensors that were saved again after a record of the same memory was made, and their bytes. The record moves
         once.
     records_kept, bytes_kept : dict of str to int
-        What was not moved, by reason; ``docs/api.md`` says what each reason means. Found when a tensor was saved or
+        What was not moved, by reason; ``docs/reasons.md`` says what each reason means. Found when a tensor was saved or
         copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
         ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from
         earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of
