@@ -33,7 +33,7 @@ torchoffload.get_act_offloading_ctx_manager(model, True, False)  # wrong: expect
 torchoffload.offload_modules(model, "layers.*", fraction=0.5, tier="disk")
 torchoffload.offload_modules(model, "layers.*", memory="40GiB", tier="disk").report()
 torchoffload.offload_modules(model, "layers.*", tier="dsik")  # wrong: No overload variant
-torchoffload.offload_modules(model, "layers.*", teir="disk")  # wrong: Unexpected keyword argument "teir"
+torchoffload.offload_modules(model, "layers.*", teir="disk")  # wrong: overload
 torchoffload.offload_modules(model, "layers.*", fraction=0.5, memory="40GiB")  # wrong: No overload variant
 
 torchoffload.fit(model, "40GiB", tier="disk", on_unfit="warn")
