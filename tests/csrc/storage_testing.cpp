@@ -54,10 +54,13 @@ struct Fault {
   std::atomic<uint64_t> max_bytes{UINT64_MAX};  // more is cut short, whatever `after` and `times` say
   std::atomic<int64_t> delay_us{0};
   std::atomic<uint64_t> call_count{0};
+  std::atomic<bool> holds_next{false};  // the next call waits until `is_released`
+  std::atomic<bool> is_released{false};
 
   // Sets errno and returns true if this call is to fail.
   bool strikes() {
     call_count.fetch_add(1);
+    if (holds_next.exchange(false)) is_released.wait(false);
     if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
     if (error == 0 || after.fetch_sub(1) > 0 || times.fetch_sub(1) <= 0) return false;
     errno = error;
@@ -110,6 +113,19 @@ void inject_io_fault(const std::string& call, int error, int64_t after, int64_t 
   fault.times = times;
   fault.max_bytes = max_bytes;
   fault.delay_us = delay_us;
+}
+
+void hold_next_io(const std::string& call) {
+  Fault& fault = fault_of(call);
+  fault.is_released = false;
+  fault.holds_next = true;
+}
+
+void release_held_io(const std::string& call) {
+  Fault& fault = fault_of(call);
+  fault.holds_next = false;
+  fault.is_released = true;
+  fault.is_released.notify_all();
 }
 
 void clear_io_faults() {
@@ -261,6 +277,9 @@ void bind_stores(py::module_& m) {
         py::arg("times") = INT64_MAX, py::arg("max_bytes") = UINT64_MAX, py::arg("delay_us") = 0,
         "Makes `call` of the disk tier fail with errno `times` times after the first `after`, fall short, or be slow.");
   m.def("clear_io_faults", clear_io_faults);
+  m.def("hold_next_io", hold_next_io, py::arg("call"),
+        "Makes the next `call` of the disk tier wait for release_held_io().");
+  m.def("release_held_io", release_held_io, py::arg("call"));
   m.def("io_call_count", [](const std::string& call) { return fault_of(call).call_count.load(); });
 }
 

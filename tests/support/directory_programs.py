@@ -40,7 +40,7 @@ def stores_made_while_trim_waits() -> None:
     """``trim()`` waits in the first of a few stores while many more are made, so that their list is moved."""
     for number in range(3):
         use(f"{DIRECTORY}/{number}")
-    testing.inject_io_fault("pwrite", delay_us=2_000_000)
+    testing.hold_next_io("pwrite")
     x = torch.ones(1 << 16, requires_grad=True)
     with context(f"{DIRECTORY}/0"):
         y = x.sin()
@@ -48,11 +48,11 @@ def stores_made_while_trim_waits() -> None:
     trimmed: list[int] = []
     trimmer = threading.Thread(target=lambda: trimmed.append(torchoffload.trim()))
     trimmer.start()
-    time.sleep(0.2)
-    testing.inject_io_fault("pwrite")
+    time.sleep(0.2)  # so that it waits in its list of stores while they are made; it may begin later, too
     for number in range(3, 10):
         use(f"{DIRECTORY}/{number}")
     assert trimmer.is_alive(), "it did not wait for the copy"
+    testing.release_held_io("pwrite")
     trimmer.join()
     assert trimmed[0] > 0
 
