@@ -1,6 +1,6 @@
 # torchoffload_add_module(NAME [TESTING]): the extension module NAME from csrc/.
-# core/, system/, storage/ and engine/ are compiled without torch's headers in reach, so an include that does not belong
-# there fails.
+# core/, system/, storage/, device/codec/ and engine/ are compiled without torch's headers in reach, so an include that
+# does not belong there fails.
 # TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus csrc/testing (the simulated device, the log of seam calls) and tests/csrc.
 # Which kinds of backend there are is decided here alone, by which sources are linked: each registers itself.
 
@@ -8,7 +8,7 @@ function(torchoffload_add_module name)
   cmake_parse_arguments(ARG "TESTING" "" "" ${ARGN})
   set(csrc "${PROJECT_SOURCE_DIR}/csrc")
   file(GLOB base_sources CONFIGURE_DEPENDS "${csrc}/core/*.cpp" "${csrc}/core/planning/*.cpp" "${csrc}/system/*.cpp"
-       "${csrc}/storage/*.cpp" "${csrc}/engine/*.cpp")
+       "${csrc}/storage/*.cpp" "${csrc}/device/codec/*.cpp" "${csrc}/engine/*.cpp")
   file(GLOB torch_sources CONFIGURE_DEPENDS "${csrc}/device/*.cpp" "${csrc}/autograd/*.cpp")
   file(GLOB test_sources CONFIGURE_DEPENDS "${csrc}/testing/*.cpp" "${PROJECT_SOURCE_DIR}/tests/csrc/*.cpp")
 
@@ -30,7 +30,7 @@ function(torchoffload_add_module name)
   # one process share some of the names behind std::locale, and printing a number crashes.
   target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch Threads::Threads -l:libstdc++.so.6)
   if(TORCH_CUDA_VERSION)
-    target_link_libraries(${name} PRIVATE TargetTorch::cuda)
+    target_link_libraries(${name} PRIVATE TargetTorch::cuda ${CMAKE_DL_LIBS})
   endif()
   if(TORCHOFFLOAD_OUTPUT_DIR)
     set_target_properties(${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${TORCHOFFLOAD_OUTPUT_DIR}")
