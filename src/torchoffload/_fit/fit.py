@@ -18,7 +18,7 @@ from torchoffload._contexts.options import OffloadOptions, check_bool, check_mod
 from torchoffload._contexts.within_memory import set_planner
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
-from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
+from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
 from torchoffload._fit.meter import meter_for
@@ -119,7 +119,7 @@ class Fitted:
         return FitPlan(
             predicted_s=plan.step_s,
             measured_s=settled.step_s,
-            predicted_peak_bytes=settled.step.peak_bytes(plan),
+            predicted_peak_bytes=settled.peak_bytes,
             reserved_bytes=settled.reserved_bytes,
             recompute_s=plan.recompute_s,
             kept_bytes=plan.kept_bytes,
@@ -200,8 +200,9 @@ class Fitted:
             The step does not fit, or the handle was removed.
         """
         driver = self._driver
-        if driver.phase is Phase.REMOVED:
-            raise RuntimeError("this fit was removed: call torchoffload.fit() again")
+        why = why_over(driver)
+        if why is not None:
+            raise RuntimeError(f"there is nothing to plan for: {why}. Call torchoffload.fit() again")
         needs_total = isinstance(memory, float)
         driver.replan(parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
 
@@ -214,7 +215,7 @@ class Fitted:
             if model is not None:
                 remove_forward_hooks(model, _enter, _leave)
                 _drivers.pop(model, None)
-                self._driver.remove()
+            self._driver.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -223,8 +224,8 @@ class Fitted:
         self.remove()
 
     def __repr__(self) -> str:
-        model = self._model()
-        return f"{type(self).__name__}({type(model).__name__}, {len(self._driver.names)} blocks, {self.phase})"
+        driver = self._driver
+        return f"{type(self).__name__}({driver.model_name}, {driver.block_count} blocks, {self.phase})"
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -367,8 +368,8 @@ def fit(
                 if each.module in other.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         driver = Driver(
-            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device), may_recompute=recompute,
-            may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
+            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
+            may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
         )  # fmt: skip
         try:
             if saved is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchoffload._fit.describe import why_over
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
 
@@ -67,8 +68,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
     """Write the plan that is followed."""
     step, settled = driver.step, driver.settled
     if step is None or settled is None:
-        raise RuntimeError("no plan has been chosen yet: it takes some training steps")
-    model = driver.model  # so that its blocks are there
+        raise RuntimeError(f"no plan has been chosen: {why_over(driver) or 'it takes some training steps'}")
     document = {
         "format": _FORMAT,
         "torch": torch.__version__,
@@ -78,10 +78,9 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
         "is_of_several": driver.agreement is not None,
-        "names": [driver.names[module] for module in driver.call_modules],
+        "names": driver.called.names,
         "operators": [[str(each) for each in driver.operators[kind]] for kind in range(len(step.kinds))],
     }
-    del model
     text = json.dumps(document, default=_plain)
     Path(path).write_text(text, encoding="utf-8")
 
