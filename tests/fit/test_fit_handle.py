@@ -217,6 +217,10 @@ def test_blocks_can_be_chosen(device_under_test: Device):
     ("arguments", "error"),
     [
         ({"memory": "much"}, ValueError), ({"memory": 1.5}, ValueError), ({"memory": -1}, ValueError),
+        ({"memory": 0}, ValueError), ({"memory": "0GiB"}, ValueError), ({"memory": float("nan")}, ValueError),
+        ({"memory": float("inf")}, ValueError), ({"memory": 0.0}, ValueError), ({"memory": "40 G"}, ValueError),
+        ({"memory": 1.0}, ValueError),  # what a CPU has cannot be asked for
+        ({"memory": "1GiB", "margin": float("nan")}, ValueError),
         ({"memory": True}, TypeError), ({"memory": [1]}, TypeError), ({"memory": None}, ValueError),
         ({"memory": "1GiB", "margin": 0.6}, ValueError), ({"memory": "1GiB", "margin": "a"}, TypeError),
         ({"memory": "1GiB", "recompute": 1}, TypeError), ({"memory": "1GiB", "on_unfit": "ignore"}, ValueError),

@@ -166,9 +166,8 @@ def describe(driver: "Driver") -> str:
         lines += [line] if line is not None else []
     lines.append("Time against memory, predicted:")
     for point in frontier(driver, 8):
-        lines.append(
-            f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}"
-        )
+        ratio = point.step_s / stock.step_s if stock.step_s else 1.0
+        lines.append(f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {ratio:.2f}")
     more = plan_step(step, budget.room_bytes(step) + _GIB)
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
