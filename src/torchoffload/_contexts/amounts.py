@@ -1,6 +1,5 @@
 """Amounts of memory as users write them."""
 
-import fractions
 import re
 
 from torchoffload._contexts.options import described, short
@@ -27,7 +26,7 @@ def parse_memory(memory: object, total_bytes: int | None) -> int:
     if isinstance(memory, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory)
         if found is not None and found[2].lower() in _UNITS:
-            nbytes = int(fractions.Fraction(found[1]) * _UNITS[found[2].lower()])
+            nbytes = int(min(float(found[1]) * _UNITS[found[2].lower()], _MOST_BYTES))
     elif isinstance(memory, int):
         nbytes = memory
     elif 0 < memory <= 1:

@@ -15,7 +15,6 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
-from torchoffload._contexts.within_memory import set_planner
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
@@ -34,7 +33,7 @@ from torchoffload._warnings import warn_user
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FitPlan", "Fitted", "fit"]
+__all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
 
 _DEFAULT_MARGIN = 0.04
 
@@ -387,10 +386,8 @@ def fit(
     return Fitted(model, driver)
 
 
-def _move_within(
+def fit_by_moving(
     model: nn.Module, memory: float | str, blocks: Sequence[nn.Module] | None, options: dict[str, Any]
 ) -> Fitted:
+    """Plan what blocks of a model keep and move, and compute nothing again, for contexts with ``memory=``."""
     return fit(model, memory, blocks=blocks, recompute=False, group=None, **options)
-
-
-set_planner(_move_within)
