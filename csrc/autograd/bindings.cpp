@@ -231,7 +231,6 @@ StepOfBlocks parse_step(const py::handle& given) {
   step.link.out_bytes_per_s = given.attr("out_bytes_per_s").cast<double>();
   step.link.in_bytes_per_s = given.attr("in_bytes_per_s").cast<double>();
   step.link.latency_s = given.attr("latency_s").cast<double>();
-  if (step.may_move && !step.link.is_known()) throw py::value_error("the rates of the link must be above 0");
   return step;
 }
 

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -49,6 +50,9 @@ enum class AtSource : uint8_t { GoesOn, Stops };
 
 class Windows {
  public:
+  // The place of a consumer that may go on from any save: behind all of them, so that it has left none behind.
+  static constexpr uint64_t kUnknownPlace = std::numeric_limits<uint64_t>::max();
+
   // A record that is to be reloaded ahead of its consumer.
   struct Ahead {
     RecordId record;
@@ -59,7 +63,7 @@ class Windows {
 
   void open(TapeId tape);
   // No save is added any more. Reloads of the tape begin at its end and go towards its start.
-  void close(TapeId tape, uint64_t end_save) { of(tape).reload_place = end_save; }
+  void close(TapeId tape, uint64_t end_save) { of(tape).reload_place = of(tape).end_save = end_save; }
 
   void set_limits(TapeId tape, WindowBytes limits) { of(tape).limits = limits; }
   const WindowBytes& limits(TapeId tape) const { return of(tape).limits; }
@@ -160,12 +164,14 @@ class Windows {
 
   // The consumer asks for `save`. Returns its place: the later of the last two saves that it asked for. A single ask
   // far ahead does not move the place, because a checkpoint asks for its input before it asks for what was saved behind
-  // that input.
+  // that input. So where a backward begins before the tape's end its place is known from its second ask on.
   uint64_t consumer_asks(TapeId tape, uint64_t save) {
-    return std::max(save, std::exchange(of(tape).asked_before, save));
+    const std::optional<uint64_t> before = std::exchange(of(tape).asked_before, save);
+    if (!before) return save + 1 < of(tape).end_save ? kUnknownPlace : save;
+    return std::max(save, *before);
   }
   // A graph task that asked for the tape has ended. The next one may begin at any save.
-  void consumer_ended(TapeId tape) { of(tape).asked_before = 0; }
+  void consumer_ended(TapeId tape) { of(tape).asked_before.reset(); }
   // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
   void consumer_missed(TapeId tape, uint64_t save, uint64_t place);
 
@@ -189,7 +195,8 @@ class Windows {
     WindowBytes limits;
     uint64_t kept_bytes = 0;
     uint64_t reload_place = 0;
-    uint64_t asked_before = 0;  // the save that a backward asked for last
+    uint64_t end_save = 0;
+    std::optional<uint64_t> asked_before;  // the save that a backward asked for last
   };
   OfTape& of(TapeId tape) { return tapes_.at(tape.index); }
   const OfTape& of(TapeId tape) const { return tapes_.at(tape.index); }

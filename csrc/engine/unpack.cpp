@@ -57,6 +57,8 @@ void Engine::backward_asks(Ask& ask) {
   backward_begins(tape);
   if (!std::exchange(held(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
   ask.place = windows_.consumer_asks(tape, ask.handle.save);
+  // Where it will go on is not known yet: what is loaded now might not be what it asks for next.
+  if (ask.place == Windows::kUnknownPlace) ask.is_prefetched_for = true;
   let_pass(tape, ask.place);
 }
 

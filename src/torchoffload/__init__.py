@@ -11,6 +11,10 @@ Examples
 >>> loss.backward()
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from torchoffload._checkpoint.selective import selective_checkpoint_context_fn
 from torchoffload._contexts.offload_activations import (
     NoOpManager,
@@ -20,9 +24,8 @@ from torchoffload._contexts.offload_activations import (
     trim,
 )
 from torchoffload._contexts.options import OffloadOptions
+from torchoffload._contexts.within_memory import set_planner as _set_planner
 from torchoffload._core import build_info as _build_info
-from torchoffload._fit.describe import FrontierPoint
-from torchoffload._fit.fit import FitPlan, Fitted, fit
 from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
 from torchoffload._observe.host_memory import HostMemory, host_memory
 from torchoffload._observe.module_stats import ModuleStats
@@ -31,6 +34,31 @@ from torchoffload._observe.profile import Profile, profile
 from torchoffload._observe.report import report
 from torchoffload._observe.stats import OffloadStats, TapeStats, reset_stats, stats
 from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
+
+if _TYPE_CHECKING:
+    from torchoffload._fit.describe import FrontierPoint
+    from torchoffload._fit.fit import FitPlan, Fitted, fit
+else:
+    # fit is half of the package, and most programs do not call it: its modules are imported when it is first asked for.
+    _OF_FIT = {"FitPlan": "fit", "Fitted": "fit", "FrontierPoint": "describe", "fit": "fit"}
+
+    def __getattr__(name: str) -> _Any:
+        if name not in _OF_FIT:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(_importlib.import_module(f"torchoffload._fit.{_OF_FIT[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _plan_within_memory(*arguments: _Any) -> _Any:
+    from torchoffload._fit.fit import fit_by_moving
+
+    return fit_by_moving(*arguments)
+
+
+_set_planner(_plan_within_memory)
 
 __version__ = _build_info.version
 

@@ -147,13 +147,36 @@ def test_no_groups_are_one_corner():
     [
         ([Group(1, 1, (1,))], [], "no group of that number"),
         ([Group(1, 1)], [1], "no group of that number"),
-        ([Group(10**15, 10**15)], [], "too large"),
+        ([Group(1, 1 << 49)], [], "more bytes than there are addresses"),
+        ([Group(1, 1 << 48)] * 2, [], "more bytes than there are addresses"),
+        ([Group(1, (1 << 64) - 1)], [], "more bytes than there are addresses"),
         ([Group(1, 1)] * (1 << 12 | 1), [], "too many operators"),
     ],
 )
 def test_bad_input_is_refused(groups, draws, text):
     with pytest.raises(ValueError, match=text):
         core.block_frontier(groups, draws)
+
+
+@pytest.mark.parametrize("scale", [1, 10**6, 10**12, 10**16])
+def test_times_of_any_size_have_the_same_corners(scale: int):
+    """Their products with bytes would be too large for an integer."""
+    groups = [Group(30 * scale, 1 << 40, is_needed=True), Group(10 * scale, 1 << 44, (0,), is_needed=True)]
+    assert points(groups) == [(0, 40 * scale), (1 << 40, 10 * scale), ((1 << 40) + (1 << 44), 0)]
+
+
+def test_the_sum_of_times_may_be_too_large_for_an_integer():
+    assert points([Group(1 << 63, PAGE, is_needed=True)] * 3)[-1] == (3 * PAGE, 0)
+
+
+def test_of_a_large_block_so_many_corners_are_found_as_there_is_time_for():
+    groups = [Group(1 + number, PAGE * (1 + number % 7), is_needed=True) for number in range(1 << 12)]
+    found = points(groups)
+    assert 8 < len(found) < 100
+    assert found[0] == (0, sum(group.duration_ns for group in groups))
+    assert found[-1] == (sum(group.nbytes for group in groups), 0)
+    slopes = [(a[1] - b[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(found)]
+    assert slopes == sorted(slopes, reverse=True), "no corner of a hull"
 
 
 def test_the_largest_block_is_no_deeper_than_the_stack():

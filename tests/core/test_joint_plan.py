@@ -196,8 +196,63 @@ def test_a_kind_that_does_not_exist_is_refused():
         plan_step(step(calls=(Call(1, 0, 0),)), MIB)
     with pytest.raises(ValueError, match="no way to run"):
         plan_step(step(kinds=(Kind(1.0, 2.0, (), ()),)), MIB)
-    with pytest.raises(ValueError, match="link"):
-        core.joint_plan(moving(0.0), MIB)
+    with pytest.raises(ValueError, match="no such output"):
+        plan_step(step(kinds=(Kind(1.0, 2.0, (), (Way(0.0, (3,), 0),)),)), MIB)
+    for rate in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="link"):
+            core.joint_plan(moving(rate), MIB)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(seconds: float):
+    """Such times have no order, so that any plan might be taken for the best one."""
+    first = kind()
+    of_kind = [
+        dataclasses.replace(first, forward_s=seconds),
+        dataclasses.replace(first, backward_s=seconds),
+        dataclasses.replace(first, outputs=(Output((MIB,), seconds), *first.outputs[1:])),
+        dataclasses.replace(first, ways=(dataclasses.replace(first.ways[0], recompute_s=seconds), *first.ways[1:])),
+    ]
+    of_step = [{"kinds": (each,)} for each in of_kind]
+    of_step += [{name: seconds} for name in ("head_s", "loss_s", "end_s", "latency_s")]
+    for more in of_step:
+        for ask in (lambda of: plan_step(of, 123 * MIB), least_plan):
+            with pytest.raises(ValueError, match="times of a step must be finite and not negative"):
+                ask(step(**more))
+
+
+def test_times_of_zero_are_times():
+    nothing = Kind(0.0, 0.0, (Output((4 * MIB,), 0.0),), (Way(0.0, (), MIB, AGAIN), Way(0.0, (0,), MIB)))
+    of = step(kinds=(nothing,), head_s=0.0, loss_s=0.0, may_move=True, out_bytes_per_s=1e9, in_bytes_per_s=1e9)
+    for memory in (120, 125, 1 << 20):
+        plan = plan_step(of, memory * MIB)
+        assert plan is None or plan.peak_bytes <= memory * MIB
+    assert least_plan(of).step_s >= 0
+
+
+@pytest.mark.parametrize("nbytes", [1 << 61, 1 << 62, 1 << 63, (1 << 64) - 1])
+def test_bytes_that_cannot_be_added_up_are_refused(nbytes: int):
+    first = kind()
+    of_step: list[dict[str, object]] = [
+        {"kinds": (dataclasses.replace(first, outputs=(Output((nbytes,), 0.1), *first.outputs[1:])),)},
+        {"kinds": (dataclasses.replace(first, outputs=(Output((nbytes // 2,) * 3, 0.1), *first.outputs[1:])),)},
+        {"kinds": (dataclasses.replace(first, ways=(Way(0.0, (), nbytes),)),)},
+        {"calls": (Call(0, nbytes, 0),)},
+        {"calls": (Call(0, 0, nbytes),)},
+        {"loss_bytes": nbytes},
+    ]
+    for more in of_step:
+        with pytest.raises(ValueError, match="too many to be added up"):
+            plan_step(step(**more), 1 << 60)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 40])
+def test_bytes_of_any_size_have_a_plan(nbytes: int):
+    outputs = (Output((nbytes,), 0.1), Output((), 0.2))
+    of = moving(1e9, kinds=(Kind(1.0, 2.0, outputs, (Way(1.0, (), nbytes, AGAIN), Way(0.0, (0, 1), nbytes))),))
+    assert plan_step(of, 1 << 60) is not None
+    least = least_plan(of)
+    assert plan_step(of, least.peak_bytes) is not None
 
 
 def test_the_least_memory_is_the_least():

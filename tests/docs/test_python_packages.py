@@ -45,7 +45,7 @@ def test_every_file_has_its_place():
 
 def test_nothing_looks_public_that_is_not():
     assert {part_of(path) for path in FILES if not part_of(path).startswith("_")} == PUBLIC
-    names = {name for name in vars(torchoffload) if not name.startswith("_")} - PUBLIC
+    names = {name for name in dir(torchoffload) if not name.startswith("_")} - PUBLIC
     assert names == set(torchoffload.__all__) - {"__version__"}
 
 

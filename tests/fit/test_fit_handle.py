@@ -84,7 +84,7 @@ def test_before_the_survey_is_done(device_under_test: Device):
         assert "no plan yet" in handle.report()
         with pytest.raises(RuntimeError, match="survey is not done"):
             handle.frontier()
-        with pytest.raises(RuntimeError, match="no plan has been chosen"):
+        with pytest.raises(RuntimeError, match="no plan has been chosen: it takes some"):
             handle.save("plan.json")
 
 
@@ -103,6 +103,55 @@ def test_remove_takes_all_hooks_away(device_under_test: Device):
         assert again.phase == "settled"
     with pytest.raises(RuntimeError, match="was removed"):
         handle.replan("1GiB")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 16])
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_handle_says_what_it_knows_when_all_is_over(device_under_test: Device, steps: int, removes: bool):
+    """After remove(), and when the model is gone: the handle tells of the plan, or says why there is none."""
+    model = Model(BLOCKS["transformer"])
+    handle = settled(model, device_under_test, steps=steps)
+    if removes:
+        handle.remove()
+    else:
+        del model
+        gc.collect()
+    why = "was removed" if removes else "does not exist any more"
+    path = device_under_test.directory / "plan.json"
+    assert "Model" in repr(handle)
+    assert "6 blocks" in repr(handle)
+    if steps == 16:
+        assert "net.blocks.0" in handle.report()
+        assert handle.plan.predicted_peak_bytes > 0
+        handle.save(path)
+        with torchoffload.fit(Model(BLOCKS["transformer"]), plan=path, **options_of(device_under_test)) as again:
+            assert again.phase == "settled"
+    else:
+        assert why in handle.report()
+        assert handle.plan is None
+        with pytest.raises(RuntimeError, match=why):
+            handle.save(path)
+    if steps > 3:
+        assert len(handle.frontier()) > 1
+    else:
+        for ask in (handle.frontier, lambda: handle.plot_frontier(path)):
+            with pytest.raises(RuntimeError, match=why):
+                ask()
+    with pytest.raises(RuntimeError, match=why):
+        handle.replan("1GiB")
+    handle.remove()
+    handle.remove()
+    assert handle.phase == "removed"
+
+
+def test_a_block_that_is_taken_out_of_the_model_is_an_error(device_under_test: Device):
+    model = Model(BLOCKS["transformer"])
+    with settled(model, device_under_test) as handle:
+        del model.net.blocks[2]
+        gc.collect()
+        assert "net.blocks.2" in handle.report() or "net.blocks.0 to" in handle.report()
+        with pytest.raises(RuntimeError, match="a block of the model that was fitted does not exist any more"):
+            handle.replan("1GiB")
 
 
 def test_a_model_is_fitted_once(device_under_test: Device):
@@ -168,6 +217,10 @@ def test_blocks_can_be_chosen(device_under_test: Device):
     ("arguments", "error"),
     [
         ({"memory": "much"}, ValueError), ({"memory": 1.5}, ValueError), ({"memory": -1}, ValueError),
+        ({"memory": 0}, ValueError), ({"memory": "0GiB"}, ValueError), ({"memory": float("nan")}, ValueError),
+        ({"memory": float("inf")}, ValueError), ({"memory": 0.0}, ValueError), ({"memory": "40 G"}, ValueError),
+        ({"memory": 1.0}, ValueError),  # what a CPU has cannot be asked for
+        ({"memory": "1GiB", "margin": float("nan")}, ValueError),
         ({"memory": True}, TypeError), ({"memory": [1]}, TypeError), ({"memory": None}, ValueError),
         ({"memory": "1GiB", "margin": 0.6}, ValueError), ({"memory": "1GiB", "margin": "a"}, TypeError),
         ({"memory": "1GiB", "recompute": 1}, TypeError), ({"memory": "1GiB", "on_unfit": "ignore"}, ValueError),
@@ -218,13 +271,12 @@ def test_a_saved_plan_is_not_followed_where_other_things_are_asked(device_under_
 def test_a_model_that_is_dropped_is_freed(device_under_test: Device):
     for steps in (0, 1, 16):
         model = Model(BLOCKS["transformer"])
-        handle = settled(model, device_under_test, steps=steps)
+        handle = settled(model, device_under_test, steps=steps)  # it holds none of the model
         gone = weakref.ref(model.net.blocks[0])
         del model
         gc.collect()
         assert gone() is None
-        with pytest.raises(RuntimeError, match=r"does not exist any more|no plan has been chosen"):
-            handle.save(device_under_test.directory / "plan.json")
+        handle.remove()
 
 
 def test_steps_without_a_backward_and_calls_past_the_model_hold_nothing(device_under_test: Device):

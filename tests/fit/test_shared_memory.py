@@ -1,5 +1,6 @@
 """What fitted models take beside each other, and what a survey takes behind the first backward."""
 
+import gc
 import itertools
 import warnings
 
@@ -10,11 +11,13 @@ from torch import nn
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.budget import Budget
+from torchoffload._fit.meter import meter_for
 from torchoffload._fit.recompute import Recomputation
 from torchoffload._fit.step import least_plan
 
 DEVICE = torch.device("cpu")
 OTHER_DEVICE = torch.device("meta")
+MODEL = nn.Identity()
 
 
 def model_of_blocks(count: int = 4) -> nn.Module:
@@ -65,25 +68,71 @@ def test_a_survey_goes_on_in_the_least_memory_until_the_other_models_is_done():
         train(first, 2)
         assert one.phase != "survey"
         assert other.phase != "survey"
+
+
+def test_a_model_that_takes_a_step_for_five_of_the_others_is_waited_for():
+    """As a generator is, whose critic is trained more often."""
+    first, second = model_of_blocks(2), model_of_blocks(3)
     with torchoffload.fit(first, 1 << 50, move=False) as one, torchoffload.fit(second, 1 << 50, move=False) as other:
+        phases = []
+        for _ in range(4):
+            train(second, 1)
+            phases.append((one.phase, other.phase))
+            train(first, 5)
+        assert phases[:2] == [("survey", "survey")] * 2
+        assert "survey" not in phases[3]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_that_takes_no_more_steps_is_not_waited_for(steps: int):
+    first, second = model_of_blocks(2), model_of_blocks(3)
+    with torchoffload.fit(first, 1 << 50, move=False) as one, torchoffload.fit(second, 1 << 50, move=False) as other:
+        train(second, steps)
+        train(first, 11)
+        assert other.phase == "survey"
+        assert one.phase != "survey"
+
+
+def test_a_model_whose_calls_have_no_backward_takes_no_steps():
+    first, second = model_of_blocks(2), model_of_blocks(3)
+    with torchoffload.fit(first, 1 << 50, move=False) as one, torchoffload.fit(second, 1 << 50, move=False):
+        for _ in range(11):
+            second(torch.randn(4, 8, WIDTH, requires_grad=True))
+            train(first, 1)
+        assert one.phase != "survey"
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_a_model_that_is_gone_is_not_waited_for(removes: bool):
+    """Its handle may live on."""
+    first, second = model_of_blocks(2), model_of_blocks(3)
+    other = torchoffload.fit(second, 1 << 50, move=False)
+    with torchoffload.fit(first, 1 << 50, move=False) as one:
         train(second, 1)
-        train(first, 100)
-        assert one.phase == "settled", "one that is called no more is not waited for forever"
+        if removes:
+            other.remove()
+        else:
+            del second
+            gc.collect()
+        train(first, 3)
+        assert one.phase != "survey"
+        assert "shared by" not in one.report()
+    assert other.plan is None
 
 
 def test_budgets_of_other_devices_and_of_removed_models_do_not_count():
-    budget, elsewhere = Budget(100, 0.1, DEVICE), Budget(100, 0.1, OTHER_DEVICE)
-    before = Budget(100, 0.1, DEVICE)
-    budget.share(None)
+    budget, elsewhere = Budget(100, 0.1, DEVICE, MODEL), Budget(100, 0.1, OTHER_DEVICE, MODEL)
+    before = Budget(100, 0.1, DEVICE, MODEL)
+    budget.share(None, meter_for(DEVICE))
     assert budget.sharer_count == 2
     before.end()
-    budget.share(None)
+    budget.share(None, meter_for(DEVICE))
     assert budget.sharer_count == 1
     del elsewhere
 
 
 def test_a_budget_that_is_tightened_leaves_more_and_is_exhausted_at_last():
-    budget = Budget(100, 0.04, DEVICE)
+    budget = Budget(100, 0.04, DEVICE, MODEL)
     budget.tighten(130)
     assert budget.usable_bytes == 66
     assert not budget.is_exhausted

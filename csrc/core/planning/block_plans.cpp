@@ -1,6 +1,8 @@
 #include "core/planning/block_plans.h"
 
 #include <algorithm>
+#include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -22,6 +24,53 @@ int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes)
 
 }  // namespace
 
+namespace {
+
+void check_times(std::initializer_list<double> times_s) {
+  const auto is_time = [](double time_s) { return std::isfinite(time_s) && time_s >= 0; };
+  if (!std::ranges::all_of(times_s, is_time))
+    throw std::invalid_argument("the times of a step must be finite and not negative");
+}
+
+// `most_bytes`: what each call may take, so that the sums over all calls are within what is computed with.
+void check_bytes(uint64_t nbytes, uint64_t most_bytes) {
+  if (nbytes > most_bytes) throw std::invalid_argument("the bytes of a step are too many to be added up");
+}
+
+void check_kind(const BlockKind& kind, uint64_t most_bytes) {
+  if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
+  check_times({kind.forward_s, kind.backward_s});
+  for (const BlockOutput& output : kind.outputs) {
+    check_times({output.ready_s});
+    for (const uint64_t nbytes : output.sizes) check_bytes(nbytes, most_bytes / output.sizes.size());
+  }
+  for (const BlockWay& way : kind.ways) {
+    check_times({way.recompute_s});
+    check_bytes(way.input_bytes, most_bytes);
+    uint64_t nbytes = way.input_bytes;
+    for (const uint32_t output : way.kept) {
+      if (output >= kind.outputs.size()) throw std::invalid_argument("there is no such output of a block");
+      nbytes += kind.outputs[output].nbytes();
+      check_bytes(nbytes, most_bytes);
+    }
+  }
+}
+
+void check(const StepOfBlocks& step) {
+  const uint64_t most_bytes = kMostMemory / 4 / (step.calls.size() + 1);
+  for (const BlockKind& kind : step.kinds) check_kind(kind, most_bytes);
+  for (const BlockCall& call : step.calls) {
+    if (call.kind >= step.kinds.size()) throw std::invalid_argument("there is no such kind of block");
+    check_bytes(call.forward_bytes, most_bytes);
+    check_bytes(call.backward_bytes, most_bytes);
+  }
+  check_bytes(step.loss_bytes, most_bytes);
+  check_times({step.head_s, step.loss_s, step.end_s, step.link.latency_s});
+  if (step.may_move && !step.link.is_known()) throw std::invalid_argument("the rates of the link must be above 0");
+}
+
+}  // namespace
+
 uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
   uint64_t nbytes = way.input_bytes;
   for (const uint32_t output : way.kept) nbytes += kind.outputs.at(output).nbytes();
@@ -29,13 +78,7 @@ uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
 }
 
 BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step), left_s_(step.calls.size()) {
-  for (const BlockKind& kind : step.kinds) {
-    if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
-    for (const BlockWay& way : kind.ways) kept_bytes(kind, way);  // throws where there is no such output
-  }
-  for (const BlockCall& call : step.calls) {
-    if (call.kind >= step.kinds.size()) throw std::invalid_argument("there is no such kind of block");
-  }
+  check(step);
   double left_s = step.loss_s;
   for (size_t call = step.calls.size(); call-- > 0;) {
     left_s_[call] = left_s;

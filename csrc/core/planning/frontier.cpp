@@ -1,7 +1,9 @@
 #include "core/planning/frontier.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <list>
 #include <optional>
 #include <queue>
 #include <stdexcept>
@@ -15,7 +17,9 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr int64_t kForbidden = std::numeric_limits<int64_t>::max() / 4;
 // The product of all times and all pages is the largest cost there is.
 constexpr uint64_t kCostLimit = uint64_t{1} << 58;
-constexpr size_t kGroupLimit = size_t{1} << 12;
+constexpr uint64_t kMostBytes = uint64_t{1} << 48;
+// The cuts that are made for a block, times its groups.
+constexpr size_t kWork = size_t{1} << 18;
 
 // A minimum cut by Dinic's algorithm. Costs are integers; kForbidden is never cut.
 // Source: E. A. Dinic, Algorithm for solution of a problem of maximum flow in networks with power estimation, 1970.
@@ -91,11 +95,11 @@ class MinimumCut {
   std::vector<size_t> next_;
 };
 
-uint64_t pages(uint64_t nbytes) { return (nbytes + kPageBytes - 1) / kPageBytes; }
+uint64_t pages(uint64_t nbytes) { return nbytes / kPageBytes + (nbytes % kPageBytes != 0 ? 1 : 0); }
 
-// What the seconds and the bytes of a choice cost.
+// What the time and the bytes of a choice cost.
 struct Price {
-  int64_t of_ns = 1;
+  int64_t of_tick = 1;
   int64_t of_page = 0;
 };
 
@@ -103,29 +107,30 @@ class Frontier {
  public:
   Frontier(const std::vector<OperatorGroup>& groups, const std::vector<uint32_t>& draws)
       : groups_(groups), draws_(draws) {
-    if (groups.size() > kGroupLimit) throw std::invalid_argument("block_frontier: the block has too many operators");
+    if (groups.size() > kMostGroups) throw std::invalid_argument("block_frontier: the block has too many operators");
     check_numbers(draws);
     for (const OperatorGroup& group : groups) {
       check_numbers(group.inputs);
-      ns_ += group.duration_ns;
       pages_ += pages(group.nbytes);
+      if (group.nbytes > kMostBytes || pages_ > kMostBytes / kPageBytes)
+        throw std::invalid_argument("block_frontier: the block makes more bytes than there are addresses");
     }
-    if (ns_ + 1 > kCostLimit / (pages_ + 1))
-      throw std::invalid_argument("block_frontier: the block's times and bytes are too large");
+    while (count_ticks() + 1 > kCostLimit / (pages_ + 1)) ++ticks_shift_;
+    ticks_ = count_ticks();
   }
 
   std::vector<BlockCorner> corners() {
-    const std::optional<Corner> least_bytes = solve({1, static_cast<int64_t>(ns_) + 1});
+    const std::optional<Corner> least_bytes = solve({1, static_cast<int64_t>(ticks_) + 1});
     const std::optional<Corner> least_time = solve({static_cast<int64_t>(pages_) + 1, 1});
     if (!least_bytes || !least_time) return {};
-    found_.push_back(*least_bytes);
+    std::list<Corner> found{*least_bytes};
     if (least_time->pages != least_bytes->pages) {
-      find_between(*least_bytes, *least_time);
-      found_.push_back(*least_time);
+      found.push_back(*least_time);
+      find_between(found);
     }
     std::vector<BlockCorner> corners;
-    corners.reserve(found_.size());
-    for (Corner& corner : found_) corners.push_back(std::move(corner.corner));
+    corners.reserve(found.size());
+    for (Corner& corner : found) corners.push_back(std::move(corner.corner));
     return corners;
   }
 
@@ -133,7 +138,7 @@ class Frontier {
   struct Corner {
     BlockCorner corner;
     int64_t pages = 0;
-    int64_t ns() const { return static_cast<int64_t>(corner.recompute_ns); }
+    int64_t ticks = 0;
   };
 
   void check_numbers(const std::vector<uint32_t>& numbers) const {
@@ -145,15 +150,39 @@ class Frontier {
   uint32_t available(size_t group) const { return static_cast<uint32_t>(group); }
   uint32_t recomputed(size_t group) const { return static_cast<uint32_t>(groups_.size() + group); }
 
-  // Adds the corners strictly between two that are known, in order.
-  void find_between(const Corner& fewer, const Corner& more) {
-    const Price slope{more.pages - fewer.pages, fewer.ns() - more.ns()};
-    const auto cost = [&](const Corner& corner) { return slope.of_ns * corner.ns() + slope.of_page * corner.pages; };
-    const std::optional<Corner> between = solve(slope);
-    if (!between || cost(*between) >= cost(fewer)) return;
-    find_between(fewer, *between);
-    found_.push_back(*between);
-    find_between(*between, more);
+  uint64_t ticks_of(size_t group) const { return groups_[group].duration_ns >> ticks_shift_; }
+
+  // All ticks; too large for any cost where their sum is.
+  uint64_t count_ticks() const {
+    uint64_t ticks = 0;
+    for (size_t group = 0; group < groups_.size() && ticks <= kCostLimit; ++group)
+      ticks += std::min(ticks_of(group), kCostLimit + 1);
+    return ticks;
+  }
+
+  // Adds the corners between the two that are known, in order: first one between these, then one on each side of it,
+  // and so on, as long as cuts are left.
+  void find_between(std::list<Corner>& found) const {
+    std::queue<std::pair<std::list<Corner>::iterator, std::list<Corner>::iterator>> gaps;
+    gaps.emplace(found.begin(), std::prev(found.end()));
+    for (size_t cuts_left = kWork / groups_.size(); cuts_left > 0 && !gaps.empty(); --cuts_left) {
+      const auto [fewer, more] = gaps.front();
+      gaps.pop();
+      const std::optional<Corner> between = between_corners(*fewer, *more);
+      if (!between) continue;
+      const auto added = found.insert(more, *between);
+      gaps.emplace(fewer, added);
+      gaps.emplace(added, more);
+    }
+  }
+
+  // A corner strictly below the line through two others; nullopt if there is none.
+  std::optional<Corner> between_corners(const Corner& fewer, const Corner& more) const {
+    const Price slope{more.pages - fewer.pages, fewer.ticks - more.ticks};
+    const auto cost = [&](const Corner& corner) { return slope.of_tick * corner.ticks + slope.of_page * corner.pages; };
+    std::optional<Corner> between = solve(slope);
+    if (between && cost(*between) >= cost(fewer)) between.reset();
+    return between;
   }
 
   // The best choice at a price; nullopt: there is none at any price. See Note [Cuts that price memory].
@@ -179,13 +208,13 @@ class Frontier {
   }
 
   // A group that is kept costs its bytes, one that is computed again its time: as costs of a and r, pages and then
-  // nanoseconds less pages, which may be negative. Such a gain is written as a cost of not computing the group again.
+  // ticks less pages, which may be negative. Such a gain is written as a cost of not computing the group again.
   void add_costs(MinimumCut& graph, size_t group, Price price) const {
     const auto source = static_cast<uint32_t>(2 * groups_.size());
     const uint32_t sink = source + 1;
     const int64_t to_keep =
         groups_[group].may_keep ? price.of_page * static_cast<int64_t>(pages(groups_[group].nbytes)) : 0;
-    const int64_t to_recompute = price.of_ns * static_cast<int64_t>(groups_[group].duration_ns) - to_keep;
+    const int64_t to_recompute = price.of_tick * static_cast<int64_t>(ticks_of(group)) - to_keep;
     if (to_keep > 0) graph.add(available(group), sink, to_keep);
     if (to_recompute > 0) graph.add(recomputed(group), sink, to_recompute);
     if (to_recompute < 0) graph.add(source, recomputed(group), -to_recompute);
@@ -198,6 +227,7 @@ class Frontier {
       if (graph.is_on_source_side(recomputed(group))) {
         choice = Choice::Recomputed;
         found.corner.recompute_ns += groups_[group].duration_ns;
+        found.ticks += static_cast<int64_t>(ticks_of(group));
       } else if (graph.is_on_source_side(available(group))) {
         choice = Choice::Kept;
         found.corner.kept_bytes += groups_[group].nbytes;
@@ -210,9 +240,9 @@ class Frontier {
 
   const std::vector<OperatorGroup>& groups_;
   const std::vector<uint32_t>& draws_;
-  uint64_t ns_ = 0;
+  uint32_t ticks_shift_ = 0;  // a tick is 2^ticks_shift_ nanoseconds
+  uint64_t ticks_ = 0;
   uint64_t pages_ = 0;
-  std::vector<Corner> found_;
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Frontier: what of a block's operators is best kept, and what computed again in backward, for each number of bytes.
 // Ownership:     values only.
 // Thread safety: pure functions.
-// Failures:      std::invalid_argument for the number of a group that does not exist, for more than 4,096 groups,
-//                and for bytes and times too large to multiply.
+// Failures:      std::invalid_argument for the number of a group that does not exist, for more than kMostGroups groups,
+//                and for more bytes than an address space has.
 // Not handled:   where what is kept rests: whether it stays on the device or moves is decided over all blocks.
 //
 // Note [Cuts that price memory]
@@ -15,13 +15,19 @@
 // prices the best choices are the corners of the lower convex hull of (bytes, seconds). The hull is found by the slope
 // between two corners: minimised at that price, either a corner below the line comes out, or there is none between
 // them. Bytes are counted in pages and times in nanoseconds, as integers, so that each process that is given the same
-// numbers finds the same corners.
+// numbers finds the same corners. Where the product of all times and all pages would be too large for an integer, a
+// power of two of nanoseconds is the unit. The larger a block is, the longer a cut takes: so many cuts are made at most
+// that the product of both stays below a limit, and the corners found by then are returned, which are enough to choose
+// from.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace torchoffload {
+
+constexpr size_t kMostGroups = 4096;
 
 // The operators that write to one storage that the block made: mostly one operator.
 struct OperatorGroup {

@@ -1,7 +1,9 @@
 // JointPlan: for each call of a block in a step what is kept, what moves, and what is computed again.
 // Ownership:     values only.
 // Thread safety: pure functions.
-// Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist.
+// Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist, for times that
+//                are negative or not finite, for rates that are not above 0 where something may move, and for bytes
+//                that are too many to be added up.
 // Not handled:   link and compute of other processes on the same host; blocks of one kind that take different times.
 //
 // Note [Memory of a step of blocks]

@@ -1,6 +1,7 @@
 """``memory=`` of contexts and of ``offload_modules``: what blocks save stays or moves, by a plan.
 
-The plan is one of ``fit`` that computes nothing again. ``fit`` stands on a higher floor and registers itself here.
+The plan is one of ``fit`` that computes nothing again. ``fit`` stands on a higher floor: the package registers here how
+to call it.
 """
 
 import threading

@@ -2,17 +2,18 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchoffload._fit.phase import Phase
 from torchoffload._fit.step import CallPlan, Step, StepPlan, least_plan, plan_step
 from torchoffload._observe.units import human_bytes
 
 if TYPE_CHECKING:
     from torchoffload._fit.driver import Driver
 
-__all__ = ["FrontierPoint", "describe", "frontier", "plot"]
+__all__ = ["FrontierPoint", "describe", "frontier", "plot", "why_over"]
 
 _GIB = 1 << 30
 _OPERATORS_SHOWN = 6
@@ -41,13 +42,21 @@ class FrontierPoint:
     moved_bytes: int
 
 
+def why_over(driver: "Driver") -> str | None:
+    """Return why there will be no more steps of a model; None if some may come."""
+    if driver.phase is Phase.REMOVED:
+        return "this fit was removed"
+    return "the model does not exist any more" if driver.model() is None else None
+
+
 def _point(step: Step, plan: StepPlan) -> FrontierPoint:
     return FrontierPoint(step.peak_bytes(plan), plan.step_s, plan.recompute_s, plan.kept_bytes, plan.moved_bytes)
 
 
 def _surveyed(driver: "Driver") -> Step:
     if driver.step is None:
-        raise RuntimeError("the survey is not done yet: it takes the first training steps, three as a rule")
+        why = why_over(driver) or "it takes the first training steps, three as a rule"
+        raise RuntimeError(f"the survey is not done: {why}")
     return driver.step
 
 
@@ -77,7 +86,7 @@ def _ms(seconds: float | None) -> str:
     return "not measured" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def _runs(names: list[str], plans: list[tuple[CallPlan, int]]) -> Iterator[tuple[str, CallPlan, int]]:
+def _runs(names: Sequence[str], plans: list[tuple[CallPlan, int]]) -> Iterator[tuple[str, CallPlan, int]]:
     """Yield neighbouring calls of one kind with equal plans as one: the name of the first and of the last, and both."""
     first = 0
     for number in range(1, len(plans) + 1):
@@ -124,20 +133,21 @@ def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_
 
 def describe(driver: "Driver") -> str:
     """Return the report of a fitted model."""
-    model = type(driver.model).__name__
     budget = driver.budget
     shared = f", shared by {budget.sharer_count} fitted models" if budget.sharer_count > 1 else ""
+    has_less = budget.device_bytes < budget.memory_bytes
+    had = f", of which the device had {human_bytes(budget.device_bytes)}" if has_less else ""
     lines = [
-        f"torchoffload.fit: {model}, {len(driver.names)} blocks, within {human_bytes(budget.memory_bytes)}{shared}"
+        f"torchoffload.fit: {driver.model_name}, {driver.block_count} blocks, within "
+        f"{human_bytes(budget.memory_bytes)}{had}{shared}"
     ]
     step, settled = driver.step, driver.settled
+    notes = [f"Note: {note}" for note in driver.notes]
     if step is None or settled is None:
-        done = (
-            "The first steps are being measured"
-            if step is None
-            else f"{len(driver.candidates.trials)} plans are being tried"
-        )
-        return "\n".join([*lines, f"  {done}: there is no plan yet. It takes some training steps."])
+        trials = f"{len(driver.candidates.trials)} plans are being tried"
+        doing = "the first steps are being measured" if step is None else trials
+        why = why_over(driver) or f"{doing}, which takes some training steps"
+        return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
     plan, stock = settled.plan, _stock(step)
     peak = human_bytes(step.peak_bytes(plan))
     reserved = f", {human_bytes(settled.reserved_bytes)} reserved" if settled.reserved_bytes else ""
@@ -150,16 +160,14 @@ def describe(driver: "Driver") -> str:
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
         "What the blocks do:",
     ]
-    names = [driver.names[module] for module in driver.call_modules]
     kinds = [call.kind for call in settled.step.calls]
-    for name, planned, kind in _runs(names, list(zip(plan.calls, kinds, strict=True))):
+    for name, planned, kind in _runs(driver.called.names, list(zip(plan.calls, kinds, strict=True))):
         line = _call_line(driver, settled.step, name, planned, kind)
         lines += [line] if line is not None else []
     lines.append("Time against memory, predicted:")
     for point in frontier(driver, 8):
-        lines.append(
-            f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {point.step_s / stock.step_s:.2f}"
-        )
+        ratio = point.step_s / stock.step_s if stock.step_s else 1.0
+        lines.append(f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {ratio:.2f}")
     more = plan_step(step, budget.room_bytes(step) + _GIB)
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
@@ -175,7 +183,7 @@ def describe(driver: "Driver") -> str:
             f"{driver.left_plan_count} calls of blocks called other operators than planned: what came after these was "
             "computed again, so it took longer and the gradients are right."
         )
-    return "\n".join([*lines, *(f"Note: {note}" for note in driver.notes)])
+    return "\n".join([*lines, *notes])
 
 
 def plot(driver: "Driver", path: str | os.PathLike[str]) -> None:

@@ -10,19 +10,21 @@ from torch.utils._pytree import tree_leaves
 
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.agreement import Agreement
+from torchoffload._fit.allocations import Allocations
 from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.budget import Budget
+from torchoffload._fit.called_blocks import CalledBlocks
 from torchoffload._fit.following import Following
 from torchoffload._fit.link import Link, measure_link
 from torchoffload._fit.meter import Meter
-from torchoffload._fit.phase import Phase
+from torchoffload._fit.phase import Excess, Phase
 from torchoffload._fit.plan_file import SavedPlan
 from torchoffload._fit.planning import surveyed_step
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.scaling import SmallerCalls
 from torchoffload._fit.step import Step, least_plan
 from torchoffload._fit.survey import Survey
-from torchoffload._fit.trials import Candidates, Trial, plans_to_try, restricted, unfit_message
+from torchoffload._fit.trials import Candidates, Trial, failure_message, plans_to_try, restricted, unfit_message
 from torchoffload._fit.turns import turns_of, weakly
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
@@ -55,12 +57,16 @@ class Driver:
 
     Attributes
     ----------
+    model, model_name, block_count : weakref.ref of nn.Module, str, int
+        The model, its class, and how many blocks it has.
     phase : Phase
         What it is at.
     step : Step or None
         What the survey showed.
     candidates : Candidates
         The plans that are or were tried.
+    called : CalledBlocks
+        The blocks that the surveyed step called.
     settled : Trial or None
         The plan that is followed.
     notes : list of str
@@ -84,9 +90,10 @@ class Driver:
         raises: bool,
         group: Any = "auto",
     ) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._following = Following(model, chosen, may_move=may_move, options=options)
         self.names = self._following.names
+        self.model_name, self.block_count = type(model).__name__, len(self.names)
         self._group = group
         self.agreement: Agreement | None = None
         self.meter, self.budget = meter, budget
@@ -101,7 +108,7 @@ class Driver:
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
-        self._call_modules: list[weakref.ref[nn.Module]] = []
+        self.called = CalledBlocks([], self.names)
         self.settled: Trial | None = None
         self._followed: Trial | None = None
         self._smaller: SmallerCalls | None = None
@@ -111,22 +118,9 @@ class Driver:
         self._link: Link | None = None
         self._reset_counters: list[Callable[[], None]] = []
         self._backwards = Backwards(self)
-        self._ooms, self._seen_bytes = meter.oom_count(), 0
+        self._allocations = Allocations(meter)
         self.largest_size, self._size, self._known_shapes = 0, 0, cast(Any, None)
         self._begin_survey()
-
-    @property
-    def model(self) -> nn.Module:
-        """The model. RuntimeError if it is gone."""
-        model = self._model()
-        if model is None:
-            raise RuntimeError("torchoffload: the model that was fitted does not exist any more")
-        return model
-
-    @property
-    def call_modules(self) -> list[nn.Module]:
-        """The block of each call of the step that was surveyed, in the order of forward."""
-        return [module for each in self._call_modules if (module := each()) is not None]
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
@@ -135,10 +129,9 @@ class Driver:
         size, is_open, self._has_oom, self._reserved_bytes = self._largest(
             sum(tensor.numel() for tensor in tensors),
             self._backwards.has_open_calls,
-            self.meter.oom_count() > self._ooms,
-            self._most_reserved(),
+            self._allocations.have_failed,
+            self._allocations.take_reserved(),
         )
-        self._seen_bytes = 0
         if not is_open:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
@@ -150,11 +143,11 @@ class Driver:
                 self._follow_size(self.largest_size if is_open else int(size))
         has_ended = self._has_ended and (not is_open or self._open_calls > _MOST_OPEN_CALLS)
         if self.phase is Phase.SURVEY:
-            if self._has_begun and has_ended:
-                self._has_begun = False
+            ends = self._has_begun and has_ended
+            if ends or self._open_calls > _MOST_OPEN_CALLS or (self._was_open and not is_open and not self._has_ended):
+                self._has_begun = False  # maybe since no backward comes: begin again
+            if ends:
                 self._end_survey_step()
-            elif self._open_calls > _MOST_OPEN_CALLS or (self._was_open and not is_open and not self._has_ended):
-                self._has_begun = False  # no backward comes: begin again
             self.largest_size = max(self.largest_size, size)
         if self.phase is Phase.TRIALS and self._has_begun and (has_ended or self._has_oom):
             self._has_begun = False
@@ -170,11 +163,6 @@ class Driver:
             else:
                 self._began, self._retries = self.meter.now(), self.meter.retry_count()
 
-    def _most_reserved(self) -> int:
-        """Return what was reserved at the end of a backward or is now: the loop may have emptied the cache between."""
-        watches = self.phase in {Phase.TRIALS, Phase.SETTLED}
-        return max(self._seen_bytes, self.meter.reserved_bytes()) if watches else 0
-
     def _largest(self, *values: float) -> Any:
         """Return for each value the largest one of the ranks that decide together."""
         return values if self.agreement is None else self.agreement.largest(*values)
@@ -182,8 +170,8 @@ class Driver:
     def _end_survey_step(self) -> None:
         """Plan if the survey is done, and else let it go on."""
         is_known = self.survey.end_step()
-        self.budget.is_surveying = not is_known
-        is_known = is_known and not self.budget.waits_for_others()
+        self.budget.note_surveyed_step(is_known=is_known)
+        is_known = is_known and not self.budget.waits_for_others
         self.agreement = Agreement.among(self._group, self.survey.groups, self.agreement)
         is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
         if is_unknown:
@@ -214,17 +202,18 @@ class Driver:
             self.survey.backward_ended()
         elif self.phase is Phase.TRIALS:
             self._ended = self.meter.now()
-        self._seen_bytes = self._most_reserved()
+        self._allocations.note_reserved()
 
     def _begin_survey(self) -> None:
         self.phase, self._smaller = Phase.SURVEY, None
         self._has_begun = self._has_ended = False
         self.candidates, self.settled, self.step, self._surveyed = Candidates(), None, None, None
         self.survey = Survey(
-            self.model, self.meter, self.budget, self._backwards.is_seen, may_recompute=self.may_recompute,
-            may_agree=self._group is not None,
+            cast(nn.Module, self.model()), self.meter, self.budget, self._backwards.is_seen,
+            may_recompute=self.may_recompute, may_agree=self._group is not None,
         )  # fmt: skip
         self._known_shapes = None
+        self.budget.begin_survey()
         self._watch(self.survey.window_bytes)
 
     def _watch(self, window_bytes: int) -> None:
@@ -242,11 +231,7 @@ class Driver:
         self._surveyed = self.step
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
-        self._call_modules = [
-            weakref.ref(call.module)
-            for call in self.survey.calls
-            if call.key in self.survey.kinds and call.returned is not None
-        ]
+        self.called = CalledBlocks(self.survey.called_modules, self.names)
         self.survey.forget_tensors()
         self.choose()
 
@@ -257,19 +242,22 @@ class Driver:
         if self.step is not None:
             self.choose()
 
-    def choose(self, *, is_again: bool = False) -> None:
-        """Find plans for what the survey showed, and try them; ``is_again``: after others that took too much."""
+    def choose(self, after: Excess | None = None) -> None:
+        """Find plans for what the survey showed, and try them; ``after`` others that took too much."""
         step = cast(Step, self.step)
         self.candidates, self.settled = Candidates(), None
         self._has_learned = step is not self._surveyed
-        self.budget.share(self.agreement)
-        for plan in plans_to_try(step, self.budget.room_bytes(step)):
+        self.budget.share(self.agreement, self.meter)
+        plans = plans_to_try(step, self.budget.room_bytes(step))
+        if plans and after is Excess.OUT_OF_MEMORY:  # one that runs is known then, whatever the others do
+            self.candidates.add(step, least_plan(step))
+        for plan in plans:
             self.candidates.add(step, plan)
-        if self.candidates.trials:
+        if plans:
             self.phase = Phase.TRIALS
             self._next_trial()
         else:
-            self._follow_least(step, raises=self._raises and not is_again)
+            self._follow_least(step, raises=self._raises and after is None)
 
     def _follow_least(self, step: Step, *, raises: bool) -> None:
         self.phase = Phase.LEAST
@@ -286,7 +274,7 @@ class Driver:
         """Try the next plan. Returns whether there is one."""
         trial = self.candidates.take_next()
         if trial is not None:
-            self._ooms = self.meter.oom_count()
+            self._allocations.forget_failures()
             self._apply(trial)
             self._has_begun = self._has_ended = False
         return trial is not None
@@ -308,14 +296,25 @@ class Driver:
                 self._after_trial()
 
     def _after_trial(self) -> None:
-        if self._next_trial():
-            return
-        measured = self.candidates.measured
-        if not measured:
+        if self._has_oom:  # the loop has lost a step by a trial, which was our idea: it is not to lose the next one
+            self._after_running_out()
+        elif self._next_trial():
+            pass
+        elif not (measured := self.candidates.measured):
             least_bytes = min(trial.reserved_bytes for trial in self.candidates.trials)
             self._tighten("each plan took more memory than predicted", int(least_bytes))
         elif not self._learns():
             self._settle(measured[0])
+
+    def _after_running_out(self) -> None:
+        """Follow a plan that has run, after a step ran out of memory; if none has, try plans that take less."""
+        followed, measured = cast(Trial, self._followed), self.candidates.measured
+        self.budget.note_failure(followed.peak_bytes)
+        self.notes.append(failure_message(followed, self.budget))
+        if self.phase is Phase.TRIALS and measured:
+            self._settle(measured[0])
+        else:
+            self.choose(Excess.OUT_OF_MEMORY)
 
     def _learns(self) -> bool:
         """Learn from the trials, once. Returns whether another plan is to be tried then."""
@@ -332,7 +331,7 @@ class Driver:
         is_plain = not trial.again_count and not trial.plan.moved_bytes
         room_bytes = self.budget.room_bytes(trial.step)
         self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, room_bytes)
-        self._ooms = self.meter.oom_count()
+        self._allocations.forget_failures()
 
     def _check(self) -> None:
         """See whether the memory is what was given, after a step of a settled plan."""
@@ -341,11 +340,12 @@ class Driver:
         reserved = int(self._reserved_bytes)
         self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
         if (self._has_oom or reserved > self.budget.memory_bytes) and self._followed is not self.settled:
-            self._smaller, self._ooms = None, self.meter.oom_count()
+            self._smaller = None
+            self._allocations.forget_failures()
             self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
             self._apply(self.settled)
         elif self._has_oom:
-            self._tighten("a step ran out of memory", reserved)
+            self._after_running_out()
         elif reserved > self.budget.memory_bytes:
             self._tighten(f"a step reserved {human_bytes(reserved)}", reserved)
 
@@ -356,7 +356,7 @@ class Driver:
         if self.budget.is_exhausted:
             self._follow_least(cast(Step, self.step), raises=False)
         else:
-            self.choose(is_again=True)
+            self.choose(Excess.RESERVED)
 
     def _follow_size(self, size: int) -> None:
         """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
@@ -367,7 +367,7 @@ class Driver:
 
     def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
         self._followed = trial
-        watches, moving = turns_of(trial, self.call_modules, weakly(self.count_left))
+        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left))
         self._reset_counters = [turns.reset for turns in watches.values()]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
@@ -377,7 +377,7 @@ class Driver:
 
     def follow_saved(self, saved: SavedPlan) -> None:
         """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        self._call_modules = [weakref.ref(module) for module in saved.modules(self.names)]
+        self.called = CalledBlocks(saved.modules(self.names), self.names)
         if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
             self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
             return

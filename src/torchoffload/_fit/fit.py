@@ -15,10 +15,9 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
-from torchoffload._contexts.within_memory import set_planner
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
-from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot
+from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
 from torchoffload._fit.meter import meter_for
@@ -34,7 +33,7 @@ from torchoffload._warnings import warn_user
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FitPlan", "Fitted", "fit"]
+__all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
 
 _DEFAULT_MARGIN = 0.04
 
@@ -119,7 +118,7 @@ class Fitted:
         return FitPlan(
             predicted_s=plan.step_s,
             measured_s=settled.step_s,
-            predicted_peak_bytes=settled.step.peak_bytes(plan),
+            predicted_peak_bytes=settled.peak_bytes,
             reserved_bytes=settled.reserved_bytes,
             recompute_s=plan.recompute_s,
             kept_bytes=plan.kept_bytes,
@@ -200,8 +199,9 @@ class Fitted:
             The step does not fit, or the handle was removed.
         """
         driver = self._driver
-        if driver.phase is Phase.REMOVED:
-            raise RuntimeError("this fit was removed: call torchoffload.fit() again")
+        why = why_over(driver)
+        if why is not None:
+            raise RuntimeError(f"there is nothing to plan for: {why}. Call torchoffload.fit() again")
         needs_total = isinstance(memory, float)
         driver.replan(parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
 
@@ -214,7 +214,7 @@ class Fitted:
             if model is not None:
                 remove_forward_hooks(model, _enter, _leave)
                 _drivers.pop(model, None)
-                self._driver.remove()
+            self._driver.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -223,8 +223,8 @@ class Fitted:
         self.remove()
 
     def __repr__(self) -> str:
-        model = self._model()
-        return f"{type(self).__name__}({type(model).__name__}, {len(self._driver.names)} blocks, {self.phase})"
+        driver = self._driver
+        return f"{type(self).__name__}({driver.model_name}, {driver.block_count} blocks, {self.phase})"
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -368,8 +368,8 @@ def fit(
                 if each.module in other.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         driver = Driver(
-            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device), may_recompute=recompute,
-            may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
+            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
+            may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
         )  # fmt: skip
         try:
             if saved is not None:
@@ -387,10 +387,8 @@ def fit(
     return Fitted(model, driver)
 
 
-def _move_within(
+def fit_by_moving(
     model: nn.Module, memory: float | str, blocks: Sequence[nn.Module] | None, options: dict[str, Any]
 ) -> Fitted:
+    """Plan what blocks of a model keep and move, and compute nothing again, for contexts with ``memory=``."""
     return fit(model, memory, blocks=blocks, recompute=False, group=None, **options)
-
-
-set_planner(_move_within)

@@ -8,7 +8,9 @@ from typing import Any
 from torchoffload._core import core
 from torchoffload._fit.record import BlockRecord, OperatorCall
 
-__all__ = ["BlockPlan", "Corner", "OperatorGroup", "frontier", "group_operators"]
+__all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "frontier", "group_operators"]
+
+MOST_OPERATORS = 4096  # of a block that can be planned; kMostGroups of the core
 
 
 @dataclass(frozen=True, kw_only=True)

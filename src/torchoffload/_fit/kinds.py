@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchoffload._fit.graph import BlockPlan, Corner, frontier, group_operators
+from torchoffload._fit.graph import MOST_OPERATORS, BlockPlan, Corner, frontier, group_operators
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, structure_of
 from torchoffload._fit.operators import communicates, to_one_rank
 from torchoffload._fit.record import BlockRecord
@@ -75,6 +75,8 @@ class Kind:
             self.obstacle = "it has collectives inside, and PyTorch does not tell among which ranks"
         elif changed is not None:
             self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
+        elif len(record.operators) > MOST_OPERATORS:
+            self.obstacle = f"it has more than {MOST_OPERATORS} operators to choose from: give smaller blocks"
         elif not frontier(record):
             self.obstacle = "it writes to what is not its own, or runs kernels that PyTorch does not see"
         self.groups = record.groups if may_recompute and may_agree else ()
@@ -213,13 +215,21 @@ def _is_corner(left: tuple[int, float], middle: tuple[int, float], right: tuple[
     return (middle[1] - left[1]) * (right[0] - middle[0]) < (right[1] - middle[1]) * (middle[0] - left[0])
 
 
+def _elapsed(seconds: float) -> float:
+    """Return a time between two moments, which is negative where they came the other way round.
+
+    So it is where a forward asks for a gradient, and the backward of blocks begins before the forward ends.
+    """
+    return max(0.0, seconds)
+
+
 def step_of(measured: Measured, kinds: Sequence[Kind], **limits: Any) -> Step:
     """Return the step to plan for. ``limits`` are the fields of ``Step`` that a survey does not know."""
     step_kinds = []
     for kind, known in zip(kinds, measured.kinds, strict=True):
         kind.take(known)
         outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
-        step_kinds.append(StepKind(known.forward_s, known.backward_s, outputs, ways))
+        step_kinds.append(StepKind(_elapsed(known.forward_s), _elapsed(known.backward_s), outputs, ways))
     calls: list[Call] = []
     behind = measured.loss_bytes
     for number, forward_bytes, backward_bytes in reversed(measured.calls):
@@ -228,7 +238,7 @@ def step_of(measured: Measured, kinds: Sequence[Kind], **limits: Any) -> Step:
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
         calls.append(Call(number, forward_bytes, behind + own))
-    head_s, loss_s, end_s = measured.times_s
+    head_s, loss_s, end_s = map(_elapsed, measured.times_s)
     return Step(
         kinds=tuple(step_kinds),
         calls=tuple(reversed(calls)),

@@ -1,8 +1,8 @@
-"""What a fitted model is at."""
+"""What a fitted model is at, and why it plans anew."""
 
 import enum
 
-__all__ = ["Phase"]
+__all__ = ["Excess", "Phase"]
 
 
 class Phase(enum.Enum):
@@ -13,3 +13,10 @@ class Phase(enum.Enum):
     SETTLED = "settled"
     LEAST = "least memory"
     REMOVED = "removed"
+
+
+class Excess(enum.Enum):
+    """What plans have taken too much of."""
+
+    RESERVED = "more was reserved than the user gives"
+    OUT_OF_MEMORY = "a step ran out of memory"

@@ -1,6 +1,7 @@
 """Plans as JSON files, for later runs of the same training."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torchoffload._fit.describe import why_over
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 2"
+_FORMAT = "torchoffload plan 3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,7 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
     """Write the plan that is followed."""
     step, settled = driver.step, driver.settled
     if step is None or settled is None:
-        raise RuntimeError("no plan has been chosen yet: it takes some training steps")
-    model = driver.model  # so that its blocks are there
+        raise RuntimeError(f"no plan has been chosen: {why_over(driver) or 'it takes some training steps'}")
     document = {
         "format": _FORMAT,
         "torch": torch.__version__,
@@ -78,12 +79,16 @@ def write_plan(driver: "Driver", path: str | os.PathLike[str]) -> None:
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
         "is_of_several": driver.agreement is not None,
-        "names": [driver.names[module] for module in driver.call_modules],
+        "names": driver.called.names,
         "operators": [[str(each) for each in driver.operators[kind]] for kind in range(len(step.kinds))],
     }
-    del model
-    text = json.dumps(document, default=_plain)
-    Path(path).write_text(text, encoding="utf-8")
+    document = json.loads(json.dumps(document, default=_plain))
+    Path(path).write_text(json.dumps(document | {"digest": _digest(document)}), encoding="utf-8")
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """Return what shows that a document is as it was written: it is not looked at number by number."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -97,18 +102,14 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
-            raise ValueError("another format")
+            raise ValueError(f"its format is {document['format']!r}, and this version's is {_FORMAT!r}")
+        if document.pop("digest") != _digest(document):
+            raise ValueError("it was changed since")
         step = document["step"]
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
         calls = tuple(Call(**call) for call in step.pop("calls"))
         plan = document["plan"]
         planned = tuple(CallPlan(each["way"], tuple(each["moved"]), each["moves"]) for each in plan.pop("calls"))
-        for call, each in zip(calls, planned, strict=True):
-            outputs, ways = kinds[call.kind].outputs, kinds[call.kind].ways
-            if not 0 <= each.way < len(ways) or any(not 0 <= number < len(outputs) for number in each.moved):
-                raise ValueError("a number is that of no way or output")
-        if len(document["names"]) != len(calls) or len(document["operators"]) != len(kinds):
-            raise ValueError("a name is missing")
         return SavedPlan(
             memory_bytes=document["memory_bytes"],
             largest_size=document["largest_size"],
@@ -119,7 +120,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
             operators=document["operators"],
             is_of_several=document["is_of_several"],
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"plan {os.fspath(path)!r} is no file that Fitted.save() of this version wrote ({error}): fit without it, "
             "and save it again"
@@ -151,8 +152,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _operator(name: str) -> Any:
-    """Return the operator of this name, such as "aten.mm.default"."""
-    found: Any = torch.ops
+    """Return the operator of this name, such as "aten.mm.default", or "flex_attention", which runs a graph."""
+    found: Any = torch.ops if "." in name else torch.ops.higher_order
     for part in name.split("."):
         found = getattr(found, part)
     return found

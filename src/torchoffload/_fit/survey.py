@@ -247,9 +247,17 @@ class Survey:
         self.is_known = True
         return True
 
+    @property
+    def called_modules(self) -> list[nn.Module]:
+        """The block of each call that ``measured`` tells of."""
+        return [call.module for call in self._known_calls()]
+
+    def _known_calls(self) -> list[SurveyedCall]:
+        return [call for call in self.calls if call.returned is not None and call.key in self.kinds]
+
     def measured(self) -> tuple[Measured, list[tuple[Any, ...]]]:
         """Return what the step took, and the keys of its kinds by their numbers."""
-        calls = [call for call in self.calls if call.returned is not None and call.key in self.kinds]
+        calls = self._known_calls()
         keys = list(dict.fromkeys(call.key for call in calls))
         between = self.meter.between_s
         again = [call for call in calls if call.computed_again is not None]

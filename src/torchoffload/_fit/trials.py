@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torchoffload._fit.budget import Budget
@@ -10,7 +10,16 @@ from torchoffload._fit.kinds import hull
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way, plan_step
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["Candidates", "Trial", "learned", "plans_to_try", "restricted", "unfit_message", "with_overhead"]
+__all__ = [
+    "Candidates",
+    "Trial",
+    "failure_message",
+    "learned",
+    "plans_to_try",
+    "restricted",
+    "unfit_message",
+    "with_overhead",
+]
 
 _TIMED_STEPS = 2
 _STEPS_OF_OTHER_SIZES = 12
@@ -52,6 +61,11 @@ class Trial:
         ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
         moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
         return [(way.is_plain, way.kept) for way in ways], moves, self.plan.window_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is on the device, as predicted."""
+        return self.step.peak_bytes(self.plan)
 
     @property
     def again_count(self) -> int:
@@ -127,15 +141,16 @@ class Candidates:
         return taught
 
 
-def plans_to_try(step: Step, memory_bytes: int) -> Iterator[StepPlan]:
-    """Yield the best plans within a memory: as predicted, with some caution, and without moving anything."""
+def plans_to_try(step: Step, memory_bytes: int) -> list[StepPlan]:
+    """Return the best plans within a memory: as predicted, with some caution, and without moving anything.
+
+    Those that take less memory come first, so that one is known to run before the others are tried.
+    """
     steps = [_cautious(step, recompute, rate) for recompute, rate in _CAUTIONS]
     if step.may_move:
         steps.append(dataclasses.replace(step, may_move=False))
-    for each in steps:
-        plan = plan_step(each, memory_bytes)
-        if plan is not None:
-            yield plan
+    plans = [plan for each in steps if (plan := plan_step(each, memory_bytes)) is not None]
+    return sorted(plans, key=step.peak_bytes)
 
 
 def _cautious(step: Step, recompute: float, rate: float) -> Step:
@@ -186,6 +201,14 @@ def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
     return step if may_move else dataclasses.replace(step, may_move=False)
 
 
+def failure_message(trial: Trial, budget: Budget) -> str:
+    """Say what follows from a step that ran out of memory under a plan."""
+    return (
+        f"a step ran out of memory, under a plan that was predicted to take {human_bytes(trial.peak_bytes)}: from then "
+        f"on plans take at most {human_bytes(budget.usable_bytes)}"
+    )
+
+
 def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     """Say how much memory a step needs at least, and what takes it."""
     needed = step.peak_bytes(least)
@@ -197,7 +220,7 @@ def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
     told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
     return (
-        f"fit: {human_bytes(budget.memory_bytes)} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"fit: {budget.limit} is too little. This step needs at least {human_bytes(needed)}, and "
         f"{budget.margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
         f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
     )
