@@ -174,19 +174,19 @@ class Session:
         """Run ``count`` steps, after one that counts for nothing where this process gave its memory back."""
         if self._cache_is_empty and phase == "timed":
             self._step(run, "untimed")
-        if self.name == OURS:
+        if self.offloader.package == OURS:
             _torchoffload().reset_stats()
         steps = [self._step(run, phase) for _ in range(count)]
         result: dict[str, Any] = {"steps": steps}
         if self.trainer.is_on_cuda:
             result["reserved_bytes"] = torch.cuda.memory_reserved(self.trainer.device)
-        if self.name == OURS:
+        if self.offloader.package == OURS:
             result |= _torchoffload_facts()
         return result
 
     def give_back(self, pinned: bool) -> None:
         """Leave the others the device's memory, but for weights and gradients; ``pinned``: torchoffload's slots too."""
-        if pinned and self.name == OURS:
+        if pinned and self.offloader.package == OURS:
             _torchoffload().trim()
         if self.trainer.is_on_cuda:
             torch.cuda.empty_cache()
@@ -194,7 +194,7 @@ class Session:
 
     def _step(self, run: str, phase: str, plain: bool = False) -> Step:
         context = OFFLOADERS[STOCK].make(self.trainer.model, self.options) if plain else self.contexts[run]
-        before = _moved_bytes() if self.name == OURS else None
+        before = _moved_bytes() if self.offloader.package == OURS else None
         step = self.trainer.step(context, self.offloader.encloses_backward and not plain)
         self._cache_is_empty = False
         step |= {"phase": phase, "loss": step["loss"].item(), "grad_norm": self.trainer.gradient_norm()}
@@ -231,7 +231,7 @@ def _import_early(name: str) -> None:
     """Import what takes long while all processes start; what is missing is told when it is asked for."""
     with contextlib.suppress(ImportError):
         importlib.import_module("transformers.models.llama.modeling_llama")
-        if name == OURS:
+        if OFFLOADERS[name].package == OURS:
             _torchoffload()
 
 

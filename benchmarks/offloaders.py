@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,12 @@ class Offloader:
     needs_cuda: bool = True
 
 
-def _torchoffload(model: torch.nn.Module, options: Options) -> MakeContext:
+def _torchoffload(model: torch.nn.Module, options: Options, compress: bool | str = False) -> MakeContext:
     import torchoffload
 
     windows = {"offload_window_bytes": options.offload_window_bytes, "reload_window_bytes": options.reload_window_bytes}
     given = {name: size for name, size in windows.items() if size is not None}
-    context = torchoffload.get_act_offloading_ctx_manager(model, tier=options.tier, **given)
+    context = torchoffload.get_act_offloading_ctx_manager(model, tier=options.tier, compress=compress, **given)
     return lambda: context
 
 
@@ -124,6 +125,8 @@ def _compiled_offload(model: torch.nn.Module, options: Options) -> MakeContext:
 OFFLOADERS = {
     STOCK: Offloader(lambda _model, _options: contextlib.nullcontext, needs_cuda=False),
     OURS: Offloader(_torchoffload, package="torchoffload", needs_cuda=False),
+    "torchoffload_coded": Offloader(partial(_torchoffload, compress=True), package=OURS),
+    "torchoffload_auto": Offloader(partial(_torchoffload, compress="auto"), package=OURS),
     "save_on_cpu": Offloader(_save_on_cpu, needs_cuda=False),
     "torchtune": Offloader(_torchtune, package="torchtune"),
     "trl": Offloader(_trl, package="trl", encloses_backward=True),

@@ -25,7 +25,17 @@ if "TORCHOFFLOAD_TESTING" not in os.environ and _test_build_exists():
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (torch imports it by itself later, which would undo the freezing below)
 
-from devices import DEVICE_NAMES, REQUIRE_CUDA, Device, make_device, require_cuda  # noqa: E402
+from devices import (  # noqa: E402
+    CODED_NAME,
+    DEVICE_NAMES,
+    REQUIRE_CUDA,
+    Device,
+    codes_everything,
+    make_device,
+    require_cuda,
+)
+
+CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,7 +86,10 @@ def spill_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device_under_test(request: pytest.FixtureRequest, spill_directory: Path) -> Device:
-    return make_device(request.param, spill_directory, request.node.name)
+    codes = codes_everything(request.param) or (
+        request.param == CODED_NAME and request.path.parent.name in CODED_SUITES
+    )
+    return make_device(request.param, spill_directory, request.node.name, codes=codes)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -62,6 +62,8 @@ py::dict common_to_dict(const Row& row) {
   py::dict dict;
   dict["records_offloaded"] = row.records_offloaded;
   dict["bytes_offloaded"] = row.bytes_offloaded;
+  dict["blocks_seen"] = row.blocks_seen;
+  dict["blocks_excepted"] = row.blocks_excepted;
   dict["records_kept"] = kept_records;
   dict["bytes_kept"] = kept_bytes;
   return dict;
@@ -73,6 +75,9 @@ py::dict to_dict(const TapeRow& row) {
   dict["bytes_reloaded"] = row.bytes_reloaded;
   dict["records_deduplicated"] = row.records_deduplicated;
   dict["bytes_deduplicated"] = row.bytes_deduplicated;
+  dict["records_coded"] = row.records_coded;
+  dict["bytes_coded"] = row.bytes_coded;
+  dict["bytes_coded_on_link"] = row.bytes_coded_on_link;
   dict["bytes_away"] = row.bytes_away;
   dict["bytes_at_once"] = row.bytes_at_once;
   dict["window_waits"] = row.window_waits;
@@ -91,6 +96,13 @@ py::dict stats() {
   if (rows.size() > Statistics::kRowLimit) rows.erase(rows.begin(), rows.end() - Statistics::kRowLimit);
   const PinnedMemory pinned = pinned_memory();
   statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned.held_bytes);
+  uint64_t staging_bytes = 0;
+  py::dict obstacles;
+  for (const Engine* const engine : all_engines()) {
+    staging_bytes += engine->coded().staging_bytes();
+    const std::string obstacle = engine->coded().obstacle();
+    if (!obstacle.empty()) obstacles[engine->backend().device.c_str()] = obstacle;
+  }
   py::list tapes;
   for (const TapeRow& row : rows) tapes.append(to_dict(row));
   py::dict dict = to_dict(statistics.totals);
@@ -107,6 +119,8 @@ py::dict stats() {
   dict["peak_offload_window_bytes"] = statistics.peak_offload_window_bytes;
   dict["peak_reload_window_bytes"] = statistics.peak_reload_window_bytes;
   dict["budget_bytes_used"] = statistics.charged_bytes;
+  dict["staging_bytes"] = staging_bytes;
+  dict["coding_obstacles"] = obstacles;
   dict["tapes"] = tapes;
   return dict;
 }
@@ -249,6 +263,11 @@ uint64_t trim() {
   return trim_stores();
 }
 
+Compress parse_compress(const py::handle& given) {
+  if (py::isinstance<py::str>(given)) return Compress::Auto;
+  return given.cast<bool>() ? Compress::On : Compress::Off;
+}
+
 }  // namespace
 
 ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
@@ -260,6 +279,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.use_pin_memory = given["use_pin_memory"].cast<bool>();
   options.use_streams = given["use_streams"].cast<bool>();
   options.learn = given["learn"].cast<bool>();
+  options.compress = parse_compress(given["compress"]);
   options.min_offload_size = given["min_offload_size"].cast<uint64_t>();
   options.windows.offload_window_bytes = optional<uint64_t>(given, "offload_window_bytes");
   options.windows.max_fwd_stash_size = optional<uint64_t>(given, "max_fwd_stash_size");

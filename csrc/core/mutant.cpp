@@ -2,78 +2,93 @@
 
 #ifdef TORCHOFFLOAD_TESTING
 
+#include <algorithm>
+#include <array>
+
 namespace torchoffload {
+
+namespace {
 
 static_assert(static_cast<unsigned>(Mutant::kCount) <= 64, "mutant_mask has one bit for each");
 
+struct Named {
+  Mutant mutant;
+  const char* name;
+};
+
+#define NAMED(mutant) \
+  Named { Mutant::mutant, #mutant }
+
+// In the order of the enumerators.
+constexpr std::array kNames{
+    NAMED(OffloadWaitsForCompute),
+    NAMED(OffloadWaitsForAllocation),
+    NAMED(ComputeWaitsForOffload),
+    NAMED(OffloadWaitsForGuards),
+    NAMED(ReloadWaitsForCompute),
+    NAMED(ReloadWaitsForOffload),
+    NAMED(ReloadWaitsForReload),
+    NAMED(ConsumerWaitsForReload),
+    NAMED(LaterConsumerWaitsForReload),
+    NAMED(ConsumerWaitsForGivenUp),
+    NAMED(DroppedSourceWaitsForOffload),
+    NAMED(DroppedBufferWaitsForReload),
+    NAMED(EncodeWaitsForStaging),
+    NAMED(OffloadWaitsForEncode),
+    NAMED(ReloadWaitsForStaging),
+    NAMED(DecodeWaitsForReload),
+    NAMED(IoMemoryHeldUntilDone),
+    NAMED(TrimWaitsForGuards),
+    NAMED(SlotGuardedByOffload),
+    NAMED(SlotGuardedByReload),
+    NAMED(SlotGuardedByEachReload),
+    NAMED(SlotGuardedByCopyInVain),
+    NAMED(SourceBusyUntilCopyInVain),
+    NAMED(NoteUseAtPack),
+    NAMED(NoteUseAtJoin),
+    NAMED(NoteUseAtUnpack),
+    NAMED(CopyNotInsideItsOperator),
+    NAMED(VersionCheckedAtUnpack),
+    NAMED(IdentityChecksVersion),
+    NAMED(IdentityChecksVersionCounter),
+    NAMED(IdentityChecksData),
+    NAMED(IdentityChecksAllocation),
+    NAMED(IdentityHoldsStorage),
+    NAMED(IdentityChecksWrapper),
+    NAMED(JoinOnlyWithinSpan),
+    NAMED(JoinOnlyAligned),
+    NAMED(StridesRestored),
+    NAMED(AlignmentRestored),
+    NAMED(ResizeCheckedAtEnqueue),
+    NAMED(ResizeCheckedInFlight),
+    NAMED(ResizeSeesAllocation),
+    NAMED(BufferHeldUntilSeen),
+    NAMED(GivenUpIsFoundAgain),
+    NAMED(PassedByReturnsToOffloaded),
+    NAMED(EndedTaskPassesBy),
+    NAMED(EndedTaskGivesUp),
+    NAMED(FailedTaskIsNoticed),
+    NAMED(FailedWriteKeepsRecord),
+    NAMED(UnwrittenSourceStays),
+    NAMED(FailedReadRaises),
+    NAMED(ParameterStaysByStorage),
+    NAMED(DeallocQueuedInsideOperation),
+    NAMED(PackedInGraphTaskStays),
+    NAMED(BorrowedStays),
+    NAMED(StreamsMayBeDestroyed),
+    NAMED(BudgetHonoured),
+};
+
+#undef NAMED
+
+static_assert(kNames.size() == static_cast<size_t>(Mutant::kCount), "each mutant has a name");
+static_assert(std::ranges::is_sorted(kNames, std::ranges::less(), &Named::mutant));
+
+}  // namespace
+
 uint64_t mutant_mask = 0;
 
-#define NAME(mutant)   \
-  case Mutant::mutant: \
-    return #mutant;
-
-// No default: the compiler names a mutant that is missing here.
-const char* mutant_name(Mutant mutant) {
-  switch (mutant) {
-    NAME(OffloadWaitsForCompute)
-    NAME(OffloadWaitsForAllocation)
-    NAME(ComputeWaitsForOffload)
-    NAME(OffloadWaitsForGuards)
-    NAME(ReloadWaitsForCompute)
-    NAME(ReloadWaitsForOffload)
-    NAME(ReloadWaitsForReload)
-    NAME(ConsumerWaitsForReload)
-    NAME(LaterConsumerWaitsForReload)
-    NAME(ConsumerWaitsForGivenUp)
-    NAME(DroppedSourceWaitsForOffload)
-    NAME(DroppedBufferWaitsForReload)
-    NAME(IoMemoryHeldUntilDone)
-    NAME(TrimWaitsForGuards)
-    NAME(SlotGuardedByOffload)
-    NAME(SlotGuardedByReload)
-    NAME(SlotGuardedByEachReload)
-    NAME(SlotGuardedByCopyInVain)
-    NAME(SourceBusyUntilCopyInVain)
-    NAME(NoteUseAtPack)
-    NAME(NoteUseAtJoin)
-    NAME(NoteUseAtUnpack)
-    NAME(CopyNotInsideItsOperator)
-    NAME(VersionCheckedAtUnpack)
-    NAME(IdentityChecksVersion)
-    NAME(IdentityChecksVersionCounter)
-    NAME(IdentityChecksData)
-    NAME(IdentityChecksAllocation)
-    NAME(IdentityHoldsStorage)
-    NAME(IdentityChecksWrapper)
-    NAME(JoinOnlyWithinSpan)
-    NAME(JoinOnlyAligned)
-    NAME(StridesRestored)
-    NAME(AlignmentRestored)
-    NAME(ResizeCheckedAtEnqueue)
-    NAME(ResizeCheckedInFlight)
-    NAME(ResizeSeesAllocation)
-    NAME(BufferHeldUntilSeen)
-    NAME(GivenUpIsFoundAgain)
-    NAME(PassedByReturnsToOffloaded)
-    NAME(EndedTaskPassesBy)
-    NAME(EndedTaskGivesUp)
-    NAME(FailedTaskIsNoticed)
-    NAME(FailedWriteKeepsRecord)
-    NAME(UnwrittenSourceStays)
-    NAME(FailedReadRaises)
-    NAME(ParameterStaysByStorage)
-    NAME(DeallocQueuedInsideOperation)
-    NAME(PackedInGraphTaskStays)
-    NAME(BorrowedStays)
-    NAME(StreamsMayBeDestroyed)
-    NAME(BudgetHonoured)
-    case Mutant::kCount:
-      break;
-  }
-  return "";
-}
-
-#undef NAME
+const char* mutant_name(Mutant mutant) { return kNames.at(static_cast<size_t>(mutant)).name; }
 
 }  // namespace torchoffload
 

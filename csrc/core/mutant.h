@@ -25,6 +25,10 @@ enum class Mutant : uint8_t {
   ConsumerWaitsForGivenUp,       // R7, what an earlier consumer still holds
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
+  EncodeWaitsForStaging,         // R15, the lane's former copy out
+  OffloadWaitsForEncode,         // R15
+  ReloadWaitsForStaging,         // R15, the lane's former decoding
+  DecodeWaitsForReload,          // R15
   IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
   TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
   // Guards and notes.

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <string>
 
+#include "device/coder.h"
 #include "device/device_memory.h"
 #include "device/link.h"
 #include "device/observer.h"
@@ -23,8 +24,9 @@ struct Backend {
   std::string device;  // as PyTorch writes it: "cuda:0"
   DeviceMemory& memory;
   Streams& streams;
-  Link& link;        // between the device and `store`
-  SlotStore& store;  // of the tier
+  Link& link;              // between the device and `store`
+  SlotStore& store;        // of the tier
+  Coder* coder = nullptr;  // null: what crosses the link is not coded
   Observer& observer = no_observer();
   size_t number = next_backend_number();  // in the process, from 0, so that what belongs to a backend is found quickly
 };

@@ -124,10 +124,13 @@ class StreamTable {
   }
 
   // The stream is not taken from PyTorch's pool, which hands out the same stream again after 32 calls.
-  StreamId make_own(c10::DeviceIndex device) {
+  StreamId make_own(c10::DeviceIndex device, bool is_urgent = false) {
     const c10::cuda::CUDAGuard guard(device);
+    int least = 0;
+    int greatest = 0;
+    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, is_urgent ? greatest : 0));
     const std::lock_guard lock(mutex_);
     return add(device, stream, std::nullopt);
   }
@@ -371,6 +374,12 @@ Backend cuda_backend(int device_index, SlotStore& store) {
   if (device == nullptr) device = new CudaDevice(static_cast<c10::DeviceIndex>(device_index));
   return device->with(store);
 }
+
+StreamId make_urgent_cuda_stream(int device_index) {
+  return StreamTable::instance().make_own(static_cast<c10::DeviceIndex>(device_index), /*is_urgent=*/true);
+}
+
+cudaStream_t raw_cuda_stream(StreamId stream) { return StreamTable::instance().at(stream).raw(); }
 
 void cuda_synchronize(Point point) {
   if (point.is_beginning()) return;

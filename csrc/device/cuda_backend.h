@@ -15,6 +15,7 @@
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>
+#include <cuda_runtime_api.h>
 
 #include "device/backend.h"
 #include "storage/pinned_arena.h"
@@ -32,6 +33,10 @@ Backend cuda_backend(int device_index, SlotStore& store);
 
 // Blocks the host until a point of any CUDA stream is reached.
 void cuda_synchronize(Point point);
+
+// One more stream of ours, of the highest priority. It lives for the process.
+StreamId make_urgent_cuda_stream(int device_index);
+cudaStream_t raw_cuda_stream(StreamId stream);
 
 HostRegistration cuda_host_registration();
 

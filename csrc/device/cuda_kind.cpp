@@ -6,6 +6,7 @@
 
 #include "device/backends.h"
 #include "device/cuda_backend.h"
+#include "device/cuda_coder.h"
 #include "device/cuda_graph_pools.h"
 #include "storage/pinned_arena.h"
 
@@ -25,7 +26,9 @@ class CudaKind final : public BackendKind {
     if (backend == nullptr) {
       const HostRegistration registration = place.use_pin_memory ? host_registration() : HostRegistration{};
       if (of_memory.arena == nullptr) of_memory.arena = new PinnedArena(registration, cuda_synchronize);
-      backend = &wrapped(*new Backend(cuda_backend(place.device_index, *of_memory.arena)), place.device_index);
+      auto* const made = new Backend(cuda_backend(place.device_index, *of_memory.arena));
+      if (place.use_pin_memory) made->coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
+      backend = &wrapped(*made, place.device_index);
     }
     return backend;
   }

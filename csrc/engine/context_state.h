@@ -20,6 +20,9 @@ namespace torchoffload {
 
 enum class OnFull : uint8_t { Keep, Error };
 
+// Is what crosses the link coded? Auto: in steps that the link is known to bind, where that is known to be worth it.
+enum class Compress : uint8_t { Off, Auto, On };
+
 // The options of OffloadActivations and of offload_modules, under the names that they have there.
 struct ContextOptions {
   Placement tier = Placement::Host;
@@ -31,6 +34,7 @@ struct ContextOptions {
   std::string disk_dir;  // with Placement::Disk
   std::optional<uint64_t> budget_bytes;
   OnFull on_full = OnFull::Keep;
+  Compress compress = Compress::Off;
   // Set by offload_modules.
   double fraction = 1;       // this share of a tape's bytes moves, the earliest first, as the tape before it had them
   bool only_inputs = false;  // only storages that Context::admit() was given move

@@ -20,6 +20,8 @@ void Engine::fit_store(ContextState& context) {
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
+  learn_times();
+  const bool codes = prepare_coding(context->options);
   const TapeId tape = ledger_.open_tape();
   tapes_.grow_to(tape.index + size_t{1});
   TapeInfo& info = tapes_[tape.index];
@@ -27,7 +29,7 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   info.id = tape;
   info.context = std::move(context);
   info.number = ++tapes_opened_;
-  learn_times();
+  info.codes = codes;
   times_.opened(tape, info.number);
   windows_.open(tape);
   windows_.set_limits(tape, lessons_.opened(tape, info.context->options.windows, info.context->options.learn));

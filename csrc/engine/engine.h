@@ -31,6 +31,7 @@
 #include "core/windows.h"
 #include "device/backend.h"
 #include "device/memory.h"
+#include "engine/coded_link.h"
 #include "engine/context_state.h"
 #include "engine/held_record.h"
 #include "engine/lessons.h"
@@ -73,6 +74,7 @@ class Engine {
       : backend_(backend),
         streams_(backend.streams),
         slots_(backend.store),
+        coded_(backend),
         timeline_(backend.streams, backend.memory),
         times_(backend.streams, timeline_) {}
 
@@ -97,6 +99,9 @@ class Engine {
   // Call it when a CUDA graph is being captured. Until the next step no memory is taken from the system in the
   // background. May block.
   void hold_growth() { slots_.hold_growth(); }
+
+  const CodedLink& coded() const { return coded_; }
+  void give_up_staging();  // of coded copies, unless a tape is alive. May block
 
   // ---- tapes ----
 
@@ -147,6 +152,7 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
+    bool codes = false;  // its records are coded, where they can be
   };
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with the graph task, whether that
   // succeeds or fails.
@@ -154,6 +160,7 @@ class Engine {
     int id = kNoGraphTask;
     std::weak_ptr<const void> ended;
   };
+  struct FlushOrder;
   struct OffloadCopy;
   struct ReloadCopy;
 
@@ -199,10 +206,15 @@ class Engine {
   // Makes a record of the bytes `moved`, with its first handle.
   RecordHandle add_record(const SavedBytes& saved, const Identity& identity, const Span& moved, StreamId allocated_on,
                           TapeId tape);
-  // Where a new record is to be. Where the budget is spent, it notes a warning for the user or throws, as on_full says.
-  Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
-  // Why the tape's next record is to be kept by what earlier steps taught, or None. Tells Lessons of the record.
-  Reason learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
+  struct NewRecord {
+    Decision decision;
+    uint64_t slot_bytes = 0;
+    bool is_coded = false;
+  };
+  // What a new record is to be. Where the budget is spent, it notes a warning for the user or throws, as on_full says.
+  NewRecord decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
+  // What earlier steps teach about the tape's next record. Tells Lessons of it.
+  Lessons::Known learned(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
   // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
   bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes);
   // Fills in what the engine holds of a new record, charges its budget, and lists it as pending on this thread. A
@@ -215,17 +227,29 @@ class Engine {
   // Counts for stats() that a record, or a save that joined a kept one, stays.
   void note_kept(RecordId id, Reason why, uint64_t nbytes);
 
+  // ---- what the link carries coded: coding.cpp ----
+
+  // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
+  bool prepare_coding(const ContextOptions& options);
+  bool is_to_be_coded(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
+  void count_coded(RecordId id);
+  // Counts exceptions among the blocks of a coded record whose slot is about to be released. Asks no device: where the
+  // slot is not seen to be complete, nothing is counted.
+  void count_exceptions(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
+
   // ---- copies out: offload.cpp ----
 
   // Enqueues one pending copy, if its record still is to move, and waits as far as the offload window asks for it. May
   // block.
-  void enqueue_offload(const PendingCopy& pending, StreamId& ordered_after);
+  void enqueue_offload(const PendingCopy& pending, FlushOrder& order);
+  // The stream that reads the source.
+  StreamId offload_begins_on(RecordId id);
   // What the calls that enqueue the copy need, read with the GIL held.
-  OffloadCopy plan_offload(RecordId id, StreamId stream, StreamId ordered_after);
+  OffloadCopy plan_offload(RecordId id, const FlushOrder& order);
   // Adds to it the waits that the offload window will ask for.
   void plan_window_waits(RecordId id, OffloadCopy& copy);
   // Makes these calls. Called without the GIL, and may block.
-  void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const;
+  void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits);
   // Enters a copy that was enqueued into ledger, windows and counts. May block where the offload window is full.
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   // Is the record's copy still to be enqueued?
@@ -284,8 +308,8 @@ class Engine {
   // Allocates the buffers; of what is loaded ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
-  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const;
-  void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const;
+  void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits);
+  void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits);
   // Gives the buffer of a copy that was enqueued to the record, or retires it if another thread has reloaded the record
   // meanwhile. Only the latter may block.
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why);
@@ -359,6 +383,7 @@ class Engine {
   const Backend backend_;
   StreamOrder streams_;
   SlotBudget slots_;
+  CodedLink coded_;
   Ledger ledger_;
   Windows windows_;
   Lessons lessons_;
@@ -366,6 +391,7 @@ class Engine {
   TapeTimes times_;
   size_t left_behind_count_ = 0;  // as the statistics count it
   uint64_t tapes_opened_ = 0;
+  uint64_t last_code_tag_ = 0;
   ChunkedVector<HeldRecord> held_;  // by record index; a reference stays valid while others are added
   ChunkedVector<TapeInfo> tapes_;   // by tape index; a reference stays valid likewise
   std::vector<AskingTask> asking_tasks_;

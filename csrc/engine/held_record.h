@@ -35,6 +35,8 @@ struct HeldRecord {
   Point offload_end;
   Point reload_end;
   std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
+  uint64_t slot_bytes = 0;               // what its slot has room for
+  uint64_t code_tag = 0;                 // the tag that its code is written with; 0: it moves as it is
   uint64_t charged_bytes = 0;
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
   uint32_t number = 0;         // counts the tape's records in the order of their first saves
@@ -52,6 +54,8 @@ struct HeldRecord {
   // Is every byte of the record in its slot, so that the device may drop its own? Where copies complete in the
   // background, the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
   bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
+
+  bool is_coded() const { return code_tag != 0; }
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }

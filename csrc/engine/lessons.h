@@ -31,11 +31,12 @@ class Lessons {
   };
   // What earlier steps teach about it.
   struct Known {
-    Reason why = Reason::None;    // why it is to be kept; None: it moves
-    WindowBytes limits;           // the windows of its tape from here on
-    uint64_t operator_bytes = 0;  // what its operator has saved so far, this record included
-    bool wants_times = false;     // the tape is to be timed
-    bool has_lost_way = false;    // the tape matched a known one up to the record before, and matches none any more
+    Reason why = Reason::None;     // why it is to be kept; None: it moves
+    WindowBytes limits;            // the windows of its tape from here on
+    uint64_t operator_bytes = 0;   // what its operator has saved so far, this record included
+    bool wants_times = false;      // the tape is to be timed
+    bool is_worth_coding = false;  // see Structure
+    bool has_lost_way = false;     // the tape matched a known one up to the record before, and matches none any more
   };
 
   // ---- forward ----
@@ -79,6 +80,14 @@ class Lessons {
   std::optional<uint32_t> shape(TapeId tape) const { return of(tape).shape; }
   // The times of a timed tape of this shape.
   void learn_times(uint32_t shape, StepTimes times) { learner_.learn_times(shape, std::move(times)); }
+
+  // ---- coding ----
+
+  bool expects_coding() const { return learner_.expects_coding(); }
+  // Of a coded record of a tape that is closed: the share of its blocks that were exceptions.
+  void learn_exceptions(TapeId tape, size_t record, double share) {
+    if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
+  }
 
   // ---- for tests ----
 

@@ -51,6 +51,13 @@ class SlotLoan {
 
 }  // namespace
 
+// In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
+// sources had been enqueued by then, so one point serves all copies of a flush.
+struct Engine::FlushOrder {
+  StreamId waiter = kNoStream;
+  StreamId producer = kNoStream;
+};
+
 struct Engine::OffloadCopy {
   Slot slot;
   DeviceBytes source;
@@ -61,10 +68,10 @@ struct Engine::OffloadCopy {
   bool waits_for_operators = false;
   StreamId also_filled_on = kNoStream;
   std::array<std::optional<StreamOrder::Wanted>, 2> window_waits;  // that the window asks for with this copy in it
-  bool is_enqueued = false;
-  Point end;
+  CopyProgress progress;
   TimedPoint ready;
   CopyTime time;
+  uint64_t code_tag = 0;  // 0: the bytes are copied as they are
 };
 
 // ---- pending copies ----
@@ -78,7 +85,7 @@ void Engine::flush_pending(const ContextState* leaving) {
   if (is_inside && !ThreadState::current().packs_made) return;
   if (leaving != nullptr) pending.back().engine->backend_.observer.saw_operators_end();
   const uint64_t now = program::sequence_number();
-  StreamId ordered_after = kNoStream;
+  FlushOrder order;
   Engine* ordered_engine = nullptr;
   for (size_t next = 0; next < pending.size();) {
     const PendingCopy copy = pending[next];
@@ -94,8 +101,8 @@ void Engine::flush_pending(const ContextState* leaving) {
       pending.pop_front();
     else
       pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
-    if (std::exchange(ordered_engine, copy.engine) != copy.engine) ordered_after = kNoStream;
-    copy.engine->enqueue_offload(copy, ordered_after);
+    if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
+    copy.engine->enqueue_offload(copy, order);
   }
 }
 
@@ -105,9 +112,7 @@ bool Engine::is_pending(RecordId id) {
   return record.state == RecordState::Resident && !record.is_kept() && record.live_handles > 0;
 }
 
-// `ordered_after`: the stream that offload_stream was already made to wait for in this flush. The operators that filled
-// the sources had been enqueued by then, so one point serves all copies of a flush.
-void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after) {
+void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   const RecordId id = pending.record;
   if (is_inherited() || !ledger_.is_live(id)) return;
   const Hold hold(*this, id);
@@ -121,32 +126,35 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   const std::optional<Slot> slot = acquire_slot(id, guards);
   if (!slot) return;
   SlotLoan loan(slots_, *slot, guards);
-  const StreamId stream = context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
+  const StreamId stream = offload_begins_on(id);
   const std::span<const Point> waited_for = guards_to_wait_for(stream, guards);
   timeline_.set_origin();
   if (!is_pending(id)) return;
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
   if (!streams_.can_be_used(held(id).bytes.stream)) return keep(id, Reason::ExternalStream);
-  OffloadCopy copy = plan_offload(id, stream, ordered_after);
+  OffloadCopy copy = plan_offload(id, order);
   copy.slot = *slot;
   copy.guards = waited_for;
   StreamOrder::Batch waits = streams_.batch();
   try {
     streams_.without_gil(stream, [&] { enqueue(copy, waits); });
   } catch (const std::exception&) {
-    if (copy.is_enqueued && copy.end.is_beginning()) {  // the copy will end at a time that cannot be known
+    if (copy.progress.has_begun && copy.progress.end.is_beginning()) {  // it will end at a time that cannot be known
       loan.keep_for_ever();
       (void)copy.source.memory.release();
+    } else if (copy.progress.has_begun && !copy.progress.is_whole) {
+      guards.assign(1, copy.progress.end);
+      held(id).bytes.busy_until = copy.progress.end;
     }
-    if (copy.end.is_beginning()) throw;
+    if (!copy.progress.is_whole || copy.progress.end.is_beginning()) throw;
   }
-  if (stream != copy.source.stream) ordered_after = copy.source.stream;
+  if (stream != copy.source.stream) order = {stream, copy.source.stream};
   streams_.remember(waits);
   if (!is_pending(id)) {  // see Note [Copies that others come between]
     guards.clear();
-    if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
-    if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.end;
-    backend_.link.forget(copy.end);
+    if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.progress.end);
+    if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.progress.end;
+    backend_.link.forget(copy.progress.end);
     for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.streams.give_back(point);
     return;
   }
@@ -154,18 +162,25 @@ void Engine::enqueue_offload(const PendingCopy& pending, StreamId& ordered_after
   offload_is_enqueued(id, copy);
 }
 
-Engine::OffloadCopy Engine::plan_offload(RecordId id, StreamId stream, StreamId ordered_after) {
+StreamId Engine::offload_begins_on(RecordId id) {
+  if (held(id).is_coded()) return coded_.encode_stream();
+  return context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
+}
+
+Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
   const HeldRecord& held = this->held(id);
   OffloadCopy copy;
   copy.source = held.bytes;
   copy.first = copy.source.memory.data() + ledger_.record(id).span.begin;
   copy.nbytes = ledger_.record(id).nbytes();
-  copy.stream = stream;
+  copy.stream = offload_begins_on(id);
+  copy.code_tag = held.code_tag;
   // A copy on the source's own stream needs no wait, and makes offload_stream wait for nothing.
-  const bool is_elsewhere = stream != copy.source.stream;
-  copy.waits_for_operators = is_elsewhere && ordered_after != copy.source.stream;
+  const bool is_elsewhere = copy.stream != copy.source.stream;
+  const bool is_ordered = order.waiter == copy.stream && order.producer == copy.source.stream;
+  copy.waits_for_operators = is_elsewhere && !is_ordered;
   const StreamId allocated_on = held.allocated_on;
-  const bool is_filled_here = allocated_on == copy.source.stream || allocated_on == stream;
+  const bool is_filled_here = allocated_on == copy.source.stream || allocated_on == copy.stream;
   if (allocated_on != kNoStream && !is_filled_here && !backend_.streams.is_capturing_on(allocated_on))
     copy.also_filled_on = allocated_on;
   copy.time.is_wanted = timeline_.is_on();
@@ -190,7 +205,7 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
                                     is_in_flight, bytes_of, note);
 }
 
-void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
+void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
   for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
   if (copy.waits_for_operators)
     waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.streams.record(copy.source.stream));
@@ -198,11 +213,15 @@ void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) const {
     waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.streams.record(copy.also_filled_on));
   copy.ready = time_if(copy.time.is_wanted, backend_.streams, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
-  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-  backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
-  copy.is_enqueued = true;
-  copy.end = end_of_copy(backend_.streams, copy.stream);
-  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  if (copy.code_tag != 0) {
+    coded_.copy_out(copy.slot, copy.first, copy.nbytes, copy.code_tag, waits, copy.time, copy.progress);
+  } else {
+    copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+    backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
+    copy.progress.has_begun = copy.progress.is_whole = true;
+    copy.progress.end = end_of_copy(backend_.streams, copy.stream);
+  }
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.progress.end.stream);
   for (const auto& wait : copy.window_waits) waits.make(wait);
 }
 
@@ -211,7 +230,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   const uint64_t nbytes = copy.nbytes;
   held.slot = copy.slot;
   Statistics::global().slot_acquired(copy.slot.nbytes());
-  held.offload_end = held.bytes.busy_until = copy.end;
+  held.offload_end = held.bytes.busy_until = copy.progress.end;
   if (copy.time.is_wanted) {
     Timeline::Entry ready = entry(EntryKind::Ready, id);
     ready.begin = copy.ready;
@@ -223,6 +242,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
+  if (held.is_coded()) count_coded(id);
   if (ModuleRow* const module = context(id).row_of(held.module); module != nullptr) {
     ++module->records_offloaded;
     module->bytes_offloaded += nbytes;
@@ -235,7 +255,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
 // ---- slots ----
 
 std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
-  const uint64_t nbytes = ledger_.record(id).nbytes();
+  const uint64_t nbytes = held(id).slot_bytes;
   std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
   while (!slot) {
     try {

@@ -50,12 +50,14 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
 // The record gets its handle first. So whatever throws afterwards, release() undoes both.
 RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
                                 StreamId allocated_on, TapeId tape) {
-  const Decision decision = decide(tape, saved, moved.nbytes());
+  const NewRecord made = decide(tape, saved, moved.nbytes());
   held_.grow_to(ledger_.next_index_limit());
-  const RecordId id = ledger_.add_record(tape, identity, moved, decision);
+  const RecordId id = ledger_.add_record(tape, identity, moved, made.decision);
   const Hold hold(*this, id);
   const RecordHandle handle{id, ledger_.add_handle(id)};
   try {
+    held(id).slot_bytes = made.slot_bytes;
+    if (made.is_coded) held(id).code_tag = ++last_code_tag_;
     fill_record(id, saved, allocated_on);
     if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
   } catch (...) {
@@ -67,19 +69,21 @@ RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identit
 
 // ---- what a record is to be ----
 
-Decision Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
+Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   TapeInfo& info = tapes_[tape.index];
   const std::shared_ptr<ContextState> context = info.context;
-  const Reason learned = learned_reason(tape, saved, nbytes);
-  if (is_beyond_fraction(info, nbytes)) return Decision::keep(Reason::BeyondFraction);
-  if (learned != Reason::None) return Decision::keep(learned);
-  if (slots_.fits(*context, nbytes)) return Decision::move_to(context->options.tier);
+  const Lessons::Known known = learned(tape, saved, nbytes);
+  if (is_beyond_fraction(info, nbytes)) return {Decision::keep(Reason::BeyondFraction), nbytes};
+  if (known.why != Reason::None) return {Decision::keep(known.why), nbytes};
+  const bool is_coded = is_to_be_coded(info, saved.dtype, nbytes, known);
+  const uint64_t slot_bytes = is_coded ? coded_.pieces(nbytes).slot_bytes() : nbytes;
+  if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, is_coded};
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
   SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
-  return Decision::keep(Reason::TierFull);
+  return {Decision::keep(Reason::TierFull), nbytes};
 }
 
-Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
+Lessons::Known Engine::learned(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   TapeInfo& info = tapes_[tape.index];
   const Lessons::Known known =
       lessons_.next(tape, {saved.memory, nbytes, saved.dtype, saved.dim, program::sequence_number()});
@@ -88,7 +92,7 @@ Reason Engine::learned_reason(TapeId tape, const SavedBytes& saved, uint64_t nby
   times_.next(tape, /*is_first=*/info.record_count == 0, known.wants_times);
   if (known.has_lost_way) slots_.grow_ahead(*info.context);
   windows_.set_limits(tape, known.limits);
-  return known.why;
+  return known;
 }
 
 // The bytes of the tape that the context closed last are taken for the bytes of this one. Until a tape was closed, no
@@ -125,7 +129,7 @@ void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocate
     count_kept_from_start(id);
     if (record.decision.why == Reason::TierFull) return;
   } else {
-    held.charged_bytes = slots_.charge(context, record.nbytes());
+    held.charged_bytes = slots_.charge(context, held.slot_bytes);
   }
   const uint64_t sequence_number = ThreadState::current().sequence_number();
   backend_.observer.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);

@@ -92,6 +92,7 @@ std::vector<EngineProfile> stop_profile() {
 }
 
 uint64_t trim_stores() {
+  for (Engine* const engine : all_engines()) engine->give_up_staging();
   uint64_t given_back_bytes = 0;
   EnginesOfBackends().without_gil([&, all = stores()] {
     for (SlotStore* const store : all) given_back_bytes += store->trim();

@@ -25,8 +25,9 @@ struct Engine::ReloadCopy {
   std::optional<Point> previous_reload = {};  // set where the copy's stream has to wait for it
   Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
-  bool is_enqueued = false;
-  Point end = {};
+  bool is_coded = false;
+  StreamId writes_on = kNoStream;  // the stream that writes the buffer, on which the copy ends
+  CopyProgress progress = {};
   CopyTime time = {};
 };
 
@@ -35,12 +36,14 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
   const HeldRecord& held = this->held(id);
   ReloadCopy copy{wanted, Hold(*this, id)};
   copy.stream = context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
+  copy.is_coded = held.is_coded();
+  copy.writes_on = copy.is_coded ? coded_.decode_stream() : copy.stream;
   copy.slot = held.slot;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
   if (streams_.must_wait(Rule::ReloadWaitsForOffload, copy.stream, held.offload_end))
     copy.offload_end = held.offload_end;
-  const bool is_behind_the_last = copy.stream == held.reload_end.stream;
+  const bool is_behind_the_last = copy.writes_on == held.reload_end.stream;
   if (!is_behind_the_last && streams_.must_wait(Rule::ReloadWaitsForReload, copy.stream, held.reload_end))
     copy.previous_reload = held.reload_end;
   copy.latest_reload = held.reload_end;
@@ -78,8 +81,8 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
   windows_.reloads_started(starting_bytes);
   streams_.remember(waits);
   for (ReloadCopy& copy : copies) {
-    if (!copy.is_enqueued) break;
-    if (copy.end.is_beginning()) {  // the copy will end at a time that cannot be known
+    if (!copy.progress.has_begun) break;
+    if (copy.progress.end.is_beginning()) {  // the copy will end at a time that cannot be known
       held(copy.wanted.record).is_slot_lost = true;
       (void)copy.buffer.release();
     } else {
@@ -100,45 +103,54 @@ void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
   }
 }
 
-void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) const {
+void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) {
   if (!copies.front().buffer) return;
   const Point allocated = backend_.streams.record(consumer);
   for (ReloadCopy& copy : copies) {
     if (!copy.buffer) return;
-    if (copy.stream != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.stream, allocated);
+    if (copy.writes_on != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.writes_on, allocated);
     enqueue(copy, waits);
   }
 }
 
-void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) const {
+void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
   if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
-  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-  backend_.link.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
-  copy.is_enqueued = true;
-  copy.end = end_of_copy(backend_.streams, copy.stream);
-  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  if (copy.is_coded) {
+    coded_.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, waits, copy.time, copy.progress);
+  } else {
+    copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+    backend_.link.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
+    copy.progress.has_begun = copy.progress.is_whole = true;
+    copy.progress.end = end_of_copy(backend_.streams, copy.stream);
+  }
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.writes_on);
 }
 
 void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
   const RecordId id = copy.wanted.record;
   HeldRecord& held = this->held(id);
-  DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.end,
+  DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.progress.end,
                        /*is_buffer=*/true};
-  if (copy.time.is_wanted) copy.time.enter(timeline_, entry(EntryKind::CopyIn, id));
+  if (copy.time.end.is_set()) {
+    copy.time.enter(timeline_, entry(EntryKind::CopyIn, id));
+  } else {
+    backend_.streams.give_back(copy.time.begin);
+  }
   const bool is_alone = held.reload_end == copy.latest_reload;
   const auto guard_slot = [&](Point reload_end) {
     if (!mutated(Mutant::SlotGuardedByEachReload)) held.other_reload_ends.push_back(reload_end);
   };
-  if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
-    guard_slot(copy.end);
-    backend_.link.forget(copy.end);
+  // A part of it failed, or see Note [Copies that others come between].
+  if (!copy.progress.is_whole || ledger_.record(id).state != RecordState::Offloaded) {
+    guard_slot(copy.progress.end);
+    backend_.link.forget(copy.progress.end);
     return retire(std::move(bytes), Rule::DroppedBufferWaitsForReload, entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);
-  held.reload_end = copy.end;
+  held.reload_end = copy.progress.end;
   held.bytes = std::move(bytes);
   begin_reload(copy.wanted, why);
 }

@@ -59,13 +59,19 @@ std::function<void()>& allocation_hook() {
 }
 
 // Never destroyed either. An arena's own thread asks as well.
-std::mutex& registration_mutex() {
+std::mutex& refusal_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
 
 // Under the mutex. Empty: registering works.
 std::string& registration_refusal() {
+  static auto* const refusal = new std::string;
+  return *refusal;
+}
+
+// Under the mutex. Empty: coding works.
+std::string& coding_refusal() {
   static auto* const refusal = new std::string;
   return *refusal;
 }
@@ -126,6 +132,21 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
+bool SimBackend::prepare() { return obstacle().empty(); }
+
+std::string SimBackend::obstacle() const {
+  const std::lock_guard lock(refusal_mutex());
+  return coding_refusal();
+}
+
+bool SimBackend::knows(uint8_t /*dtype*/) const { return true; }
+
+StreamId SimBackend::encode_stream() { return world().stream_of(device_index_, StreamRole::Encode); }
+StreamId SimBackend::decode_stream() { return world().stream_of(device_index_, StreamRole::Decode); }
+
+void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) { world().encode(piece, tag, stream); }
+void SimBackend::decode(const CodedPiece& piece, StreamId stream) { world().decode(piece, stream); }
+
 bool SimBackend::owns(MemoryRef memory) const {
   return storage_impl(memory).data_ptr().get_deleter() == &free_simulated;
 }
@@ -183,7 +204,7 @@ void SimBackend::advance(double seconds) {
 
 // A stream of ours goes on from where its work ends, and not before the host gives it more.
 double& SimBackend::clock_s(StreamId stream) {
-  if (stream != offload_stream() && stream != reload_stream()) return now_s_;
+  if (world().is_compute(stream)) return now_s_;
   double& copied_s = copied_s_[stream];
   copied_s = std::max(copied_s, now_s_);
   return copied_s;
@@ -236,14 +257,19 @@ const Backend* simulated_backend_for(const void* data) {
   return device_index ? &simulated_backend(*device_index) : nullptr;
 }
 
+void refuse_coding(std::string why) {
+  std::lock_guard lock(refusal_mutex());
+  coding_refusal() = std::move(why);
+}
+
 void refuse_registration(std::string why) {
-  std::lock_guard lock(registration_mutex());
+  std::lock_guard lock(refusal_mutex());
   registration_refusal() = std::move(why);
 }
 
 std::string simulated_register(void* address, size_t nbytes) {
   {
-    std::lock_guard lock(registration_mutex());
+    std::lock_guard lock(refusal_mutex());
     if (!registration_refusal().empty()) return registration_refusal();
   }
   world().register_host_memory(address, nbytes);

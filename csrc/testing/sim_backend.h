@@ -25,12 +25,18 @@
 
 namespace torchoffload {
 
-class SimBackend final : public DeviceMemory, public Streams, public Link, public Observer {
+class SimBackend final : public DeviceMemory, public Streams, public Link, public Coder, public Observer {
  public:
   explicit SimBackend(int device_index) : device_index_(device_index) {}
 
   Backend with(SlotStore& store) {
-    return {.device = "cpu", .memory = *this, .streams = *this, .link = *this, .store = store, .observer = *this};
+    return {.device = "cpu",
+            .memory = *this,
+            .streams = *this,
+            .link = *this,
+            .store = store,
+            .coder = this,
+            .observer = *this};
   }
 
   StreamId current_stream() override;
@@ -41,6 +47,16 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
+  bool prepare() override;
+  std::string obstacle() const override;
+  bool knows(uint8_t dtype) const override;
+  // It knows every dtype, since the code is exact for all bytes, and pieces are small, so that a record is several.
+  uint64_t least_bytes() const override { return 512; }
+  uint64_t piece_bytes() const override { return 1024; }
+  StreamId encode_stream() override;
+  StreamId decode_stream() override;
+  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override;
+  void decode(const CodedPiece& piece, StreamId stream) override;
   bool owns(MemoryRef memory) const override;
   void note_use(MemoryRef memory, StreamId stream) override;
   MemoryOrigin origin_of(MemoryRef memory) override;
@@ -96,6 +112,9 @@ SimBackend& simulated_device(int device_index);
 
 // What simulated_register answers from here on; empty: it registers.
 void refuse_registration(std::string why);
+
+// What prepare() of simulated devices finds in its way from here on; empty: nothing.
+void refuse_coding(std::string why);
 
 // For PinnedArena: see HostRegistration.
 std::string simulated_register(void* address, size_t nbytes);

@@ -26,13 +26,21 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
     case AccessKind::Fill:
       return "something fills " + memory;
     case AccessKind::CopyOutReads:
-      return "copy out reads source";
+      return "copy out reads " + memory;
     case AccessKind::CopyOutWrites:
       return "copy out writes slot";
     case AccessKind::CopyInReads:
       return "copy in reads slot";
     case AccessKind::CopyInWrites:
       return "copy in writes buffer";
+    case AccessKind::EncodeReads:
+      return "encoding reads " + memory;
+    case AccessKind::EncodeWrites:
+      return "encoding writes " + memory;
+    case AccessKind::DecodeReads:
+      return "decoding reads " + memory;
+    case AccessKind::DecodeWrites:
+      return "decoding writes " + memory;
     case AccessKind::UnpackReads:
       return "unpack reads " + memory;
     case AccessKind::MemoryFreed:
@@ -44,8 +52,12 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
 namespace {
 
 bool is_read(AccessKind kind) {
-  return kind == AccessKind::CopyOutReads || kind == AccessKind::CopyInReads || kind == AccessKind::UnpackReads;
+  return kind == AccessKind::CopyOutReads || kind == AccessKind::CopyInReads || kind == AccessKind::EncodeReads ||
+         kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads;
 }
+
+// Does it read what operators have made, for the sake of a record?
+bool reads_source(AccessKind kind) { return kind == AccessKind::CopyOutReads || kind == AccessKind::EncodeReads; }
 
 bool happened_before(const Access& access, const VectorClock& clock) { return access.step <= clock.at(access.stream); }
 
@@ -54,8 +66,7 @@ bool conflicts(AccessKind earlier, AccessKind later) {
   if (is_read(earlier) && is_read(later)) return false;
   const bool may_be_same = earlier == AccessKind::OperatorWrites || earlier == AccessKind::Fill;
   if (later == AccessKind::OperatorWrites) return !is_read(earlier) && !may_be_same;
-  if (earlier == AccessKind::OperatorWrites)
-    return later != AccessKind::UnpackReads && later != AccessKind::CopyOutReads;
+  if (earlier == AccessKind::OperatorWrites) return later != AccessKind::UnpackReads && !reads_source(later);
   return true;
 }
 
@@ -71,7 +82,7 @@ const Access* unfollowed_operator(const std::vector<Access>& accesses, const Vec
 }
 
 const Access* find_racing(const std::vector<Access>& accesses, const Access& later, const VectorClock& clock) {
-  if (later.kind == AccessKind::CopyOutReads) {
+  if (reads_source(later.kind)) {
     if (const Access* racing = unfollowed_operator(accesses, clock)) return racing;
   }
   for (const Access& earlier : accesses) {

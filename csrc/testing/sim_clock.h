@@ -35,11 +35,16 @@ enum class AccessKind : uint8_t {
   CopyOutWrites,
   CopyInReads,
   CopyInWrites,
+  EncodeReads,
+  EncodeWrites,
+  DecodeReads,
+  DecodeWrites,
   UnpackReads,
   MemoryFreed,
 };
 
-// Whose memory it is: a tensor's that came from the allocator, a reload buffer's, or a slot's.
+// Whose memory it is: a tensor's that came from the allocator, the engine's own (for a reload, or for coded bytes), or
+// a slot's.
 enum class MemoryOwner : uint8_t { Source, Buffer, Slot };
 
 struct Access {

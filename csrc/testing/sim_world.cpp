@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device/backend.h"
+#include "device/codec/bf16_code.h"
 
 namespace torchoffload {
 
@@ -41,6 +42,8 @@ void SimWorld::start(const SimOptions& options) {
     added.compute = {add_stream(index, StreamRole::Compute, "compute" + suffix)};
     added.offload = add_stream(index, StreamRole::Offload, "offload" + suffix);
     added.reload = add_stream(index, StreamRole::Reload, "reload" + suffix);
+    added.encode = add_stream(index, StreamRole::Encode, "encode" + suffix);
+    added.decode = add_stream(index, StreamRole::Decode, "decode" + suffix);
     devices_.push_back(added);
   }
   for (Device& device : devices_) device.compute_in_use = 1;
@@ -130,11 +133,27 @@ bool SimWorld::is_external(StreamId id) {
   return stream(id).is_external;
 }
 
+bool SimWorld::is_compute(StreamId id) {
+  Lock lock(mutex_);
+  return stream(id).role == StreamRole::Compute;
+}
+
 StreamId SimWorld::stream_of(int index, StreamRole role) {
   Lock lock(mutex_);
   const Device& found = device(index);
-  if (role == StreamRole::Compute) return streams_[found.compute.front()].id;
-  return streams_[role == StreamRole::Offload ? found.offload : found.reload].id;
+  switch (role) {
+    case StreamRole::Compute:
+      break;
+    case StreamRole::Offload:
+      return streams_[found.offload].id;
+    case StreamRole::Reload:
+      return streams_[found.reload].id;
+    case StreamRole::Encode:
+      return streams_[found.encode].id;
+    case StreamRole::Decode:
+      return streams_[found.decode].id;
+  }
+  return streams_[found.compute.front()].id;
 }
 
 StreamId SimWorld::make_compute_stream(int index) {
@@ -220,7 +239,7 @@ void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, St
   check_no_open_operator(copying, {begin, begin + nbytes});
   access(copying, AccessKind::CopyOutReads, owner, source, nbytes);
   access(copying, AccessKind::CopyOutWrites, MemoryOwner::Slot, slot, nbytes);
-  enqueue(copying, {Command::Kind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes});
+  enqueue(copying, {Command::Kind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes, {}});
   end_call();
 }
 
@@ -231,7 +250,46 @@ void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, Str
   const MemoryOwner owner = require_block(copying, AccessKind::CopyInWrites, target, nbytes);
   access(copying, AccessKind::CopyInReads, MemoryOwner::Slot, slot, nbytes);
   access(copying, AccessKind::CopyInWrites, owner, target, nbytes);
-  enqueue(copying, {Command::Kind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes});
+  enqueue(copying, {Command::Kind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes, {}});
+  end_call();
+}
+
+void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
+  Lock lock(mutex_);
+  begin_call();
+  Stream& coding = used(id);
+  const auto layout = codec::PieceLayout::of(piece.raw_bytes);
+  const MemoryOwner owner = require_block(coding, AccessKind::EncodeReads, piece.raw, piece.raw_bytes);
+  const auto begin = reinterpret_cast<uint64_t>(piece.raw);
+  check_no_open_operator(coding, {begin, begin + piece.raw_bytes});
+  access(coding, AccessKind::EncodeReads, owner, piece.raw, piece.raw_bytes);
+  const MemoryOwner staging = require_block(coding, AccessKind::EncodeWrites, piece.coded, layout.nbytes);
+  access(coding, AccessKind::EncodeWrites, staging, piece.coded, layout.nbytes);
+  access(coding, AccessKind::EncodeWrites, MemoryOwner::Slot, piece.overflow,
+         layout.block_count * codec::kOverflowBytes);
+  Command command;
+  command.kind = Command::Kind::Encode;
+  command.piece = piece;
+  command.tag = tag;
+  enqueue(coding, command);
+  end_call();
+}
+
+void SimWorld::decode(const CodedPiece& piece, StreamId id) {
+  Lock lock(mutex_);
+  begin_call();
+  Stream& coding = used(id);
+  const auto layout = codec::PieceLayout::of(piece.raw_bytes);
+  const MemoryOwner staging = require_block(coding, AccessKind::DecodeReads, piece.coded, layout.nbytes);
+  access(coding, AccessKind::DecodeReads, staging, piece.coded, layout.nbytes);
+  access(coding, AccessKind::DecodeReads, MemoryOwner::Slot, piece.overflow,
+         layout.block_count * codec::kOverflowBytes);
+  const MemoryOwner owner = require_block(coding, AccessKind::DecodeWrites, piece.raw, piece.raw_bytes);
+  access(coding, AccessKind::DecodeWrites, owner, piece.raw, piece.raw_bytes);
+  Command command;
+  command.kind = Command::Kind::Decode;
+  command.piece = piece;
+  enqueue(coding, command);
   end_call();
 }
 
@@ -256,14 +314,24 @@ void SimWorld::enqueue(Stream& stream, const Command& command) {
 void SimWorld::run(Stream& stream, uint64_t command_count) {
   while (stream.run_count < command_count) {
     const Command command = stream.queue.front();
-    // What it waits for was enqueued before it, so this ends.
-    if (command.kind == Command::Kind::Wait) {
-      run_to(command.point);
-    } else {
-      std::memcpy(command.target, command.source, command.nbytes);
-    }
+    carry_out(command);
     stream.queue.pop_front();
     ++stream.run_count;
+  }
+}
+
+void SimWorld::carry_out(const Command& command) {
+  const CodedPiece& piece = command.piece;
+  switch (command.kind) {
+    case Command::Kind::Wait:  // what it waits for was enqueued before it, so this ends
+      return run_to(command.point);
+    case Command::Kind::Encode:
+      return codec::encode(piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);
+    case Command::Kind::Decode:
+      return codec::decode(piece.raw, piece.raw_bytes, piece.coded, piece.overflow);
+    case Command::Kind::CopyOut:
+    case Command::Kind::CopyIn:
+      std::memcpy(command.target, command.source, command.nbytes);
   }
 }
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "core/types.h"
+#include "device/coder.h"
 #include "testing/sim_clock.h"
 #include "testing/sim_memory.h"
 
@@ -38,7 +39,7 @@ struct RaceError : std::runtime_error {
 // after some later call, in an order that the waits allow and the seed picks.
 enum class SimMode : uint8_t { Early, Late, Seeded };
 
-enum class StreamRole : uint8_t { Compute, Offload, Reload };
+enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode };
 
 struct SimOptions {
   SimMode mode = SimMode::Late;
@@ -64,6 +65,7 @@ class SimWorld {
   StreamId make_external_stream(int device);
   void destroy_stream(StreamId stream);
   bool is_external(StreamId stream);
+  bool is_compute(StreamId stream);
   StreamId current_stream(int device);
   int current_device();
   void set_current_stream(StreamId stream);  // and its device
@@ -74,6 +76,9 @@ class SimWorld {
   void wait(StreamId waiter, Point point);
   void copy_out(std::byte* slot, const void* source, uint64_t nbytes, StreamId stream);
   void copy_in(void* target, const std::byte* slot, uint64_t nbytes, StreamId stream);
+  // See Coder.
+  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream);
+  void decode(const CodedPiece& piece, StreamId stream);
   void note_use(const void* address, StreamId stream);
   void synchronize(Point point);
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
@@ -103,11 +108,13 @@ class SimWorld {
 
  private:
   struct Command {
-    enum class Kind : uint8_t { CopyOut, CopyIn, Wait } kind = Kind::Wait;
+    enum class Kind : uint8_t { CopyOut, CopyIn, Encode, Decode, Wait } kind = Kind::Wait;
     Point point;  // Wait
     std::byte* target = nullptr;
     const std::byte* source = nullptr;
     uint64_t nbytes = 0;
+    CodedPiece piece;  // Encode, Decode
+    uint64_t tag = 0;  // Encode
   };
   struct Snapshot {
     VectorClock clock;
@@ -131,6 +138,8 @@ class SimWorld {
     std::vector<uint32_t> compute;  // dense indices; the first is the default
     uint32_t offload = 0;
     uint32_t reload = 0;
+    uint32_t encode = 0;
+    uint32_t decode = 0;
     size_t compute_in_use = 1;
   };
   struct PendingWrite {
@@ -150,6 +159,7 @@ class SimWorld {
   Stream& used(StreamId id);              // by a call
   const Snapshot* snapshot(Point point);  // null: reached before this simulation
   void run(Stream& stream, uint64_t command_count);
+  void carry_out(const Command& command);
   void run_to(Point point);
   void run_all();
   void run_some();

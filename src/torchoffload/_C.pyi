@@ -26,6 +26,7 @@ class Context:
         offload_window_bytes: int | None,  # None: chosen from earlier steps
         reload_window_bytes: int | None,
         learn: bool,
+        compress: bool | str,  # "auto", True or False
         disk_dir: str | None,  # absolute path for tier="disk", else None
         budget_bytes: int | None,  # None: the default of host_memory(), on disk none
         on_full: str,  # "keep" | "error"

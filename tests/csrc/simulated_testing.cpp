@@ -252,6 +252,8 @@ void bind_simulated_testing(py::module_& m) {
   m.def("clear_seam_faults", &clear_seam_faults);
 
   m.def("refuse_registration", &refuse_registration);
+  m.def("code_everything", &code_everything);
+  m.def("refuse_coding", &refuse_coding);
   m.def("refuse_allocation", &refuse_allocation);
   m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));
 

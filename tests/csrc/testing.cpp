@@ -11,6 +11,7 @@ void bind_core_testing(py::module_& module);
 void bind_plan_testing(py::module_& module);
 void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
+void bind_codec_testing(py::module_& module);
 
 void bind_testing(py::module_& module) {
   py::module_ testing = module.def_submodule("testing", "For tests only.");
@@ -18,6 +19,7 @@ void bind_testing(py::module_& module) {
   bind_plan_testing(testing);
   bind_storage_testing(testing);
   bind_simulated_testing(testing);
+  bind_codec_testing(testing);
   testing.def("check_invariants", [] {
     for (const Engine* const engine : all_engines()) engine->ledger().check_invariants();
   });

@@ -92,10 +92,19 @@ def a_retained_graph_read_twice(simulation: Simulation, x: torch.Tensor) -> torc
     return gradient
 
 
+def records_of_several_pieces(simulation: Simulation, x: torch.Tensor) -> torch.Tensor:
+    with context(compress=True, reload_window_bytes=3 * NBYTES):
+        y = chain(x.repeat(3, 1))
+    (gradient,) = torch.autograd.grad(y, x)
+    return gradient
+
+
 STEPS: dict[str, Step] = {
     "windows of nothing": forward_and_backward(),
     "windows of some records": forward_and_backward(offload_window_bytes=2 * NBYTES, reload_window_bytes=2 * NBYTES),
     "copies on the compute_stream": forward_and_backward(use_streams=False),
+    "coded copies": forward_and_backward(compress=True),
+    "coded copies of several pieces": records_of_several_pieces,
     "a graph dropped in flight": a_graph_dropped_in_flight,
     "a graph dropped with reloads in flight": a_graph_dropped_with_reloads_in_flight,
     "saves on two streams": saves_on_two_streams,

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torchoffload._C_testing", reason="mutants are in the test build alone")
 
 import checks  # noqa: F401  (each names its scenarios)
+import coding  # noqa: F401
 import identity  # noqa: F401
 import tasks  # noqa: F401
 import waits  # noqa: F401

@@ -28,6 +28,8 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
     "cuda": (0, None),
 }
 DEVICE_NAMES = tuple(WINDOWS)
+CODED_NAME = "simulated-seeded"  # on which some suites let copies be coded, of any dtype
+NOT_CODED = {"use_streams", "use_pin_memory", "tier", "disk_dir"}  # options that compress=True excludes
 
 
 class Device:
@@ -41,12 +43,15 @@ class Device:
         Where the disk tier may put its spill file.
     seed : int
         The legal order that "simulated-seeded" takes.
+    codes : bool
+        Its contexts have ``compress=True``, unless other options exclude that.
     """
 
-    def __init__(self, name: str, directory: pathlib.Path, seed: int = 0) -> None:
+    def __init__(self, name: str, directory: pathlib.Path, seed: int = 0, *, codes: bool = False) -> None:
         self.name = name
         self.directory = directory
         self.seed = seed
+        self.codes = codes
         self.torch_device = torch.device("cuda" if name == "cuda" else "cpu")
 
     @property
@@ -81,9 +86,21 @@ class Device:
         if "max_fwd_stash_size" not in options:
             chosen["offload_window_bytes"] = offload_window_bytes
         chosen["reload_window_bytes"] = reload_window_bytes
+        if self.codes and not options.keys() & NOT_CODED:
+            chosen["compress"] = True
         if self.tier == "disk":
             chosen["disk_dir"] = str(self.directory)
         return torchoffload.OffloadActivations(**(chosen | options))
+
+
+def codes_everything(name: str) -> bool:
+    """TORCHOFFLOAD_TEST_CODED=1 has copies on CUDA coded, of any dtype and from 512 bytes on. Needs the test build."""
+    if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_CODED") != "1":
+        return False
+    from torchoffload._C_testing import testing
+
+    testing.code_everything(True)
+    return True
 
 
 def require_cuda() -> None:
@@ -95,10 +112,10 @@ def require_cuda() -> None:
     pytest.skip("no CUDA device")
 
 
-def make_device(name: str, directory: pathlib.Path, test_name: str) -> Device:
+def make_device(name: str, directory: pathlib.Path, test_name: str, *, codes: bool = False) -> Device:
     """The device `name`, or a skip where it cannot be had."""
     if name == "cuda":
         require_cuda()
     if name.startswith("simulated") and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
         pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
-    return Device(name, directory, seed=zlib.crc32(test_name.encode()))
+    return Device(name, directory, seed=zlib.crc32(test_name.encode()), codes=codes)

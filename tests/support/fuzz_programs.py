@@ -31,7 +31,7 @@ import torch
 import torch._dynamo
 import tqdm
 
-from devices import DEVICE_NAMES, Device
+from devices import CODED_NAME, DEVICE_NAMES, Device, codes_everything
 from programs.generator import OPERATOR_NAMES, generate
 from programs.program import Program
 from programs.script import as_script
@@ -61,14 +61,16 @@ class Judge:
         gc.freeze()  # what imports made lives until the end, and each program collects
 
     def __call__(self, program: Program, device_name: str) -> Verdict:
+        directory = pathlib.Path(self._directory.name)
+        device = Device(device_name, directory, codes=device_name == CODED_NAME or codes_everything(device_name))
         faulthandler.dump_traceback_later(PROGRAM_TIMEOUT_S, exit=True)
         try:
             if self._mutant:
                 from simulated import mutant
 
                 with mutant(self._mutant):
-                    return judge(program, Device(device_name, pathlib.Path(self._directory.name)))
-            return judge(program, Device(device_name, pathlib.Path(self._directory.name)))
+                    return judge(program, device)
+            return judge(program, device)
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -7,6 +7,7 @@ namespace torchoffload {
 
 namespace {
 
+constexpr double kLinkBound = 1.02;   // a step is bound by the link if it takes so many times its computing
 constexpr uint32_t kTimedAgain = 64;  // after so many tapes of a shape, the next one is timed again
 
 // Is the next tape of a shape or structure to be timed, once `sightings` of its tapes were learned?
@@ -213,6 +214,28 @@ void Learner::learn_times(uint32_t number, StepTimes times) {
   }
   shape->times = std::move(times);
   shape->plans = {};
+  if (Structure* const structure = find_structure(shape->structure)) {
+    const PlannedStep planned = simulate(shape->records, *shape->times, plan(*shape, shape->keeps_end));
+    structure->is_link_bound |= planned.step_s > kLinkBound * shape->times->compute_s;
+  }
+}
+
+bool Learner::is_worth_coding(const Trace& trace) const {
+  if (trace.nbytes.empty()) return false;
+  const Shape* const shape = trace.known_since == changes_ ? latest(trace.candidates) : nullptr;
+  if (shape == nullptr && !trace.scaled) return false;
+  const Structure* const structure = find_structure(shape != nullptr ? shape->structure : trace.scaled->structure());
+  return structure != nullptr && structure->is_worth_coding(trace.nbytes.size() - 1);
+}
+
+bool Learner::expects_coding() const { return std::ranges::any_of(structures_, &Structure::is_link_bound); }
+
+void Learner::learn_exceptions(uint32_t number, size_t record, double share) {
+  const Shape* const shape = find(number);
+  Structure* const structure = shape != nullptr ? find_structure(shape->structure) : nullptr;
+  if (structure == nullptr || record >= structure->sample.count()) return;
+  structure->exceptions.resize(structure->sample.count(), -1);
+  structure->exceptions[record] = static_cast<float>(share);
 }
 
 const Plan* Learner::plan_of(uint32_t number) {
@@ -229,6 +252,11 @@ void Learner::plan_as(const Plan& plan) {
 Learner::Shape* Learner::find(uint32_t number) { return find_in(shapes_, number); }
 
 Structure* Learner::find_structure(uint32_t number) { return find_in(structures_, number); }
+
+const Structure* Learner::find_structure(uint32_t number) const {
+  const auto found = std::ranges::find(structures_, number, &Structure::number);
+  return found != structures_.end() ? &*found : nullptr;
+}
 
 const Plan& Learner::plan(Shape& shape, bool keeps_end) {
   std::optional<Plan>& plan = shape.plans[keeps_end ? 1 : 0];

@@ -64,8 +64,18 @@ class Learner {
   // shape that was forgotten.
   void backward_began(uint32_t shape, bool is_next);
 
-  // The times of a timed tape of this shape. Does nothing for a shape that was forgotten.
+  // The times of a timed tape of this shape. Does nothing for a shape that was forgotten. Once a step was found to be
+  // bound by the link, it counts as such: a later one may be quicker because it was coded.
   void learn_times(uint32_t shape, StepTimes times);
+
+  // ---- which records are worth coding for the link; see Structure ----
+
+  // Is the latest record of the tape?
+  bool is_worth_coding(const Trace& trace) const;
+  // May that be so of any record of any known tape?
+  bool expects_coding() const;
+  // Of a coded record of a tape of this shape: the share of its blocks that were exceptions.
+  void learn_exceptions(uint32_t shape, size_t record, double share);
 
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
@@ -86,6 +96,7 @@ class Learner {
   };
   Shape* find(uint32_t number);
   Structure* find_structure(uint32_t number);
+  const Structure* find_structure(uint32_t number) const;
   // Of these shapes the one that was seen last; null where there is none.
   const Shape* latest(uint32_t candidates) const;
   // Of the structures that match the tape so far the one that was seen last; null where there is none.

@@ -26,6 +26,15 @@ struct Structure {
   std::vector<bool> is_fixed;  // by record: it had the same bytes at each length. Empty: only one length was seen
   bool keeps_end = false;
   std::optional<uint64_t> window_bytes;  // Plan::window_bytes of the sample's plan
+  bool is_link_bound = false;            // a step of it takes longer than its computing, when nothing is coded
+  std::vector<float> exceptions;         // by record: the share of a coded record's blocks; negative: not known
+
+  // Is the link to carry this record's code? Not while steps are hidden behind computing, and not where so many blocks
+  // are exceptions that the link would carry nearly as many bytes.
+  bool is_worth_coding(size_t record) const {
+    return is_link_bound && (record >= exceptions.size() || exceptions[record] < kMostExceptions);
+  }
+  static constexpr float kMostExceptions = 0.75F;
 
   // A tape of this structure was seen. Notes which of its records do not grow with the others.
   void saw(const std::vector<uint64_t>& nbytes);

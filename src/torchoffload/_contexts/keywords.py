@@ -7,10 +7,11 @@ and ``tests/contexts/test_typing.py`` runs mypy over right and wrong calls.
 import os
 from typing import Literal, TypedDict
 
-__all__ = ["ContextKeywords", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
+__all__ = ["Compress", "ContextKeywords", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
 
 Tier = Literal["host", "disk"]
 OnFull = Literal["keep", "error"]
+Compress = Literal["auto"] | bool
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -32,6 +33,7 @@ class OwnKeywords(TypedDict, total=False):
     offload_window_bytes: int | None
     reload_window_bytes: int | None
     learn: bool
+    compress: Compress
 
 
 class ContextKeywords(SharedKeywords, OwnKeywords, total=False):

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from torchoffload._contexts.keywords import OnFull, Tier
+from torchoffload._contexts.keywords import Compress, OnFull, Tier
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -211,6 +211,7 @@ class OffloadOptions:
     on_full: OnFull = "keep"
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
+    compress: Compress = False
 
     def __post_init__(self) -> None:
         check_bool("use_pin_memory", self.use_pin_memory)
@@ -228,6 +229,7 @@ class OffloadOptions:
                 "max_fwd_stash_size and offload_window_bytes both set the offload window: give one of them, got "
                 f"max_fwd_stash_size={self.max_fwd_stash_size} and offload_window_bytes={self.offload_window_bytes}"
             )
+        self._check_compress()
         if self.tier == "disk":
             disk_dir = default_disk_dir() if self.disk_dir is None else self.disk_dir
             object.__setattr__(self, "disk_dir", _checked_disk_dir(disk_dir))
@@ -235,6 +237,21 @@ class OffloadOptions:
             raise ValueError(
                 f'disk_dir is for tier="disk" only, got {described(self.disk_dir)} with tier={self.tier!r}'
             )
+
+    def _check_compress(self) -> None:
+        if not isinstance(self.compress, (bool, str)):
+            raise TypeError(f"compress must be 'auto', True or False, got {described(self.compress)}")
+        if isinstance(self.compress, str) and self.compress != "auto":
+            raise ValueError(f"compress must be 'auto', True or False, got {short(self.compress)}")
+        if self.compress is not True:
+            return
+        for name, value, needed in (
+            ("tier", self.tier, "host"),
+            ("use_pin_memory", self.use_pin_memory, True),
+            ("use_streams", self.use_streams, True),
+        ):
+            if value != needed:
+                raise ValueError(f"compress=True needs {name}={needed!r}, got {name}={value!r}")
 
     @property
     def min_offload_bytes(self) -> int:

@@ -54,6 +54,22 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
     return lines
 
 
+def _coded_lines(seen: OffloadStats) -> list[str]:
+    """Return the lines on what ``compress`` did, and on the devices where it could do nothing."""
+    lines = [f"  compress is off on {device}: {obstacle}" for device, obstacle in sorted(seen.coding_obstacles.items())]
+    if not seen.records_coded:
+        return lines
+    exceptions = seen.blocks_excepted / seen.blocks_seen if seen.blocks_seen else 0.0
+    ratio = seen.bytes_coded_on_link / seen.bytes_coded + exceptions / 4
+    seen_exceptions = f"; {exceptions:.1%} of blocks were exceptions" if seen.blocks_seen else ""
+    rest = f"in {seen.records_coded} records, {ratio:.3f} of it on the link{seen_exceptions}"
+    return [
+        row("coded", human_bytes(seen.bytes_coded), rest),
+        row("staging memory", human_bytes(seen.staging_bytes), "on the device, for coded bytes on their way"),
+        *lines,
+    ]
+
+
 def _device_lines() -> list[str]:
     """Return one line for each CUDA device that was used, with what torch's allocator says of it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -156,6 +172,7 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
         moved_line("offloaded", seen.bytes_offloaded, seen.records_offloaded),
         moved_line("reloaded", seen.bytes_reloaded, seen.records_reloaded),
         moved_line("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
+        *_coded_lines(seen),
         *kept_lines(seen),
         *_loss_lines(seen.tapes),
         row("waits", str(seen.window_waits), f"for a full offload window; {seen.passed_by} reloads came too early"),

@@ -17,6 +17,11 @@ class _Counts:
     bytes_reloaded: int
     records_deduplicated: int
     bytes_deduplicated: int
+    records_coded: int
+    bytes_coded: int
+    bytes_coded_on_link: int
+    blocks_seen: int
+    blocks_excepted: int
     records_kept: dict[str, int]
     bytes_kept: dict[str, int]
     bytes_away: int
@@ -40,6 +45,13 @@ class TapeStats(_Counts):
     records_deduplicated, bytes_deduplicated : int
         Tensors that were saved again after a record of the same memory was made, and their bytes. The record moves
         once.
+    records_coded, bytes_coded : int
+        Of the records that were moved out, those whose bytes were coded for the link (``compress``), and their bytes.
+    bytes_coded_on_link : int
+        What crossed the link for them, each way, without the raw quarters of exceptions.
+    blocks_seen, blocks_excepted : int
+        Coded blocks of 512 bytes that were looked at when their record was released, and how many of them were
+        exceptions, whose last 128 bytes cross the link as well. About one block of 32 is looked at.
     records_kept, bytes_kept : dict of str to int
         What was not moved, by reason; ``docs/reasons.md`` says what each reason means. Found when a tensor was saved or
         copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
@@ -81,6 +93,10 @@ class OffloadStats(_Counts):
         The most bytes that were in flight in each direction.
     budget_bytes_used : int
         Bytes that count against the budget now.
+    staging_bytes : int
+        Device memory that coded bytes go through on their way, in bytes. ``trim()`` gives it back.
+    coding_obstacles : dict of str to str
+        Why a device codes nothing although ``compress`` asked for it, by device.
     tapes : tuple of TapeStats
         The latest tapes, at most 64, the oldest first.
     """
@@ -98,6 +114,8 @@ class OffloadStats(_Counts):
     peak_offload_window_bytes: int
     peak_reload_window_bytes: int
     budget_bytes_used: int
+    staging_bytes: int
+    coding_obstacles: dict[str, str]
     tapes: tuple[TapeStats, ...]
 
 

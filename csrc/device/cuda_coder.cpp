@@ -1,0 +1,263 @@
+#include "device/cuda_coder.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "device/codec/bf16_code.h"
+#include "device/codec/kernel_source.h"
+#include "device/cuda_backend.h"
+#include "device/cuda_kernels.h"
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint64_t kPieceBytes = uint64_t{16} << 20;  // 0.2 ms on a link of 55 GB/s
+constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
+constexpr uint32_t kThreads = 256;
+constexpr uint32_t kGridBlocksOfProcessor = 4;
+
+// Throws std::runtime_error, and takes the error away from the next call of CUDA.
+void require(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// The kernels of one device.
+class Kernels {
+ public:
+  explicit Kernels(int device_index)
+      : module_(codec::kernel_source(), device_index),
+        encode_(module_.kernel(codec::kEncodeKernel)),
+        decode_(module_.kernel(codec::kDecodeKernel)) {
+    int processors = 0;
+    require(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device_index), "no processor count");
+    most_grid_blocks_ = static_cast<uint32_t>(processors) * kGridBlocksOfProcessor;
+  }
+
+  void encode(CodedPiece piece, uint64_t tag, cudaStream_t stream) const {
+    const codec::PieceLayout layout = codec::PieceLayout::of(piece.raw_bytes);
+    uint64_t tag_begin = layout.tag_begin;
+    std::array<void*, 6> arguments{&piece.raw, &piece.raw_bytes, &piece.coded, &piece.overflow, &tag, &tag_begin};
+    launch(encode_, grid_blocks(layout), kThreads, arguments.data(), stream);
+  }
+
+  void decode(CodedPiece piece, cudaStream_t stream) const {
+    std::array<void*, 4> arguments{&piece.raw, &piece.raw_bytes, &piece.coded, &piece.overflow};
+    launch(decode_, grid_blocks(codec::PieceLayout::of(piece.raw_bytes)), kThreads, arguments.data(), stream);
+  }
+
+ private:
+  uint32_t grid_blocks(const codec::PieceLayout& layout) const {
+    constexpr uint64_t kBlocksAtOnce = kThreads / 32;  // a warp has one
+    const uint64_t wanted = (layout.block_count + kBlocksAtOnce - 1) / kBlocksAtOnce;
+    return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, most_grid_blocks_));
+  }
+
+  CudaModule module_;
+  CudaModule::Kernel encode_, decode_;
+  uint32_t most_grid_blocks_ = 1;
+};
+
+// ---- the self-test ----
+
+// Values of every kind: blocks of near and of distant exponents, zeros, subnormal numbers, infinities and NaNs, and a
+// tail.
+std::vector<std::byte> test_bytes() {
+  constexpr uint64_t kBlocks = 97;
+  constexpr uint64_t kTailBytes = 77;
+  std::vector<std::byte> bytes(kBlocks * codec::kBlockBytes + kTailBytes);
+  uint64_t state = 1;
+  const auto next = [&state] {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    return static_cast<uint32_t>(state >> 33);
+  };
+  for (uint64_t place = 0; place + 1 < bytes.size(); place += 2) {
+    const uint64_t kind = place / codec::kBlockBytes % 5;
+    const uint32_t near = 120 + next() % 8;
+    const uint32_t exponent = kind == 0 ? next() % 256 : kind == 1 && next() % 4 == 0 ? 0 : kind == 2 ? 255 : near;
+    const auto value = static_cast<uint16_t>((next() & 0x807f) | (kind == 3 ? next() % 2 : exponent) << 7);
+    std::memcpy(bytes.data() + place, &value, sizeof(value));
+  }
+  return bytes;
+}
+
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(uint64_t nbytes) {
+    void* address = nullptr;
+    require(cudaMalloc(&address, nbytes), "no device memory for the self-test");
+    address_ = static_cast<std::byte*>(address);
+  }
+  ~DeviceBuffer() { (void)cudaFree(address_); }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  std::byte* address() const { return address_; }
+
+ private:
+  std::byte* address_ = nullptr;
+};
+
+// Pinned as slots are.
+class PinnedBuffer {
+ public:
+  explicit PinnedBuffer(uint64_t nbytes) : bytes_(nbytes + kAlignmentBytes) {
+    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+    address_ = bytes_.data() + (round_up(address, kAlignmentBytes) - address);
+    require(cudaHostRegister(bytes_.data(), bytes_.size(), cudaHostRegisterPortable), "no pinned memory");
+  }
+  ~PinnedBuffer() { (void)cudaHostUnregister(bytes_.data()); }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+
+  std::byte* address() const { return address_; }
+
+  // Kernels are given the host's addresses.
+  void require_same_address() const {
+    void* on_device = nullptr;
+    require(cudaHostGetDevicePointer(&on_device, address_, 0), "kernels cannot reach pinned memory");
+    if (on_device != address_) throw std::runtime_error("kernels reach pinned memory at other addresses only");
+  }
+
+ private:
+  std::vector<std::byte> bytes_;
+  std::byte* address_ = nullptr;
+};
+
+// `modulo`: of the raw bytes' address.
+void test(const Kernels& kernels, uint64_t modulo, cudaStream_t stream) {
+  const std::vector<std::byte> raw = test_bytes();
+  const codec::PieceLayout layout = codec::PieceLayout::of(raw.size());
+  const uint64_t overflow_bytes = layout.block_count * codec::kOverflowBytes;
+  constexpr uint64_t kTag = 0x0123456789abcdefULL;
+  std::vector<std::byte> wanted(layout.nbytes), wanted_overflow(overflow_bytes);
+  codec::encode(raw.data(), raw.size(), wanted.data(), wanted_overflow.data(), kTag);
+
+  const DeviceBuffer source(raw.size() + modulo), target(raw.size() + modulo), coded(layout.nbytes);
+  const PinnedBuffer overflow(overflow_bytes);
+  overflow.require_same_address();
+  std::vector<std::byte> seen(layout.nbytes), seen_raw(raw.size());
+  const CodedPiece out{source.address() + modulo, raw.size(), coded.address(), overflow.address()};
+  CodedPiece in = out;
+  in.raw = target.address() + modulo;
+  require(cudaMemcpyAsync(out.raw, raw.data(), raw.size(), cudaMemcpyHostToDevice, stream), "copying");
+  require(cudaMemsetAsync(coded.address(), 0, layout.nbytes, stream), "clearing");
+  kernels.encode(out, kTag, stream);
+  require(cudaMemcpyAsync(seen.data(), coded.address(), layout.nbytes, cudaMemcpyDeviceToHost, stream), "copying");
+  kernels.decode(in, stream);
+  require(cudaMemcpyAsync(seen_raw.data(), in.raw, raw.size(), cudaMemcpyDeviceToHost, stream), "copying");
+  require(cudaStreamSynchronize(stream), "running the kernels");
+
+  bool is_same = seen == wanted && seen_raw == raw;
+  for (uint64_t block = 0; block < layout.block_count; ++block) {
+    if (wanted[layout.tops_begin + block] != std::byte{codec::kExceptionTop}) continue;
+    const uint64_t begin = block * codec::kOverflowBytes;
+    is_same &= std::memcmp(overflow.address() + begin, wanted_overflow.data() + begin, codec::kOverflowBytes) == 0;
+  }
+  if (!is_same) throw std::runtime_error("the self-test failed: the kernels do not code as they have to");
+}
+
+// ---- the coder ----
+
+class CudaCoder final : public Coder {
+ public:
+  explicit CudaCoder(int device_index) : device_index_(static_cast<c10::DeviceIndex>(device_index)) {}
+
+  bool prepare() override {
+    if (state_.load(std::memory_order_acquire) == State::New) make();
+    return state_.load(std::memory_order_acquire) == State::Ready;
+  }
+
+  std::string obstacle() const override {
+    return state_.load(std::memory_order_acquire) == State::Refused ? obstacle_ : std::string();
+  }
+
+  bool knows(uint8_t dtype) const override { return dtype == static_cast<uint8_t>(c10::ScalarType::BFloat16); }
+  uint64_t least_bytes() const override { return kLeastBytes; }
+  uint64_t piece_bytes() const override { return kPieceBytes; }
+  StreamId encode_stream() override { return encode_stream_; }
+  StreamId decode_stream() override { return decode_stream_; }
+
+  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override {
+    const OnThread on_thread(device_index_);
+    kernels_->encode(piece, tag, raw_cuda_stream(stream));
+  }
+
+  void decode(const CodedPiece& piece, StreamId stream) override {
+    const OnThread on_thread(device_index_);
+    kernels_->decode(piece, raw_cuda_stream(stream));
+  }
+
+ private:
+  enum class State : uint8_t { New, Ready, Refused };
+
+  // A call of the driver needs the device's context on the calling thread. CUDA's runtime sets it in most calls, but
+  // not where it is only asked which device is current.
+  class OnThread {
+   public:
+    explicit OnThread(c10::DeviceIndex device) {
+      int current = 0;
+      C10_CUDA_CHECK(cudaGetDevice(&current));
+      if (current != device) guard_.set_index(device);
+      C10_CUDA_CHECK(cudaSetDevice(device));
+    }
+
+   private:
+    c10::cuda::OptionalCUDAGuard guard_;
+  };
+
+  // No part of a CUDA graph that another thread captures.
+  void make() {
+    const std::lock_guard lock(mutex_);
+    if (state_.load(std::memory_order_relaxed) != State::New) return;
+    State made = State::Refused;
+    try {
+      const OnThread on_thread(device_index_);
+      const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+      kernels_.emplace(device_index_);
+      encode_stream_ = make_urgent_cuda_stream(device_index_);
+      decode_stream_ = make_urgent_cuda_stream(device_index_);
+      for (const uint64_t modulo : {0, 2}) test(*kernels_, modulo, raw_cuda_stream(encode_stream_));
+      made = State::Ready;
+    } catch (const std::exception& error) {
+      obstacle_ = error.what();
+    }
+    state_.store(made, std::memory_order_release);
+  }
+
+  const c10::DeviceIndex device_index_;
+  std::mutex mutex_;  // of making; never wanted by whoever holds the GIL
+  std::atomic<State> state_ = State::New;
+  // Written before state_ is.
+  std::optional<Kernels> kernels_;
+  StreamId encode_stream_ = kNoStream;
+  StreamId decode_stream_ = kNoStream;
+  std::string obstacle_;
+};
+
+}  // namespace
+
+Coder& cuda_coder(int device_index) {
+  static auto* const coders = new std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>{};
+  CudaCoder*& coder = coders->at(static_cast<size_t>(device_index));
+  if (coder == nullptr) coder = new CudaCoder(device_index);
+  return *coder;
+}
+
+}  // namespace torchoffload

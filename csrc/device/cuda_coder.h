@@ -1,0 +1,18 @@
+// CudaCoder: the code for bfloat16 on a CUDA device, for slots in pinned memory.
+// Ownership:     its two streams and its kernels live for the process.
+// Thread safety: every method, any thread.
+// Stream order:  its streams have the highest priority, so that a copy which waits for a kernel does not wait for the
+//                program's kernels.
+// Shutdown:      nothing is destroyed; see Note [No CUDA after main].
+#pragma once
+
+#include <c10/cuda/CUDAMacros.h>
+
+#include "device/coder.h"
+
+namespace torchoffload {
+
+// The device's one; nothing is compiled and no stream is made before prepare(). Needs the GIL.
+Coder& cuda_coder(int device_index);
+
+}  // namespace torchoffload

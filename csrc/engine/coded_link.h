@@ -1,0 +1,120 @@
+// CodedLink: copies between a device and slots of which the link carries the code, by way of device memory of ours.
+// Ownership:     the staging memory: two lanes for each direction, which hold coded bytes on their way.
+// Thread safety: copy_out() and copy_in(), any thread, without the GIL; both may block. The rest needs the GIL.
+// Failures:      when copy_out() or copy_in() throws, a part of the copy may have been enqueued: `progress` says so.
+// Stream order:  each wait is named by its Rule. Coding runs on a stream of the Coder's beside the copies of the link,
+//                so that one lane is coded while the other is copied.
+// Shutdown:      part of its engine; see Note [No CUDA after main].
+//
+// The caller makes the waits that any copy needs: of a copy out, encode_stream() waits for the operators and for the
+// slot's guards; of a copy in, reload_stream waits for the slot's bytes, and decode_stream() for the buffer's memory.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/backend.h"
+#include "device/codec/bf16_code.h"
+#include "device/coder.h"
+#include "engine/copy_time.h"
+#include "engine/stream_order.h"
+#include "storage/slot_store.h"
+
+namespace torchoffload {
+
+// What has been enqueued of a copy.
+struct CopyProgress {
+  bool has_begun = false;
+  bool is_whole = false;
+  Point end;  // of what was enqueued; the beginning: it is not known
+};
+
+class CodedLink {
+ public:
+  explicit CodedLink(const Backend& backend) : backend_(backend) {}
+
+  // Does the backend have a Coder at all?
+  bool exists() const { return backend_.coder != nullptr; }
+  // Why the Coder cannot be used; empty: nothing was found in its way, or it was not asked for.
+  std::string obstacle() const { return exists() ? backend_.coder->obstacle() : std::string(); }
+
+  // Device memory for the lanes of both directions.
+  struct Staging {
+    std::vector<Memory> lanes;
+    StreamId stream = kNoStream;  // that it was allocated on
+    Point allocated;
+  };
+  // What copies need: code that works on this device, and staging memory, which is allocated on the current stream.
+  // nullopt: there is no such code, or no memory. Blocks: call it without the GIL, and while no graph is captured.
+  std::optional<Staging> prepare() const;
+  // From here on copies can be made. Not if it is_ready().
+  void adopt(Staging staging);
+  bool is_ready() const { return is_ready_; }
+
+  // Is a record of so many bytes of this dtype one that can be coded?
+  bool can_code(uint8_t dtype, uint64_t nbytes) const {
+    return is_ready_ && backend_.coder->knows(dtype) && nbytes >= backend_.coder->least_bytes();
+  }
+
+  codec::Pieces pieces(uint64_t nbytes) const { return {nbytes, backend_.coder->piece_bytes()}; }
+
+  // The stream that reads the source, and writes to the slot first.
+  StreamId encode_stream() const { return backend_.coder->encode_stream(); }
+  // The stream that writes the buffer.
+  StreamId decode_stream() const { return backend_.coder->decode_stream(); }
+
+  // Enqueues a copy. `tag` is not 0 and no other copy's. It ends on offload_stream.
+  void copy_out(const Slot& slot, const std::byte* source, uint64_t nbytes, uint64_t tag, StreamOrder::Batch& waits,
+                CopyTime& time, CopyProgress& progress);
+  // Enqueues a copy. It ends on decode_stream.
+  void copy_in(std::byte* target, const Slot& slot, uint64_t nbytes, StreamOrder::Batch& waits, CopyTime& time,
+               CopyProgress& progress);
+
+  uint64_t staging_bytes() const { return staging_bytes_; }
+
+  // Gives up the staging memory, which the caller retires. No copy is being enqueued.
+  std::vector<std::pair<DeviceBytes, Rule>> take_staging();
+
+ private:
+  struct Lane {
+    Memory memory;
+    StreamId allocated_on = kNoStream;
+    Point free_after;      // what uses it does so until then
+    bool is_used = false;  // a copy that uses it was begun, and its end is not in free_after
+  };
+  // The lanes of one direction. The mutex is held while a copy is enqueued. Only copies of the same direction want it,
+  // which would wait for the same streams.
+  struct Direction {
+    std::mutex mutex;
+    std::array<Lane, 2> lanes;
+    size_t next = 0;
+
+    // The lane that was used longest ago, and the point after which it is free. `freed_on`: the stream of its last use.
+    // Where a copy failed on the way, that point is recorded only now.
+    Lane& take_lane(Streams& streams, StreamId freed_on) {
+      Lane& lane = lanes[next++ % lanes.size()];
+      if (lane.is_used) lane.free_after = streams.record(freed_on);
+      lane.is_used = true;
+      return lane;
+    }
+  };
+
+  uint64_t lane_bytes() const { return codec::PieceLayout::of(backend_.coder->piece_bytes()).nbytes; }
+  CodedPiece on_device(const codec::Piece& piece, std::byte* raw, const Slot& slot, const Lane& lane) const;
+  void encode_pieces(const Slot& slot, const std::byte* source, uint64_t nbytes, uint64_t tag,
+                     StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
+  void decode_pieces(std::byte* target, const Slot& slot, uint64_t nbytes, StreamOrder::Batch& waits, CopyTime& time,
+                     CopyProgress& progress);
+
+  const Backend backend_;
+  bool is_ready_ = false;
+  uint64_t staging_bytes_ = 0;
+  Direction out_, in_;
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,60 @@
+// Which records are coded for their way over the link, and what is counted of them.
+#include <optional>
+#include <utility>
+
+#include "engine/engine.h"
+
+namespace torchoffload {
+
+// An external stream may be destroyed while staging memory that was allocated on it is in use: none is allocated there.
+bool Engine::prepare_coding(const ContextOptions& options) {
+  const bool is_wanted =
+      options.compress == Compress::On || (options.compress == Compress::Auto && lessons_.expects_coding());
+  if (!is_wanted || !options.use_streams || !coded_.exists() || is_inherited()) return false;
+  const bool can_allocate = !backend_.streams.is_capturing() && streams_.is_lasting(backend_.streams.current_stream());
+  if (!coded_.is_ready() && can_allocate) {
+    std::optional<CodedLink::Staging> staging;
+    {
+      const BlockingSection blocking;
+      staging = coded_.prepare();
+    }
+    if (staging && !coded_.is_ready()) coded_.adopt(std::move(*staging));
+  }
+  return coded_.is_ready();
+}
+
+void Engine::give_up_staging() {
+  if (!coded_.is_ready() || is_inherited() || ledger_.live_tapes() > 0 || backend_.streams.is_capturing()) return;
+  const Operation operation;
+  for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
+}
+
+bool Engine::is_to_be_coded(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
+  if (!tape.codes || !coded_.can_code(dtype, nbytes)) return false;
+  return tape.context->options.compress == Compress::On || known.is_worth_coding;
+}
+
+void Engine::count_coded(RecordId id) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  TapeRow& row = this->row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_coded, 1);
+  count(row, &TapeRow::bytes_coded, nbytes);
+  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(nbytes).copied_bytes());
+}
+
+void Engine::count_exceptions(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
+  if (is_inherited()) return;
+  const auto found = codec::sample_exceptions(held.slot.address, coded_.pieces(dropped.nbytes), held.code_tag);
+  if (!found || found->seen == 0) return;
+  lessons_.learn_exceptions(dropped.tape, held.number,
+                            static_cast<double>(found->count) / static_cast<double>(found->seen));
+  TapeRow& row = this->row(dropped.tape);
+  count(row, &TapeRow::blocks_seen, found->seen);
+  count(row, &TapeRow::blocks_excepted, found->count);
+  if (ModuleRow* const module = tapes_[dropped.tape.index].context->row_of(held.module); module != nullptr) {
+    module->blocks_seen += found->seen;
+    module->blocks_excepted += found->count;
+  }
+}
+
+}  // namespace torchoffload
