@@ -64,8 +64,8 @@ function(torchoffload_add_module name)
   torchoffload_set_options(${name} ${ARGN})
 endfunction()
 
-# torchoffload_add_cuda_objects(TARGET): compiles, against a CPU torch, what only a CUDA torch can run: the CUDA backend.
-# No other source asks which torch it is compiled for. Nothing is linked.
+# torchoffload_add_cuda_objects(TARGET): compiles, against a CPU torch, what only a CUDA torch can run: the CUDA
+# backend. No other source asks which torch it is compiled for. Nothing is linked.
 function(torchoffload_add_cuda_objects target)
   add_library(${target} OBJECT EXCLUDE_FROM_ALL ${TORCHOFFLOAD_CUDA_SOURCES})
   target_compile_definitions(${target} PRIVATE TORCHOFFLOAD_MODULE_NAME=_C)

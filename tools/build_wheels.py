@@ -32,10 +32,11 @@ TORCH_PARTS = re.compile(rf"torch/(version\.py|include/.*|lib/({'|'.join(map(re.
 # What a module for CUDA builds may call of CUDA's run-time. The headers of CUDA 12.6 and 13.0 declare each of these in
 # the same words, so that one module serves both; a function that is added here has to be compared as well.
 SAME_IN_CUDA_12_AND_13 = {
-    *("cudaDeviceGetPCIBusId", "cudaDeviceSynchronize", "cudaEventCreate", "cudaEventCreateWithFlags"),
-    *("cudaEventDestroy", "cudaEventElapsedTime", "cudaEventQuery", "cudaEventRecord", "cudaEventSynchronize"),
-    *("cudaGetDevice", "cudaGetErrorString", "cudaGetLastError", "cudaHostRegister", "cudaHostUnregister"),
-    *("cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaStreamIsCapturing", "cudaStreamQuery"),
+    *("cudaDeviceGetAttribute", "cudaDeviceGetPCIBusId", "cudaDeviceGetStreamPriorityRange", "cudaDeviceSynchronize"),
+    *("cudaEventCreate", "cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventElapsedTime", "cudaEventQuery"),
+    *("cudaEventRecord", "cudaEventSynchronize", "cudaFree", "cudaGetDevice", "cudaGetErrorString", "cudaGetLastError"),
+    *("cudaHostGetDevicePointer", "cudaHostRegister", "cudaHostUnregister", "cudaMalloc", "cudaMemcpyAsync"),
+    *("cudaMemsetAsync", "cudaSetDevice", "cudaStreamCreateWithPriority", "cudaStreamIsCapturing", "cudaStreamQuery"),
     *("cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaThreadExchangeStreamCaptureMode"),
 }
 BUILD = "import sys; from scikit_build_core.build import build_wheel; print(build_wheel(sys.argv[1], {settings!r}))"
