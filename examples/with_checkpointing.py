@@ -1,7 +1,7 @@
 """Checkpointing and offloading, alone and together: what each costs, and what each leaves on the device.
 
 A checkpointed block saves its inputs alone, and computes the rest again in backward. Around it, the context moves those
-inputs: what is left on the device at the loss is next to nothing, and no more is computed than by checkpointing alone.
+inputs: less is left on the device at the loss than by checkpointing alone, and no more is computed.
 
     python examples/with_checkpointing.py
 """

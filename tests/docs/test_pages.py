@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import torchoffload
-from pages import broken_links
+from pages import broken_links, missing_tests
 from places import DOCS, ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -44,3 +44,8 @@ def test_each_public_name_is_in_the_reference_from_docstrings():
 
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {torchoffload.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_each_test_that_a_page_names_stands_in_the_file_that_it_links_to_before(page: str):
+    assert missing_tests(page) == []

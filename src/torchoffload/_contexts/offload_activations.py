@@ -89,7 +89,7 @@ class OffloadActivations(saved_tensors_hooks):
         get smaller. Slots stay as large as the tensors.
     memory : int, float, str, optional
         What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
-        fraction of what the device has. Then only what is saved in the blocks of ``model``, which has to be given,
+        fraction of what it can have there. Then only what is saved in the blocks of ``model``, which has to be given,
         stays or moves, by a plan of ``fit(model, memory, recompute=False)``. The first steps are measured. Default:
         everything moves.
 
@@ -370,6 +370,8 @@ def never_offload(tensor: torch.Tensor) -> None:
     ------
     TypeError
         ``tensor`` is not a torch.Tensor.
+    RuntimeError
+        ``tensor`` has no plain storage, such as a sparse one. It is never moved anyway.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"never_offload takes a torch.Tensor, got {type(tensor).__name__}")

@@ -259,7 +259,7 @@ def fit(
     group: "ProcessGroup | Literal['auto'] | None" = "auto",
     **options: Unpack[ContextKeywords],
 ) -> Fitted:
-    """Have training steps of ``model`` take the least time that is possible in the memory there is.
+    """Have training steps of ``model`` take the least time that can be found in the memory there is.
 
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
@@ -273,7 +273,8 @@ def fit(
         The module that the training loop calls, on one device.
     memory : int, float, str, optional
         What this process may reserve on the device, everything included: weights, gradients, the optimizer. Bytes, a
-        text such as ``"40GiB"``, or a fraction of what the device has. Default: all that the device has free.
+        text such as ``"40GiB"``, or a fraction of what the process can have there. Default: all of that, which is what
+        is free and what PyTorch has reserved already.
     blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
         The blocks, as ``offload_modules`` takes modules. Default: the modules that the model repeats.
     recompute : bool, default True

@@ -145,7 +145,7 @@ def offload_modules(
         Move only the inputs of the chosen modules. That is what a checkpointed block holds until it is computed again.
     memory : int, float, str, optional
         What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
-        fraction of what the device has. What is saved in the chosen modules stays or moves then by a plan, as
+        fraction of what it can have there. What is saved in the chosen modules stays or moves then by a plan, as
         ``fit(model, memory, blocks=modules, recompute=False)`` makes it; ``fraction`` and ``only_inputs`` have no place
         beside it. Default: everything moves.
     **options
