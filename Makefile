@@ -7,6 +7,7 @@ JOBS ?= $(shell nproc)
 UNITY ?= ON
 TORCH ?= 2.9.0
 OUT ?= build/site-for
+TRY_TORCHES ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --steps 20 --batch 16
 BENCH_ARGS ?=
@@ -174,6 +175,25 @@ wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into 
 	rm -rf dist && PYTHONPATH=tools $(PY) -c "import build_backend; print(build_backend.build_sdist('dist'))"
 	PATH="$(BIN):$$PATH" $(PY) -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation \
 		--wheel-dir dist dist/*.tar.gz
+
+# Names, or paths of interpreters that are not on PATH.
+WHEEL_PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+WHEEL_TORCHES ?=
+WHEEL_PLATFORM ?= auto
+WHEELS_READY := $(VENV)/.ready-for-wheels
+$(WHEELS_READY): requirements-wheels.txt $(BUILD_READY)
+	$(PIP_INSTALL) $<
+	touch $@
+
+.PHONY: wheels
+wheels: $(WHEELS_READY)  ## for each of WHEEL_PYTHONS a wheel for all releases of torch (WHEEL_TORCHES), into dist/
+	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --platform $(WHEEL_PLATFORM) \
+		$(if $(WHEEL_TORCHES),--torches $(WHEEL_TORCHES))
+
+.PHONY: try-wheels
+try-wheels: $(WHEELS_READY)  ## install those of dist/ into fresh environments (TRY_TORCHES), and train a step in each
+	$(PY) tools/try_wheels.py dist/*manylinux*.whl --pythons $(WHEEL_PYTHONS) \
+		$(if $(TRY_TORCHES),--torches $(TRY_TORCHES))
 
 .PHONY: check-torch
 check-torch: $(READY)  ## compile and link against torch TORCH

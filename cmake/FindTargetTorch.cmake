@@ -1,14 +1,19 @@
 # Asks the target environment's interpreter for its torch and defines
 #   TargetTorch::torch   include directories, libraries, and the ABI of std::string
 #   TargetTorch::cuda    on a CUDA torch, the CUDA run-time's headers and libcudart
-#   TargetTorch::cuda_check   on a CPU torch and where CUDA headers are found, what compiling the CUDA backend takes
-# besides TORCH_VERSION and TORCH_CUDA_VERSION (empty on a CPU torch).
+#   TargetTorch::cuda_headers   on a CPU torch and where CUDA headers are found, what compiling the CUDA backend takes
+# besides TORCH_VERSION, TORCH_CUDA_VERSION (empty on a CPU torch) and TORCH_CUDA_HEADERS_VERSION.
+# Where TORCHOFFLOAD_TORCH_DIR names the directory of a torch package, it is that torch, as if it were a CPU build.
 # Not find_package(Torch): on a CUDA torch that demands a full toolkit, where headers are enough.
 
 set(_probe "${PROJECT_SOURCE_DIR}/tools/probe_torch.py")
-set(_found "${PROJECT_BINARY_DIR}/target_torch.cmake")
+set(_found "${CMAKE_CURRENT_BINARY_DIR}/target_torch.cmake")
+set(_which "")
+if(TORCHOFFLOAD_TORCH_DIR)
+  set(_which --for-wheel "${TORCHOFFLOAD_TORCH_DIR}")
+endif()
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -I "${_probe}" --cmake "${_found}"
+  COMMAND "${Python_EXECUTABLE}" -I "${_probe}" --cmake "${_found}" ${_which}
   RESULT_VARIABLE _result
   ERROR_VARIABLE _reason
   ERROR_STRIP_TRAILING_WHITESPACE)
@@ -32,10 +37,10 @@ if(TORCH_CUDA_VERSION)
   target_link_libraries(TargetTorch::cuda INTERFACE "${TORCH_CUDART_LIBRARY}")
 elseif(TORCH_CUDA_INCLUDE_DIRS)
   # The one header of c10/cuda that a CPU wheel leaves out.
-  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/cuda_check/c10/cuda/impl/cuda_cmake_macros.h"
+  file(CONFIGURE OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/cuda_headers/c10/cuda/impl/cuda_cmake_macros.h"
        CONTENT "#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-  add_library(TargetTorch::cuda_check INTERFACE IMPORTED)
-  target_include_directories(TargetTorch::cuda_check SYSTEM INTERFACE
-    "${PROJECT_BINARY_DIR}/cuda_check" ${TORCH_CUDA_INCLUDE_DIRS})
+  add_library(TargetTorch::cuda_headers INTERFACE IMPORTED)
+  target_include_directories(TargetTorch::cuda_headers SYSTEM INTERFACE
+    "${CMAKE_CURRENT_BINARY_DIR}/cuda_headers" ${TORCH_CUDA_INCLUDE_DIRS})
 endif()
 message(STATUS "torch ${TORCH_VERSION} (CUDA: ${TORCH_CUDA_VERSION}) in ${TORCH_DIR}")

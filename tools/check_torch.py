@@ -36,26 +36,24 @@ def symbols(library: Path, *, undefined: bool) -> set[str]:
     return {parts[-1].split("@")[0] for parts in fields if not (undefined and parts[0] in "wv")}
 
 
-def loaded_libraries(torch: probe_torch.Torch, module: Path) -> list[Path]:
-    """Libraries in the process once torch was imported: torch's, the system's that the module names, CUDA's."""
-    libraries = list(torch.libraries)
-    if torch.cuda:
-        libraries.append(probe_torch.find_toolkit(torch.directory.parent, torch.cuda).cudart)
-    for line in run("ldd", module).splitlines():
-        path = line.partition("=>")[2].split("(")[0].strip() or line.split("(")[0].strip()
-        if path.startswith("/"):
-            libraries.append(Path(path))
-    return libraries
+def system_libraries(module: Path) -> list[Path]:
+    """Those of the system that the module names, and that are loaded with it."""
+    lines = run("ldd", module).splitlines()
+    paths = [line.partition("=>")[2].split("(")[0].strip() or line.split("(")[0].strip() for line in lines]
+    return [Path(path) for path in paths if path.startswith("/")]
 
 
-def check_symbols(torch: probe_torch.Torch, module: Path) -> None:
-    """Exit when the module needs a symbol that nothing in the process would define. CPython's are taken as there."""
+def check_symbols(module: Path, libraries: list[Path], torch_version: str) -> None:
+    """Exit when the module needs a symbol that nothing in the process would define.
+
+    In the process are the `libraries` of torch and CUDA, and the system's. CPython's symbols are taken as there.
+    """
     defined: set[str] = set()
-    for library in loaded_libraries(torch, module):
+    for library in [*libraries, *system_libraries(module)]:
         defined |= symbols(library, undefined=False)
     missing = {name for name in symbols(module, undefined=True) - defined if not name.startswith(("Py", "_Py"))}
     if missing:
-        sys.exit(f"torch {torch.version} lacks what {module.name} needs:\n  " + "\n  ".join(sorted(missing)))
+        sys.exit(f"torch {torch_version} lacks what {module} needs:\n  " + "\n  ".join(sorted(missing)))
 
 
 def check(version: str, scratch: Path) -> None:
@@ -72,7 +70,11 @@ def check(version: str, scratch: Path) -> None:
     installed_s = time.monotonic() - started
     run("cmake", "-S", ROOT, "-B", scratch / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={python}")
     run("cmake", "--build", scratch / "build")
-    check_symbols(torch, scratch / "build" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+    libraries = list(torch.libraries)
+    if torch.cuda:
+        libraries.append(probe_torch.find_toolkit(torch.directory.parent, torch.cuda).cudart)
+    module = scratch / "build" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    check_symbols(module, libraries, torch.version)
     built_s = time.monotonic() - started - installed_s
     variant = f"CUDA {torch.cuda}" if torch.cuda else "CPU"
     print(f"torch {torch.version} ({variant}): installed in {installed_s:.0f} s, built and linked in {built_s:.0f} s")

@@ -7,6 +7,8 @@
 #   soak       3,000 steps
 #   examples   those that compare, with their pictures
 #   parallel   with several GPUs: steps under FSDP2, tensor parallelism and a pipeline, bit for bit
+# and, only where it is asked for,
+#   wheel      those of tests/cuda and tests/gradients, with the core of WHEEL, which `make wheels` has built
 #
 #   OUT=results PARTS="suite soak" tools/gpu_check.sh [extra pytest arguments]
 #
@@ -67,12 +69,24 @@ part_parallel() {
     benchmarks/parallel_step.py --json "$OUT/parallel.json"
 }
 
+part_wheel() {
+  local site=$PWD/build/gpu-wheel
+  rm -rf "$site"
+  "$PYTHON" -m zipfile -e "$WHEEL" "$site"
+  # The program that says which core it has fails where the wheel has no module for this torch.
+  PYTHONPATH="$site" step wheel-info "$PYTHON" -P -m torchoffload.info
+  PYTHONPATH="$site" TORCHOFFLOAD_REQUIRE_CUDA=1 TAIL=20 step wheel "$PYTHON" \
+    -m pytest tests/cuda tests/gradients -m cuda -q -rfE --timeout=120 -p no:cacheprovider
+}
+
 for part in $PARTS; do
   declare -F "part_$part" > /dev/null || { echo "gpu_check.sh: there is no part '$part'"; exit 2; }
 done
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 export PYTHONPATH="$PWD/build/gpu" PYTHONUNBUFFERED=1
-step build make site OUT=build/gpu PYTHON="$PYTHON"
-TAIL=30 step info "$PYTHON" -m torchoffload.info
+if [ "$PARTS" != wheel ]; then
+  step build make site OUT=build/gpu PYTHON="$PYTHON"
+  TAIL=30 step info "$PYTHON" -m torchoffload.info
+fi
 for part in $PARTS; do "part_$part" "$@"; done
 exit $status

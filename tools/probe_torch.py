@@ -1,9 +1,9 @@
 """Find the torch that torchoffload is to be compiled against, without importing it.
 
 Run it with the interpreter of the target environment as ``python -I tools/probe_torch.py --check`` or
-``--cmake FILE``. Under pip's build isolation the build process itself cannot see torch, but an isolated-mode child of
-the same interpreter can. Nothing is imported from torch: ``pip install --no-deps torch`` is enough, and the probe takes
-milliseconds.
+``--cmake FILE``; with ``--for-wheel DIR`` it looks at the torch in that package directory instead. Under pip's build
+isolation the build process itself cannot see torch, but an isolated-mode child of the same interpreter can. Nothing is
+imported from torch: ``pip install --no-deps torch`` is enough, and the probe takes milliseconds.
 
 On failure it prints one sentence that says what to do, and exits with 1.
 """
@@ -23,7 +23,8 @@ from pathlib import Path
 
 OLDEST_TORCH = (2, 9)
 NEWEST_TORCH = (2, 15)
-# The CUDA release whose headers a CPU torch's compile check of the CUDA backend takes.
+# The CUDA release whose headers the CUDA backend is compiled with where torch itself has none: for the compile check
+# against a CPU torch, and in wheels, where one build serves all major releases of CUDA.
 CHECK_CUDA = "13.0"
 CPU_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 CUDA_LIBRARIES = ("c10_cuda",)
@@ -180,11 +181,14 @@ def find_torch_directory() -> Path | None:
     return directory if directory and (directory / "version.py").is_file() else None
 
 
-def read_torch(directory: Path) -> Torch:
-    """Describe the torch in a package directory, CUDA's own files aside; ProbeError when it cannot be used."""
+def read_torch(directory: Path, *, as_cpu: bool = False) -> Torch:
+    """Describe the torch in a package directory, CUDA's own files aside; ProbeError when it cannot be used.
+
+    With `as_cpu` it is described as a CPU build of that torch. The parts that both builds have are the same.
+    """
     values = read_version_file(directory / "version.py")
     version = check_version(values, directory / "version.py")
-    cuda = values.get("cuda")
+    cuda = None if as_cpu else values.get("cuda")
     names = CPU_LIBRARIES + (CUDA_LIBRARIES if cuda else ())
     libraries = [directory / "lib" / f"lib{name}.so" for name in names]
     for library in libraries:
@@ -218,6 +222,7 @@ def cmake_text(torch: Torch) -> str:
         "TORCH_CXX11_ABI": str(int(uses_cxx11_abi(torch))),
         "TORCH_INCLUDE_DIRS": torch.include_dirs,
         "TORCH_LIBRARIES": torch.libraries,
+        "TORCH_CUDA_HEADERS_VERSION": (torch.cuda or CHECK_CUDA) if toolkit else "",
         "TORCH_CUDA_INCLUDE_DIRS": toolkit.include_dirs if toolkit else [],
         "TORCH_CUDART_LIBRARY": str(toolkit.cudart) if toolkit else "",
     }
@@ -243,16 +248,19 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", action="store_true", help="only say whether torch can be used")
     action.add_argument("--cmake", type=Path, metavar="FILE", help="write CMake variables to FILE")
+    parser.add_argument(
+        "--for-wheel", type=Path, metavar="DIR", help="take the torch package in DIR, as if it were a CPU build"
+    )
     arguments = parser.parse_args()
     try:
         check_platform()
-        directory = find_torch_directory()
+        directory = arguments.for_wheel or find_torch_directory()
         if directory is None and sys.flags.isolated:
             # Isolated mode hides PYTHONPATH and the user's site-packages, where torch may be as well.
             return subprocess.run([sys.executable, __file__, *sys.argv[1:]], check=False).returncode
         if directory is None:
             raise ProbeError(no_torch_sentence())
-        text = cmake_text(read_torch(directory))
+        text = cmake_text(read_torch(directory, as_cpu=arguments.for_wheel is not None))
         if arguments.cmake:
             arguments.cmake.write_text(text, encoding="utf-8")
     except ProbeError as error:

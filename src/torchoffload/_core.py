@@ -3,6 +3,9 @@
 ``core`` is ``torchoffload._C``, or under ``TORCHOFFLOAD_TESTING=1`` the test build ``torchoffload._C_testing``.
 The ABI of libtorch changes with each minor release. So a core that was built for another torch is refused before it is
 loaded: loading it would fail with an undefined symbol or, worse, would succeed.
+
+A build from source has one core, in the package's own directory. A wheel has many, in directories such as
+``_compiled/torch-2.13-cuda``, one for the CPU builds and one for the CUDA builds of each minor release of torch.
 """
 
 import json
@@ -14,9 +17,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import torchoffload
+
 __all__ = ["BuildInfo", "build_info", "core"]
 
 _PACKAGE_DIR = Path(__file__).parent
+_WHEEL_CORES = "_compiled"
+# A core of a wheel takes CUDA's functions from the libcudart that torch has loaded. It calls only such as are the same
+# in these major releases.
+_WHEEL_CUDA_MAJORS = ("12", "13")
 _PIP_COMMAND = "python -m pip install --force-reinstall --no-deps --no-cache-dir <the source of torchoffload>"
 
 
@@ -31,7 +40,8 @@ class BuildInfo:
     torch_version : str
         ``torch.__version__`` at build time, such as ``"2.13.0+cpu"``.
     cuda_version : str or None
-        ``torch.version.cuda`` at build time; None for a CPU build of torch.
+        ``torch.version.cuda`` at build time; None for a CPU build of torch. In a wheel, the CUDA release whose headers
+        were used, such as ``"13.0"``.
     """
 
     version: str
@@ -85,6 +95,49 @@ def check_platform(platform: str, hip_version: str | None) -> None:
         )
 
 
+def _minors_in(cores: Path) -> list[str]:
+    """The minor releases of torch that a wheel serves, in their order."""
+    found = {directory.name.split("-")[1] for directory in cores.glob("torch-*-*")}
+    return sorted(found, key=lambda minor: [int(number) for number in minor.split(".")])
+
+
+def find_core(package_dir: Path, torch_version: str, cuda_version: str | None) -> Path:
+    """Find the directory of the core that is for the running torch.
+
+    Parameters
+    ----------
+    package_dir : Path
+        The directory of the package torchoffload.
+    torch_version : str
+        The running ``torch.__version__``.
+    cuda_version : str or None
+        The running ``torch.version.cuda``; None for a CPU build of torch.
+
+    Returns
+    -------
+    Path
+        In a wheel the core's directory in ``_compiled``. In a build from source `package_dir`, whatever torch that is
+        for.
+
+    Raises
+    ------
+    ImportError
+        It is a wheel, and it has no core for this torch.
+    """
+    cores = package_dir / _WHEEL_CORES
+    if not cores.is_dir():
+        return package_dir
+    directory = cores / f"torch-{'.'.join(_minor(torch_version))}-{'cuda' if cuda_version else 'cpu'}"
+    if directory.is_dir() and _cuda_major(cuda_version) in (None, *_WHEEL_CUDA_MAJORS):
+        return directory
+    raise ImportError(
+        f"This wheel of torchoffload serves torch {', '.join(_minors_in(cores))} (CPU, CUDA "
+        f"{' and '.join(_WHEEL_CUDA_MAJORS)}), but this is torch {torch_version} ({_variant(cuda_version)}). "
+        f"Install one of those, look for a newer torchoffload, or build it from source for this torch, which takes a "
+        f"C++20 compiler: {_PIP_COMMAND}"
+    )
+
+
 def read_build_info(path: Path) -> BuildInfo:
     """Read the file that the build wrote beside the core.
 
@@ -127,8 +180,13 @@ def check_torch(built: BuildInfo, torch_version: str, cuda_version: str | None) 
 
 
 check_platform(sys.platform, torch.version.hip)
-build_info = read_build_info(_PACKAGE_DIR / "_build_info.json")
-check_torch(build_info, torch.__version__, torch.version.cuda)
+_core_dir = find_core(_PACKAGE_DIR, torch.__version__, torch.version.cuda)
+build_info = read_build_info(_core_dir / "_build_info.json")
+if _core_dir == _PACKAGE_DIR:
+    check_torch(build_info, torch.__version__, torch.version.cuda)
+else:
+    # The core has the same name everywhere, torchoffload._C: the package looks for its modules there as well.
+    torchoffload.__path__.append(str(_core_dir))
 
 if TYPE_CHECKING:
     from torchoffload import _C as core

@@ -128,6 +128,56 @@ def test_the_core_says_what_it_was_built_for():
     assert _core.build_info.version == PROJECT["project"]["version"]
 
 
+# --- Which core a wheel takes ---
+
+
+@pytest.fixture
+def wheel(tmp_path) -> pathlib.Path:
+    """The package directory of a wheel, as far as the search for a core looks."""
+    for minor in ("2.9", "2.10", "2.15"):
+        for variant in ("cpu", "cuda"):
+            (tmp_path / "_compiled" / f"torch-{minor}-{variant}").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda_version", "name"),
+    [
+        ("2.9.0+cpu", None, "torch-2.9-cpu"),
+        ("2.9.1", None, "torch-2.9-cpu"),
+        ("2.10.0+cu128", "12.8", "torch-2.10-cuda"),
+        ("2.15.0a0+git1234", "13.2", "torch-2.15-cuda"),
+    ],
+)
+def test_a_wheel_takes_the_core_of_the_minor_release_and_variant_that_runs(wheel, torch_version, cuda_version, name):
+    assert _core.find_core(wheel, torch_version, cuda_version) == wheel / "_compiled" / name
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda_version", "variant"),
+    [
+        ("2.16.0", None, "CPU"),
+        ("2.16.0+cu140", "14.0", "CUDA 14.0"),
+        ("2.8.0", "12.6", "CUDA 12.6"),
+        ("2.15.0+cu140", "14.0", "CUDA 14.0"),
+    ],
+)
+def test_a_wheel_without_a_core_for_this_torch_says_what_it_serves_and_how_to_build(
+    wheel, torch_version, cuda_version, variant
+):
+    with pytest.raises(ImportError) as error:
+        _core.find_core(wheel, torch_version, cuda_version)
+    assert str(error.value) == (
+        f"This wheel of torchoffload serves torch 2.9, 2.10, 2.15 (CPU, CUDA 12 and 13), but this is torch "
+        f"{torch_version} ({variant}). Install one of those, look for a newer torchoffload, or build it from source "
+        f"for this torch, which takes a C++20 compiler: {_core._PIP_COMMAND}"
+    )
+
+
+def test_a_build_from_source_has_its_core_in_the_package(tmp_path):
+    assert _core.find_core(tmp_path, "2.16.0", None) == tmp_path
+
+
 # --- What the build finds ---
 
 
@@ -166,6 +216,18 @@ def test_a_torch_out_of_range_is_refused_with_the_range(tmp_path, version):
 def test_a_rocm_torch_is_refused_by_the_build(tmp_path):
     with pytest.raises(probe_torch.ProbeError, match="ROCm build, which torchoffload does not support"):
         probe_torch.read_torch(make_torch(tmp_path, "2.13.0+rocm6.4", hip="6.4"))
+
+
+def test_for_a_wheel_a_cuda_torch_is_taken_as_a_cpu_build(tmp_path, no_toolkit):
+    directory = make_torch(tmp_path, "2.9.0+cu128", cuda="12.8")
+    make_cuda_headers(tmp_path / "nvidia" / "cu13" / "include", 13000)
+    (tmp_path / "nvidia" / "cu13" / "lib").mkdir()
+    (tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13").touch()
+    torch = probe_torch.read_torch(directory, as_cpu=True)
+    assert [path.name for path in torch.libraries] == [f"lib{name}.so" for name in probe_torch.CPU_LIBRARIES]
+    text = probe_torch.cmake_text(torch)
+    assert 'set(TORCH_CUDA_VERSION "")' in text
+    assert f'set(TORCH_CUDA_HEADERS_VERSION "{probe_torch.CHECK_CUDA}")' in text
 
 
 def test_without_torch_one_sentence_says_what_to_do(tmp_path):
