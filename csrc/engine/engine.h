@@ -233,8 +233,7 @@ class Engine {
   bool prepare_coding(const ContextOptions& options);
   bool is_to_be_coded(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
   void count_coded(RecordId id);
-  // Counts exceptions among the blocks of a coded record whose slot is about to be released. Asks no device: where the
-  // slot is not seen to be complete, nothing is counted.
+  // Of a coded record whose slot is about to be released. Counts nothing where the slot is not seen to be complete.
   void count_exceptions(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
 
   // ---- copies out: offload.cpp ----

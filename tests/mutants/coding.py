@@ -6,41 +6,25 @@ from scenario import Stage, race, scenario
 PIECES = 5  # more than there are lanes
 
 
+@scenario(
+    "EncodeWaitsForStaging",
+    wrong=race("copy out reads buffer @ offload_stream[0]", "encoding writes buffer @ encode_stream[0]"),
+)
+@scenario(
+    "OffloadWaitsForEncode",
+    wrong=race("encoding writes buffer @ encode_stream[0]", "copy out reads buffer @ offload_stream[0]"),
+)
+@scenario(
+    "ReloadWaitsForStaging",
+    wrong=race("decoding reads buffer @ decode_stream[0]", "copy in writes buffer @ reload_stream[0]"),
+)
+@scenario(
+    "DecodeWaitsForReload",
+    wrong=race("copy in writes buffer @ reload_stream[0]", "decoding reads buffer @ decode_stream[0]"),
+)
 def a_coded_record_goes_and_comes(stage: Stage) -> None:
     x = torch.linspace(1, 2, 256 * PIECES).requires_grad_()
     with stage.context(compress=True):
         y = x.sin().exp()
     y.sum().backward()
     assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
-
-
-@scenario(
-    "EncodeWaitsForStaging",
-    wrong=race("copy out reads buffer @ offload_stream[0]", "encoding writes buffer @ encode_stream[0]"),
-)
-def a_record_of_more_pieces_than_lanes_is_coded(stage: Stage) -> None:
-    a_coded_record_goes_and_comes(stage)
-
-
-@scenario(
-    "OffloadWaitsForEncode",
-    wrong=race("encoding writes buffer @ encode_stream[0]", "copy out reads buffer @ offload_stream[0]"),
-)
-def a_coded_record_is_copied_out(stage: Stage) -> None:
-    a_coded_record_goes_and_comes(stage)
-
-
-@scenario(
-    "ReloadWaitsForStaging",
-    wrong=race("decoding reads buffer @ decode_stream[0]", "copy in writes buffer @ reload_stream[0]"),
-)
-def a_record_of_more_pieces_than_lanes_is_copied_in(stage: Stage) -> None:
-    a_coded_record_goes_and_comes(stage)
-
-
-@scenario(
-    "DecodeWaitsForReload",
-    wrong=race("copy in writes buffer @ reload_stream[0]", "decoding reads buffer @ decode_stream[0]"),
-)
-def a_coded_record_is_decoded(stage: Stage) -> None:
-    a_coded_record_goes_and_comes(stage)

@@ -205,14 +205,13 @@ class Driver:
         self._allocations.note_reserved()
 
     def _begin_survey(self) -> None:
-        self.phase, self._smaller = Phase.SURVEY, None
+        self.phase, self._smaller, self._known_shapes = Phase.SURVEY, None, None
         self._has_begun = self._has_ended = False
         self.candidates, self.settled, self.step, self._surveyed = Candidates(), None, None, None
         self.survey = Survey(
             cast(nn.Module, self.model()), self.meter, self.budget, self._backwards.is_seen,
             may_recompute=self.may_recompute, may_agree=self._group is not None,
         )  # fmt: skip
-        self._known_shapes = None
         self.budget.begin_survey()
         self._watch(self.survey.window_bytes)
 
