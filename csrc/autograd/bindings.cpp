@@ -228,18 +228,24 @@ StepOfBlocks parse_step(const py::handle& given) {
   step.least_moved_bytes = given.attr("least_moved_bytes").cast<uint64_t>();
   step.tier_bytes = given.attr("tier_bytes").cast<uint64_t>();
   step.may_move = given.attr("may_move").cast<bool>();
+  step.has_even_windows = given.attr("has_even_windows").cast<bool>();
   step.link.out_bytes_per_s = given.attr("out_bytes_per_s").cast<double>();
   step.link.in_bytes_per_s = given.attr("in_bytes_per_s").cast<double>();
   step.link.latency_s = given.attr("latency_s").cast<double>();
   return step;
 }
 
-py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_bytes) {
+py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_bytes, const py::object& timed_as) {
   const StepOfBlocks step = parse_step(given);
-  const std::optional<JointPlan> plan = memory_bytes ? plan_step(step, *memory_bytes) : least_plan(step);
+  std::optional<JointPlan> plan = memory_bytes ? plan_step(step, *memory_bytes) : least_plan(step);
   if (!plan) return py::none();
+  if (!timed_as.is_none()) time_plan(parse_step(timed_as), *plan);
   py::list calls;
-  for (const CallPlan& call : plan->calls) calls.append(py::make_tuple(call.way, call.moved, call.moves));
+  for (size_t number = 0; number < plan->calls.size(); ++number) {
+    const CallPlan& call = plan->calls[number];
+    const CallWindows& windows = plan->windows[number];
+    calls.append(py::make_tuple(call.way, call.moved, call.moves, windows.offload_bytes, windows.reload_bytes));
+  }
   py::dict dict;
   dict["calls"] = calls;
   dict["step_s"] = plan->step_s;
@@ -249,7 +255,17 @@ py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_by
   dict["kept_bytes"] = plan->kept_bytes;
   dict["moved_bytes"] = plan->moved_bytes;
   dict["window_bytes"] = plan->window_bytes;
+  dict["loss_window_bytes"] = plan->loss_window_bytes;
   return dict;
+}
+
+void set_module_windows(const py::handle& context, const std::vector<std::array<uint64_t, 3>>& given) {
+  Context* const found = context_of(context.ptr());
+  if (found == nullptr) throw py::error_already_set();
+  std::vector<ModuleWindows> windows;
+  for (const auto& [offload_bytes, after_bytes, reload_bytes] : given)
+    windows.push_back({offload_bytes, after_bytes, reload_bytes});
+  found->set_windows(std::move(windows));
 }
 
 at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t storage_offset,
@@ -311,7 +327,9 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("reset_stats", [] { Statistics::global().reset(); });
   m.def("trim", trim);
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::pos_only());
+  m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true),
+        py::arg("timed_as") = py::none(), py::pos_only());
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());

@@ -184,14 +184,18 @@ TapeId Context::open_tape(Engine& engine) {
   OnThread& entry = on_this_thread();
   for (auto& [known, tape] : entry.tapes) {
     if (known != &engine) continue;
-    if (engine.is_open(tape)) return tape;
-    engine.fit_store(*state_);
-    tape = engine.open_tape(state_);
+    if (!engine.is_open(tape)) tape = make_tape(engine, entry);
     return tape;
   }
-  engine.fit_store(*state_);
-  entry.tapes.emplace_back(&engine, engine.open_tape(state_));
+  entry.tapes.emplace_back(&engine, make_tape(engine, entry));
   return entry.tapes.back().second;
+}
+
+TapeId Context::make_tape(Engine& engine, const OnThread& entry) {
+  engine.fit_store(*state_);
+  const TapeId tape = engine.open_tape(state_);
+  if (!state_->module_windows.empty()) engine.change_windows(tape, entry.windows);
+  return tape;
 }
 
 // ---- saves ----
@@ -299,7 +303,16 @@ void Context::restrict(double fraction, bool only_inputs) {
 
 uint32_t Context::set_module(uint32_t number) {
   if (state_->modules.size() <= number) state_->modules.resize(number + 1);
-  return std::exchange(on_this_thread().module, number);
+  OnThread& entry = on_this_thread();
+  const uint32_t before = std::exchange(entry.module, number);
+  const std::vector<ModuleWindows>& windows = state_->module_windows;
+  if (std::max(number, before) < windows.size() && number != before) {
+    const ModuleWindows& now = windows[number != 0 ? number : before];
+    entry.windows = {number != 0 ? now.offload_bytes : now.after_bytes, now.reload_bytes};
+    const Operation operation;
+    for (const auto& [engine, tape] : entry.tapes) engine->change_windows(tape, entry.windows);
+  }
+  return before;
 }
 
 void Context::admit(const at::Tensor& tensor) {

@@ -46,6 +46,8 @@ class Context {
   // Of offload_modules. What is saved on this thread from here on is counted for the module of that number; returns the
   // one before. 0 is for what is saved outside of all.
   uint32_t set_module(uint32_t number);
+  // Each module has windows of its own, by its number. Before it is entered.
+  void set_windows(std::vector<ModuleWindows> windows) { state_->module_windows = std::move(windows); }
   const std::vector<ModuleRow>& module_rows() const { return state_->modules; }
   void forget_modules() { state_->modules.assign(state_->modules.size(), {}); }
 
@@ -74,6 +76,7 @@ class Context {
     int depth = 0;
     std::vector<std::pair<Engine*, TapeId>> tapes;  // one for each engine that a save met
     uint32_t module = 0;
+    WindowBytes windows;  // where modules have windows of their own: those of the next save
     MemorySet admitted;
     std::unordered_map<const c10::StorageImpl*, std::vector<Candidate>> candidates;
   };
@@ -84,6 +87,7 @@ class Context {
   };
   OnThread& on_this_thread();
   TapeId open_tape(Engine& engine);
+  TapeId make_tape(Engine& engine, const OnThread& entry);
   void close_tapes(OnThread& entry);
   std::vector<std::pair<Engine*, TapeId>> leave_thread();
   // `extent`: what of its storage moves with the tensor, as was determined when it was saved. nullopt: it is being

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -66,6 +67,12 @@ class Windows {
   void close(TapeId tape, uint64_t end_save) { of(tape).reload_place = of(tape).end_save = end_save; }
 
   void set_limits(TapeId tape, WindowBytes limits) { of(tape).limits = limits; }
+  // The windows change with this save, which comes behind all that the tape has. The offload window holds from now on,
+  // and the reload window while the consumer asks for saves from this one on, up to the next for which it changes.
+  void set_limits_from(TapeId tape, uint64_t save, WindowBytes limits) {
+    of(tape).reload_bytes_from.emplace_back(save, limits.reload_bytes);
+    of(tape).limits = limits;
+  }
   const WindowBytes& limits(TapeId tape) const { return of(tape).limits; }
 
   // Bytes of the tape stay on the device because of what was learned, until they are released.
@@ -166,6 +173,7 @@ class Windows {
   // far ahead does not move the place, because a checkpoint asks for its input before it asks for what was saved behind
   // that input. So where a backward begins before the tape's end its place is known from its second ask on.
   uint64_t consumer_asks(TapeId tape, uint64_t save) {
+    of(tape).use_reload_bytes_at(save);
     const std::optional<uint64_t> before = std::exchange(of(tape).asked_before, save);
     if (!before) return save + 1 < of(tape).end_save ? kUnknownPlace : save;
     return std::max(save, *before);
@@ -197,6 +205,14 @@ class Windows {
     uint64_t reload_place = 0;
     uint64_t end_save = 0;
     std::optional<uint64_t> asked_before;  // the save that a backward asked for last
+    // The reload window from each of these saves on; empty: it does not change.
+    std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from;
+
+    void use_reload_bytes_at(uint64_t save) {
+      if (reload_bytes_from.empty()) return;
+      const auto next = std::ranges::upper_bound(reload_bytes_from, save, {}, &std::pair<uint64_t, uint64_t>::first);
+      if (next != reload_bytes_from.begin()) limits.reload_bytes = std::prev(next)->second;
+    }
   };
   OfTape& of(TapeId tape) { return tapes_.at(tape.index); }
   const OfTape& of(TapeId tape) const { return tapes_.at(tape.index); }

@@ -43,6 +43,13 @@ struct ContextOptions {
 // A context gives each of these warnings at most once.
 enum class Warning : uint8_t { NoEngine, Full, WriteFailed, kCount };
 
+// The windows of one module of offload_modules, where they are its own.
+struct ModuleWindows {
+  uint64_t offload_bytes = 0;  // while its forward runs
+  uint64_t after_bytes = 0;    // the offload window from its end to the next module's beginning
+  uint64_t reload_bytes = 0;   // while backward asks for what it saved
+};
+
 struct ContextState {
   ContextOptions options;
   uint64_t charged_bytes = 0;  // what records that are to move, or have moved, take of the budget
@@ -51,6 +58,7 @@ struct ContextState {
   std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; where `fraction` is set
   std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
   uint32_t module = 0;                                       // the module that the present save is counted for
+  std::vector<ModuleWindows> module_windows;  // by number; empty: the windows of the options, or learned ones
   std::vector<std::string> warnings;  // given to Python once the operation has ended, since that runs Python code
 
   void warn_once(Warning kind, std::string text) {

@@ -105,16 +105,17 @@ class Engine {
 
   // ---- tapes ----
 
-  // Opens a tape for the saves of one forward on one thread. First gives back what graph tasks that have ended had
-  // reloaded, and learns from the times of tapes that are gone. May block.
+  // Opens a tape for one forward on one thread. First gives back what ended graph tasks had reloaded, and learns times.
+  // May block.
   TapeId open_tape(std::shared_ptr<ContextState> context);
   // No save joins the tape any more. Does nothing for a tape that is closed already. May block while profile() is on.
   void close_tape(TapeId tape);
   void close_tape_of(RecordId record) { close_tape(ledger_.record(record).tape); }
   bool is_open(TapeId tape) const { return ledger_.is_open(tape); }
-  // Call it after the tape was closed because its context was left: starts to reload for the backward that is expected
-  // next. May block.
+  // Call it once a tape was closed as its context was left: starts reloads for the expected backward. May block.
   void forward_ended(TapeId tape);
+  // From the next save of an open tape on it has these windows. Waits until the offload window is kept. May block.
+  void change_windows(TapeId tape, WindowBytes windows);
   TapeRow& row(TapeId tape) { return tapes_.at(tape.index).row; }
 
   // ---- saves ----
@@ -154,8 +155,7 @@ class Engine {
     bool has_backward_begun = false;
     bool codes = false;  // its records are coded, where they can be
   };
-  // A graph task that asked this engine for bytes. The object of `ended` is destroyed with the graph task, whether that
-  // succeeds or fails.
+  // A graph task that asked this engine for bytes. The object of `ended` is destroyed with it, however it ends.
   struct AskingTask {
     int id = kNoGraphTask;
     std::weak_ptr<const void> ended;

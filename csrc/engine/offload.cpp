@@ -293,6 +293,12 @@ void Engine::drain_window_of(RecordId id) {
   drain_window(windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape));
 }
 
+void Engine::change_windows(TapeId tape, WindowBytes windows) {
+  if (is_inherited() || !ledger_.is_open(tape)) return;
+  windows_.set_limits_from(tape, ledger_.tape(tape).end_save(), windows);
+  if (!backend_.streams.is_capturing()) drain_window(windows.offload_bytes, windows_.kept_bytes(tape));
+}
+
 // R4: the compute stream is made to wait only when the window is full, for the oldest copy first.
 void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };

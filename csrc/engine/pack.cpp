@@ -91,7 +91,7 @@ Lessons::Known Engine::learned(TapeId tape, const SavedBytes& saved, uint64_t nb
     row->bytes_at_once = std::max(row->bytes_at_once, known.operator_bytes);
   times_.next(tape, /*is_first=*/info.record_count == 0, known.wants_times);
   if (known.has_lost_way) slots_.grow_ahead(*info.context);
-  windows_.set_limits(tape, known.limits);
+  if (info.context->module_windows.empty()) windows_.set_limits(tape, known.limits);
   return known;
 }
 

@@ -83,6 +83,13 @@ def module_rows(context: Context, /) -> list[dict[str, Any]]:
     The keys are fields of ``ModuleStats``.
     """
 
+def set_module_windows(context: Context, windows: Sequence[tuple[int, int, int]], /) -> None:
+    """Give the modules of a context windows of their own, by the numbers of ``set_module``. Before it is entered.
+
+    Each has the offload window of its forward, that from its end to the next module's beginning, and the reload window
+    while backward asks for what it has saved; in bytes. As a window becomes smaller, what is on its way is waited for.
+    """
+
 def reset_stats() -> None: ...
 def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:
     """Return the saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.
@@ -100,11 +107,12 @@ def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tu
     ValueError: a group of that number does not exist, or there are too many.
     """
 
-def joint_plan(step: object, memory_bytes: int | None, /) -> dict[str, Any] | None:
+def joint_plan(step: object, memory_bytes: int | None, timed_as: object = None, /) -> dict[str, Any] | None:
     """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
 
     ``step`` has the attributes of ``_fit.step.Step``. Each call is (number of its way, numbers of the outputs that
-    move, whether anything moves). None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
+    move, whether anything moves, its offload window, its reload window). ``timed_as``: the step whose
+    times the plan is given, where it is planned for other times of the same step. None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
     """

@@ -138,7 +138,7 @@ def test_random_steps_take_what_they_must(data):
     step = Step(nbytes, forward, data.draw(seconds), [2 * one for one in forward])
     plan, planned = step.planned()
     unlimited = testing.simulate(
-        step.nbytes, step.last_save, step.times(), [k != "none" for k in plan["kept"]], 2**60, 2**60
+        step.nbytes, step.last_save, step.times(), [k != "none" for k in plan["kept"]], [2**60] * count, [2**60] * count
     )
     least = max(planned["bound_s"], unlimited["step_s"])
     largest_copy_s = 2 * max(nbytes) / RATE

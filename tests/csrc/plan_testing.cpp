@@ -123,12 +123,13 @@ void bind_plan_testing(py::module_& module) {
       },
       py::arg("nbytes"), py::arg("last_save"), py::arg("times").none(true), py::arg("options") = Options{},
       py::arg("joins") = std::vector<bool>{});
-  // What a step takes under a plan that was made elsewhere.
+  // What a step takes under a plan that was made elsewhere. `offload_windows`: from each record to the next;
+  // `reload_windows`: from the moment on at which backward asks for each.
   module.def("simulate",
              [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
-                uint64_t offload_window_bytes, uint64_t reload_window_bytes) {
-               const Sizes offload_windows(nbytes.size(), offload_window_bytes);
-               const Plan plan = plan_of(kept, offload_windows, reload_window_bytes);
+                const Sizes& offload_windows, const Sizes& reload_windows) {
+               Plan plan = plan_of(kept, offload_windows, 0);
+               plan.reload_bytes_from = reload_windows;
                return to_dict(simulate({nbytes, last_save, {}}, times, plan));
              });
 

@@ -7,18 +7,8 @@ any step. It comes the nearer to what plans do, the more blocks there are and th
 import dataclasses
 from collections.abc import Sequence
 
-from plan_oracle import MIB, MS, UNLIMITED, MemoryRows, Program, Terms, of_call, records, times, total
+from plan_oracle import MIB, MS, MemoryRows, Program, Terms, of_call, records, times, total
 from torchoffload._fit.step import Kind, Step
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Of which sizes windows are, and what follows from that."""
-
-    least_mib: float = 0.0
-    most_mib: float = UNLIMITED
-    holds_any: bool = True  # it has room for a record
-    holds_each: bool = True  # it has room for one of each kind's records
 
 
 @dataclasses.dataclass
@@ -36,13 +26,13 @@ class _Call:
 
 
 class _Bound:
-    """A linear program that no plan beats whose windows are of such a size. See `bound_with_moving`."""
+    """A linear program that no plan beats. See `bound_with_moving`."""
 
-    def __init__(self, step: Step, memory_bytes: int, sizes: Window) -> None:
-        self.step, self.program, self.sizes = step, Program(), sizes
-        self.window = self.program.variable(most=sizes.most_mib)
-        self.program.at_least({self.window: 1}, sizes.least_mib)
-        self.memory = MemoryRows(self.program, step, memory_bytes, {self.window: 1.0})
+    def __init__(self, step: Step, memory_bytes: int) -> None:
+        self.step, self.program = step, Program()
+        self.windows = [(self.program.variable(), self.program.variable()) for _ in step.calls]
+        self.loss_window = self.program.variable()
+        self.memory = MemoryRows(self.program, step, memory_bytes, self.windows, self.loss_window)
         self.out_ms, self.in_ms = (MIB / rate / MS for rate in (step.out_bytes_per_s, step.in_bytes_per_s))  # of a MiB
         self.calls = [self._place(number) for number in range(len(step.calls))]
         self.memory.at_loss()
@@ -82,18 +72,21 @@ class _Bound:
         for number, call in enumerate(self.calls):
             forward_ms = of_call(self.step, number).forward_s / MS
             end = program.variable()
-            waited = {} if self.sizes.holds_any else times(-self.out_ms, call.moved)  # without room each copy is
-            program.at_least(total({end: 1, clock: -1}, waited), forward_ms)
+            program.at_least({end: 1, clock: -1}, forward_ms)
             for moment in sorted({ready for ready, _, _ in call.records}):
                 made = total(*({part: mib} for ready, mib, part in call.records if ready == moment))
                 copied = program.variable()
                 self._no_earlier(copied, {link: 1}, times(self.out_ms, made))
                 for part in made:
                     self._no_earlier(copied, {clock: 1, part: moment}, times(self.out_ms, made))
-                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, self.window: -self.out_ms})
+                    window = self.windows[number][0]
+                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, window: -self.out_ms})
                 link = copied
             clock = end
-        return clock
+        at_loss = program.variable()
+        self._no_earlier(at_loss, {clock: 1})
+        self._no_earlier(at_loss, {link: 1, self.loss_window: -self.out_ms})
+        return at_loss
 
     def _backward(self, clock: int) -> int:
         """The end of the backward of the first call, where forward ends at `clock`.
@@ -105,7 +98,6 @@ class _Bound:
         ask = program.variable()
         program.at_least({ask: 1, clock: -1}, self.step.loss_s / MS)
         since_ask = since_loss = ask
-        behind: list[tuple[_Call, int]] = []  # the calls behind this one in forward, and what they used at the source
         for number in reversed(range(len(self.calls))):
             call, kind = self.calls[number], of_call(self.step, number)
             source = program.variable()
@@ -113,29 +105,18 @@ class _Bound:
             program.at_most(total({source: 1}, times(-1, call.moved)), 0)
             reloaded = times(self.in_ms, total(call.moved, {source: -1}))
             from_ask, from_loss = program.variable(), program.variable()
-            self._no_earlier(from_ask, {ask: 1}, reloaded, times(self.in_ms, self._held_by_last_ask(behind)))
+            self._no_earlier(from_ask, {ask: 1}, reloaded)
             self._no_earlier(from_ask, {since_ask: 1}, reloaded)
             self._no_earlier(from_loss, {since_loss: 1}, reloaded)
             end = program.variable()
             whole, last = self._rests(call, kind)
             self._no_earlier(end, {ask: 1}, whole)
-            self._no_earlier(end, {from_ask: 1, self.window: -self.in_ms}, last)
+            ahead = {reload: -self.in_ms for _, reload in self.windows[number : number + 2]}
+            self._no_earlier(end, {from_ask: 1}, ahead, last)
             self._no_earlier(end, {from_loss: 1}, last)
             ask, since_ask, since_loss = end, from_ask, from_loss
-            behind.append((call, source))
-        program.at_most(total(dict.fromkeys(sources, 1.0), {self.window: -1}), 0)
+        program.at_most(total(dict.fromkeys(sources, 1.0), {self.loss_window: -1}), 0)
         return ask
-
-    def _held_by_last_ask(self, behind: Sequence[tuple[_Call, int]]) -> dict[int, float]:
-        """At least so many MiB of the reload window were taken by what was asked for last, if it was reloaded.
-
-        Of a plain call the arguments are asked for as the next call begins, and may come behind what that one asks for.
-        """
-        last_two = behind[-2:]
-        if not self.sizes.holds_each or not last_two or not last_two[-1][0].records:
-            return {}
-        least = min(mib for call, _ in last_two for _, mib, _ in call.records)
-        return total(dict.fromkeys(last_two[-1][0].moves, least), *({source: -1.0} for _, source in last_two))
 
     def _rests(self, call: _Call, kind: Kind) -> tuple[dict[int, float], dict[int, float]]:
         """By part: what backward takes, and what of it is left as it asks for the last thing that moved."""
@@ -157,18 +138,8 @@ class _Bound:
 def bound_with_moving(step: Step, memory_bytes: int) -> float | None:
     """A time in seconds that no plan of the step beats, whatever moves; None if nothing fits.
 
-    The rules are those of a plan, with parts of ways and of outputs in place of choices, and with a window of any size.
-    Copies take their bytes and no latency. They wait for each other, for the computation and for windows, as far as
-    linear conditions can say so. Some conditions hold for windows of some sizes, so there are up to three programs.
+    The rules are those of a plan, with parts of ways and of outputs in place of choices, and with windows of any size at
+    each call. Copies take their bytes and no latency. They wait for each other, for the computation and for windows, as
+    far as linear conditions can say so.
     """
-    of_kinds = [
-        [nbytes for way in kind.ways for nbytes, _ in records(step, kind, way, way.kept)] for kind in step.kinds
-    ]
-    least = [min(sizes) / MIB for sizes in of_kinds if sizes]
-    windows = [Window()]
-    if least:
-        windows = [Window(most_mib=0.0, holds_any=False, holds_each=False), Window(max(least))]
-        if min(least) < max(least):
-            windows.append(Window(min(least), max(least), holds_each=False))
-    found = [_Bound(step, memory_bytes, sizes).least() for sizes in windows]
-    return min((each for each in found if each is not None), default=None)
+    return _Bound(step, memory_bytes).least()

@@ -5,7 +5,7 @@ Bytes are counted in pages or MiB, and times in ns or ms, so that the numbers th
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -170,18 +170,44 @@ def going_out_until(step: Step, number: int) -> int:
     return int(passed_s * step.out_bytes_per_s)
 
 
-def peak_bytes(step: Step, plans: Sequence[CallPlan], window_bytes: int) -> int:
-    """The peak of a plan; see Note [Memory of a step of blocks] in ``joint_plan.h``."""
-    kept = peak = 0
-    for number, (call, plan) in enumerate(zip(step.calls, plans, strict=True)):
-        windows = max(0, window_bytes - going_out_until(step, number)) + (window_bytes if number > 0 else 0)
-        peak = max(peak, call.backward_bytes + kept + windows)
-        kept += kept_of(step, of_call(step, number), plan)
-        peak = max(peak, call.forward_bytes + kept + window_bytes)
-    return max(peak, step.loss_bytes + kept + window_bytes)
+class Windows(NamedTuple):
+    """The windows of a plan, by call and at the loss, and its peak."""
+
+    offload: list[int]
+    reload: list[int]
+    at_loss: int
+    peak_bytes: int
 
 
-def seconds(step: Step, plans: Sequence[CallPlan], window_bytes: int) -> float:
+def windows_of(step: Step, plans: Sequence[CallPlan], most: int, memory_bytes: int) -> Windows | None:
+    """The windows that are at most so large; see Note [Memory of a step of blocks]. None: the plan does not fit."""
+    kept, moved = [0], [0]
+    for number, plan in enumerate(plans):
+        kind = of_call(step, number)
+        kept.append(kept[-1] + kept_of(step, kind, plan))
+        moved.append(moved[-1] + sum(nbytes for nbytes, _ in moved_of(step, kind, plan)))
+    most = min(most, moved[-1])
+    out = [going_out_until(step, number) for number in range(len(plans))]
+    in_forward = [memory_bytes - call.forward_bytes - kept[number + 1] for number, call in enumerate(step.calls)]
+    in_backward = [memory_bytes - call.backward_bytes - kept[number] for number, call in enumerate(step.calls)]
+    room_at_loss = min([memory_bytes - step.loss_bytes - kept[-1], *map(sum, zip(in_backward, out, strict=True))])
+    if min([room_at_loss, *in_forward, *in_backward]) < 0:
+        return None
+    at_loss = min(most, room_at_loss)
+    left = [max(0, at_loss - passed) for passed in out]
+    rooms = [room - going_out for room, going_out in zip(in_backward, left, strict=True)]
+    offload = [min(most, room, moved[number + 1]) for number, room in enumerate(in_forward)]
+    binding = [room if moved[number] > room else most for number, room in enumerate(rooms)]
+    # What a call itself asks for counts in its window until it is there, and is part of what was measured.
+    reload = [min(most, moved[number + 1], *binding[: number + 1]) for number in range(len(plans))]
+    moments = [step.loss_bytes + kept[-1] + at_loss]
+    for number, call in enumerate(step.calls):
+        moments.append(call.forward_bytes + kept[number + 1] + offload[number])
+        moments.append(call.backward_bytes + kept[number] + left[number] + min(reload[number], moved[number]))
+    return Windows(offload, reload, at_loss, max(moments))
+
+
+def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
     """What a step takes under a plan, by the simulation of the core."""
     ways = [of_call(step, number).ways[plan.way] for number, plan in enumerate(plans)]
     kinds = [of_call(step, number) for number in range(len(plans))]
@@ -191,8 +217,19 @@ def seconds(step: Step, plans: Sequence[CallPlan], window_bytes: int) -> float:
     for number in reversed(range(len(plans))):
         begins[number] = clock_s
         clock_s += ways[number].recompute_s + kinds[number].backward_s
-    nbytes, moments = [], []
+    nbytes: list[int] = []
+    moments: list[tuple[float, float]] = []
+    kept: list[bool] = []
+    in_force: list[tuple[int, int]] = []  # by record: the windows
+
+    def wait(at_s: float, window: int) -> None:  # until no more is on its way out
+        nbytes.append(0)
+        moments.append((at_s, -1.0))
+        kept.append(True)
+        in_force.append((window, 0))
+
     for number, kind in enumerate(kinds):
+        wait(starts[number], windows.offload[number])
         for size, ready_s in moved_of(step, kind, plans[number]):
             # Backward goes through a plain block the other way round, and asks for all of another one as it begins.
             at_s = starts[number] + ready_s
@@ -201,13 +238,16 @@ def seconds(step: Step, plans: Sequence[CallPlan], window_bytes: int) -> float:
             # Of what is asked for at the same moment the last one comes first.
             needed_s = begins[number] + (1 - min(max(part, 0), 1)) * kind.backward_s - 1e-9 * len(moments)
             moments.append((at_s, needed_s))
+            kept.append(False)
+            in_force.append((windows.offload[number], windows.reload[number]))
+    wait(starts[-1], windows.at_loss)
     compute_s = clock_s + step.end_s
-    if not nbytes:
+    if all(kept):
         return compute_s
     link = (step.out_bytes_per_s, step.in_bytes_per_s, step.latency_s)
     step_times = testing.StepTimes(moments, compute_s, *link)
-    kept = [False] * len(nbytes)
-    found = testing.simulate(nbytes, list(range(len(nbytes))), step_times, kept, window_bytes, window_bytes)
+    offload, reload = (list(each) for each in zip(*in_force, strict=True))
+    found = testing.simulate(nbytes, list(range(len(nbytes))), step_times, kept, offload, reload)
     return float(found["step_s"])
 
 
@@ -221,34 +261,42 @@ def stock_s(step: Step) -> float:
 
 
 class MemoryRows:
-    """The conditions on memory, call by call: what the calls keep so far, and the windows, have to fit."""
+    """The conditions on memory, call by call: what the calls keep so far, and the windows, have to fit.
 
-    def __init__(self, program: Program, step: Step, memory_bytes: int, window: Terms) -> None:
-        self._program, self._step, self._memory_bytes, self._window = program, step, memory_bytes, window
+    ``windows``: for each call the variables of its offload window and of its reload window; ``loss_window``: that of
+    the offload window at the loss. Without them there are no windows.
+    """
+
+    def __init__(
+        self, program: Program, step: Step, memory_bytes: int, windows: Sequence[tuple[int, int]] = (),
+        loss_window: int | None = None,
+    ) -> None:  # fmt: skip
+        self._program, self._step, self._memory_bytes = program, step, memory_bytes
+        self._windows, self._loss_window = windows, loss_window
         self._kept: dict[int, float] = {}
 
     def before(self, number: int) -> None:
-        reload_windows = 1 if number > 0 else 0
         taken_bytes = self._step.calls[number].backward_bytes
-        self._fits(taken_bytes, reload_windows)
-        self._fits(taken_bytes - going_out_until(self._step, number), reload_windows + 1)
+        ahead = [self._windows[number][1]] if self._windows else []
+        self._fits(taken_bytes, *ahead)
+        self._fits(taken_bytes - going_out_until(self._step, number), *ahead, self._loss_window)
 
     def after(self, number: int, kept: Terms) -> None:
         self._kept = total(self._kept, kept)
-        self._fits(self._step.calls[number].forward_bytes, 1)
+        self._fits(self._step.calls[number].forward_bytes, self._windows[number][0] if self._windows else None)
 
     def at_loss(self) -> None:
-        self._fits(self._step.loss_bytes, 1)
+        self._fits(self._step.loss_bytes, self._loss_window)
 
-    def _fits(self, taken_bytes: int, windows: int) -> None:
-        held = total(self._kept, times(windows, self._window)) if self._window else self._kept
+    def _fits(self, taken_bytes: int, *windows: int | None) -> None:
+        held = total(self._kept, {window: 1.0 for window in windows if window is not None})
         self._program.at_most(held, (self._memory_bytes - taken_bytes) / MIB)
 
 
 def best_without_moving(step: Step, memory_bytes: int) -> float | None:
     """The least time of a step in which nothing moves, in seconds; None if no choice of ways fits."""
     program = Program()
-    memory = MemoryRows(program, step, memory_bytes, {})
+    memory = MemoryRows(program, step, memory_bytes)
     for number in range(len(step.calls)):
         kind = of_call(step, number)
         ways = [program.choice(way.recompute_s / MS) for way in kind.ways]

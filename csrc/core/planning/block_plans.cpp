@@ -88,11 +88,10 @@ BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step), left_s_(step.cal
 
 // ---- bytes ----
 
-uint64_t BlockPlans::in_backward(size_t call, uint64_t window_bytes) const {
+uint64_t BlockPlans::still_going_out(size_t call, uint64_t loss_window_bytes) const {
   const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
-  const uint64_t going_out =
-      out_bytes < static_cast<double>(window_bytes) ? window_bytes - static_cast<uint64_t>(out_bytes) : 0;
-  return going_out + (call > 0 ? window_bytes : 0);
+  const auto window_bytes = static_cast<double>(loss_window_bytes);
+  return out_bytes < window_bytes ? loss_window_bytes - static_cast<uint64_t>(out_bytes) : 0;
 }
 
 std::vector<uint32_t> BlockPlans::movable(const BlockKind& kind, const BlockWay& way) const {
@@ -117,11 +116,11 @@ uint64_t BlockPlans::unmovable_bytes(const BlockKind& kind, const BlockWay& way)
 }
 
 std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
-                                            std::optional<uint64_t> window, bool moves_all) const {
+                                            std::optional<uint64_t> window, Keeps keeps) const {
   JointPlan plan;
   plan.calls.resize(ways.size());
   const bool may_move = window.has_value();
-  const uint64_t window_bytes = window.value_or(0);
+  const uint64_t window_bytes = keeps == Keeps::LeavingRoom ? window.value_or(0) : 0;  // that room is left for
   uint64_t before_bytes = 0;  // what the calls before the one in question keep whatever moves
   for (size_t call = 0; call < ways.size(); ++call) {
     const BlockWay& way = kind_of(call).ways[ways[call]];
@@ -134,16 +133,19 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
     before_bytes -= may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
     room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
     const int64_t own_room = room - static_cast<int64_t>(before_bytes);
-    room -= static_cast<int64_t>(place_call(call, ways[call], may_move, moves_all, own_room, plan.calls[call]));
-    room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, in_backward(call, window_bytes)));
+    room -= static_cast<int64_t>(place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]));
+    const uint64_t ahead_bytes = call > 0 ? window_bytes : 0;
+    room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes,
+                               still_going_out(call, window_bytes) + ahead_bytes));
     if (room < 0) return std::nullopt;
   }
-  plan.window_bytes = window_bytes;
+  plan.window_bytes = window.value_or(0);
   return sum_up(plan, memory_bytes) ? std::optional(std::move(plan)) : std::nullopt;
 }
 
-uint64_t BlockPlans::place_call(size_t call, uint32_t number, bool may_move, bool moves_all, int64_t room,
+uint64_t BlockPlans::place_call(size_t call, uint32_t number, bool may_move, Keeps keeps, int64_t room,
                                 CallPlan& placed) const {
+  const bool moves_all = keeps == Keeps::Nothing;
   const BlockKind& kind = kind_of(call);
   const BlockWay& way = kind.ways[number];
   placed.way = number;
@@ -185,23 +187,66 @@ uint64_t BlockPlans::kept_of(size_t call, const CallPlan& placed) const {
 
 bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   uint64_t kept = 0, all = 0;
+  std::vector<uint64_t> before;  // what the calls before each one keep, and what all do
   for (size_t call = 0; call < plan.calls.size(); ++call) {
+    before.push_back(kept);
     kept += kept_of(call, plan.calls[call]);
     all += kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
   }
+  before.push_back(kept);
   plan.kept_bytes = kept;
   plan.moved_bytes = all - kept;
   if (plan.moved_bytes == 0) plan.window_bytes = 0;
-  plan.peak_bytes = step_.loss_bytes + kept + plan.window_bytes;
-  plan.loss_bytes = kept + std::min(plan.window_bytes, plan.moved_bytes);
-  uint64_t so_far = 0;
+  if (!set_windows(plan, before, memory_bytes) || plan.moved_bytes > step_.tier_bytes) return false;
+  plan.loss_bytes = kept + plan.loss_window_bytes;
+  plan.peak_bytes = step_.loss_bytes + plan.loss_bytes;
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     const BlockCall& taken = step_.calls[call];
-    plan.peak_bytes = std::max(plan.peak_bytes, taken.backward_bytes + so_far + in_backward(call, plan.window_bytes));
-    so_far += kept_of(call, plan.calls[call]);
-    plan.peak_bytes = std::max(plan.peak_bytes, taken.forward_bytes + so_far + plan.window_bytes);
+    const CallWindows& windows = plan.windows[call];
+    const uint64_t in_backward = windows.ahead_bytes + still_going_out(call, plan.loss_window_bytes);
+    plan.peak_bytes = std::max({plan.peak_bytes, taken.forward_bytes + before[call + 1] + windows.offload_bytes,
+                                taken.backward_bytes + before[call] + in_backward});
   }
-  return plan.peak_bytes <= memory_bytes && plan.moved_bytes <= step_.tier_bytes;
+  return true;
+}
+
+bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& before, uint64_t memory_bytes) const {
+  const size_t count = plan.calls.size();
+  const auto window_bytes = static_cast<int64_t>(std::min(plan.window_bytes, kMostMemory));
+  std::vector<int64_t> moved(count + 1, 0);  // of the calls before each one, and of all
+  for (size_t call = 0; call < count; ++call) {
+    const uint64_t all = kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
+    moved[call + 1] = moved[call] + static_cast<int64_t>(all - (before[call + 1] - before[call]));
+  }
+  plan.windows.assign(count, {});
+  bool is_even = true;
+  const auto window_within = [&](int64_t moved_bytes, int64_t room) {
+    const int64_t wanted = std::min(window_bytes, moved_bytes);
+    is_even &= room >= wanted;
+    return static_cast<uint64_t>(std::min(wanted, room));
+  };
+  // At the loss there is room for what is on its way out in the backwards behind it, too.
+  int64_t at_loss = left(memory_bytes, step_.loss_bytes, before[count]);
+  for (size_t call = 0; call < count; ++call) {
+    const int64_t in_forward = left(memory_bytes, step_.calls[call].forward_bytes, before[call + 1]);
+    const int64_t in_backward = left(memory_bytes, step_.calls[call].backward_bytes, before[call]);
+    if (in_forward < 0 || in_backward < 0) return false;
+    plan.windows[call].offload_bytes = window_within(moved[call + 1], in_forward);
+    const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
+    at_loss = std::min(at_loss, in_backward + static_cast<int64_t>(std::min(out_bytes, static_cast<double>(kMostMemory))));
+  }
+  if (at_loss < 0) return false;
+  plan.loss_window_bytes = window_within(moved[count], at_loss);
+  int64_t most = kMostMemory;  // that leaves room in the backwards that follow
+  for (size_t call = 0; call < count; ++call) {
+    const uint64_t going_out = still_going_out(call, plan.loss_window_bytes);
+    const int64_t room = left(memory_bytes, step_.calls[call].backward_bytes, before[call] + going_out);
+    if (moved[call] > room) most = std::min(most, room);
+    // What the call itself asks for counts in the window until it is there, and is part of what was measured.
+    plan.windows[call].reload_bytes = static_cast<uint64_t>(std::min({window_bytes, moved[call + 1], most}));
+    plan.windows[call].ahead_bytes = window_within(moved[call], most);
+  }
+  return is_even || !step_.has_even_windows;
 }
 
 std::vector<uint64_t> BlockPlans::moving_sizes(const JointPlan& plan) const {
@@ -241,23 +286,36 @@ void BlockPlans::time(JointPlan& plan) const {
   std::vector<double> starts_s(count), begins_s(count);
   plan.recompute_s = 0;
   double clock_s = step_.head_s;
-  const auto add = [&](size_t call, uint64_t nbytes, double ready_s) {
+  Plan windows;
+  const auto add = [&](size_t call, uint64_t nbytes, double ready_s, uint64_t window_bytes, Reason why = Reason::None) {
     shape.nbytes.push_back(nbytes);
-    times.records.push_back({starts_s[call] + ready_s, 0});
+    times.records.push_back({ready_s, -1});
     call_of.push_back(call);
+    windows.kept.push_back(why);
+    windows.offload_bytes.push_back(window_bytes);
+    windows.reload_bytes_from.push_back(plan.windows[call].reload_bytes);
+  };
+  // A window that becomes smaller is waited for. To the simulation that is a record of 0 bytes that stays.
+  const auto change_window = [&](size_t call, uint64_t nbytes) {
+    if (!windows.offload_bytes.empty() && windows.offload_bytes.back() > nbytes)
+      add(call, 0, clock_s, nbytes, Reason::NeededSoon);
   };
   for (size_t call = 0; call < count; ++call) {
     const BlockKind& kind = kind_of(call);
     const CallPlan& placed = plan.calls[call];
     const BlockWay& way = kind.ways[placed.way];
+    const uint64_t window_bytes = plan.windows[call].offload_bytes;
+    change_window(call, window_bytes);
     starts_s[call] = clock_s;
     plan.recompute_s += way.recompute_s;
-    if (placed.moves && moves_input(way)) add(call, way.input_bytes, 0);
+    if (placed.moves && moves_input(way)) add(call, way.input_bytes, clock_s, window_bytes);
     for (const uint32_t output : placed.moved) {
-      for (const uint64_t nbytes : kind.outputs[output].sizes) add(call, nbytes, kind.outputs[output].ready_s);
+      for (const uint64_t nbytes : kind.outputs[output].sizes)
+        add(call, nbytes, clock_s + kind.outputs[output].ready_s, window_bytes);
     }
     clock_s += kind.forward_s;
   }
+  if (count > 0) change_window(count - 1, plan.loss_window_bytes);
   clock_s += step_.loss_s;
   for (size_t call = count; call-- > 0;) {
     begins_s[call] = clock_s;
@@ -274,13 +332,11 @@ void BlockPlans::time(JointPlan& plan) const {
       const double part = kind.forward_s > 0 ? (times.records[record].ready_s - starts_s[call]) / kind.forward_s : 1;
       needed_s += (1 - std::clamp(part, 0.0, 1.0)) * kind.backward_s;
     }
-    times.records[record].needed_s = needed_s - kBetweenAsksS * static_cast<double>(record);
     shape.last_save.push_back(record);
+    if (windows.kept[record] == Reason::None)
+      times.records[record].needed_s = needed_s - kBetweenAsksS * static_cast<double>(record);
   }
   times.link = step_.link;
-  Plan windows;
-  windows.kept.assign(shape.count(), Reason::None);
-  windows.offload_bytes.assign(shape.count(), plan.window_bytes);
   windows.reload_bytes = plan.window_bytes;
   plan.step_s = simulate(shape, times, windows).step_s;
 }

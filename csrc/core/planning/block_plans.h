@@ -21,13 +21,16 @@ class BlockPlans {
  public:
   explicit BlockPlans(const StepOfBlocks& step);
 
-  // The plan in which each call goes this way. What is kept stays on the device as far as there is room, from the last
-  // call to the first, and moves otherwise; without a window nothing moves. `moves_all`: whatever can move does.
-  // nullopt: it does not fit. The plan has no times yet.
-  std::optional<JointPlan> placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
-                                  std::optional<uint64_t> window_bytes, bool moves_all = false) const;
+  // What is kept of a plan that is made. LeavingRoom: for whole windows at each moment.
+  enum class Keeps : uint8_t { Nothing, LeavingRoom, AllThatFits };
 
-  // Sums up the bytes of a plan. Returns whether it fits.
+  // The plan in which each call goes this way. What is kept stays on the device as far as there is room, from the last
+  // call to the first, and moves otherwise; without a window nothing moves. nullopt: it does not fit. The plan has no
+  // times yet.
+  std::optional<JointPlan> placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
+                                  std::optional<uint64_t> window_bytes, Keeps keeps) const;
+
+  // Sums up the bytes of a plan, and gives each call its windows. Returns whether it fits.
   bool sum_up(JointPlan& plan, uint64_t memory_bytes) const;
 
   // Adds the times of a plan, by a simulation of what moves.
@@ -44,15 +47,17 @@ class BlockPlans {
   std::vector<uint64_t> movable_sizes(const std::vector<uint32_t>& ways) const;
 
  private:
-  // What windows hold while the backward of a call runs.
-  uint64_t in_backward(size_t call, uint64_t window_bytes) const;
+  // What of so many bytes on their way out at the loss still is while the backward of a call runs.
+  uint64_t still_going_out(size_t call, uint64_t loss_window_bytes) const;
+  // Sets the windows of a plan. `before`: what the calls before each one keep. Returns whether it fits.
+  bool set_windows(JointPlan& plan, const std::vector<uint64_t>& before, uint64_t memory_bytes) const;
   // The outputs that a way keeps and that may move, the ones that are made last first.
   std::vector<uint32_t> movable(const BlockKind& kind, const BlockWay& way) const;
   bool moves_input(const BlockWay& way) const;
   // What stays of a call whatever moves.
   uint64_t unmovable_bytes(const BlockKind& kind, const BlockWay& way) const;
   // Decides what moves of a call, within a room. Returns the bytes that stay.
-  uint64_t place_call(size_t call, uint32_t way, bool may_move, bool moves_all, int64_t room, CallPlan& placed) const;
+  uint64_t place_call(size_t call, uint32_t way, bool may_move, Keeps keeps, int64_t room, CallPlan& placed) const;
   uint64_t kept_of(size_t call, const CallPlan& placed) const;
 
   const StepOfBlocks& step_;

@@ -16,6 +16,8 @@ constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
 // Windows with room for the largest record and one of the next smaller sizes: so many of these sizes are tried.
 constexpr size_t kSmallerSizes = 2;
 constexpr uint64_t kWithSmaller = 3;  // the number under which the best plan with such windows is kept; no multiple
+// The size of windows that is tried where no room is left for them everywhere.
+constexpr uint64_t kWithoutRoom = 32;
 // Of the calls of a kind that go on to the next way this many different counts are tried.
 constexpr size_t kCounts = 8;
 // With nothing moving, amounts of what is kept are told apart by this part of the room.
@@ -23,9 +25,12 @@ constexpr size_t kAmounts = 4096;
 // The best plan with windows of each size is made better step by step, with so many changes at most. To look at one
 // takes the longer the more calls there are.
 constexpr size_t kChanges = 2000;
-constexpr size_t kChangedCalls = 500'000;
+constexpr size_t kChangedCalls = 300'000;
 constexpr double kWindowChanges[] = {0, 0.5, 0.67, 0.75, 0.9, 1.1, 1.25, 1.5, 2};
 constexpr double kNoGainS = 1e-9;
+// Copies slow down what runs beside them a little, which is in no simulation: so of plans whose times differ by no more
+// than this part the one that moves less is better.
+constexpr double kNoDifference = 1e-3;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
 // A kind goes from one way to the next one.
@@ -115,15 +120,20 @@ class Search {
   std::optional<JointPlan> best() {
     if (const std::vector<uint32_t> still = best_still(step_, memory_bytes_); still.size() == step_.calls.size())
       try_plan(still, std::nullopt);
-    const bool is_stock = best_.contains(0) && best_.at(0).recompute_s == 0;
+    const bool is_stock = !best_.empty() && best_.begin()->second.recompute_s == 0;
     if (step_.may_move && !is_stock) {
       sweep();
       improve();
     }
     if (best_.empty()) return std::nullopt;
-    const auto least = std::ranges::min_element(
-        best_, [](const auto& one, const auto& other) { return one.second.step_s < other.second.step_s - kNoGainS; });
-    return std::move(least->second);
+    double least_s = std::numeric_limits<double>::infinity();
+    for (const auto& [windows, plan] : best_) least_s = std::min(least_s, plan.step_s);
+    JointPlan* found = nullptr;
+    for (auto& [windows, plan] : best_) {
+      const bool is_as_quick = plan.step_s <= least_s * (1 + kNoDifference);
+      if (is_as_quick && (found == nullptr || plan.moved_bytes < found->moved_bytes)) found = &plan;
+    }
+    return std::move(*found);
   }
 
  private:
@@ -156,18 +166,21 @@ class Search {
       if (size > 1 && size * largest_bytes > memory_bytes_ / 2) break;
       try_plan(ways, size * largest_bytes, size);
     }
+    for (const auto keeps : {BlockPlans::Keeps::AllThatFits, BlockPlans::Keeps::Nothing})
+      try_plan(ways, std::min(kWithoutRoom * largest_bytes, memory_bytes_ / 2), kWithoutRoom, keeps);
     // The largest record, and one of the next smaller sizes beside it.
     for (size_t place = sizes.size() - std::min(sizes.size(), kSmallerSizes + 1); place + 1 < sizes.size(); ++place)
       try_plan(ways, largest_bytes + sizes[place], kWithSmaller);
   }
 
   // `size`: of the window, as a multiple of the largest record.
-  bool try_plan(const std::vector<uint32_t>& ways, std::optional<uint64_t> window_bytes, uint64_t size = 0) {
-    std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes);
+  bool try_plan(const std::vector<uint32_t>& ways, std::optional<uint64_t> window_bytes, uint64_t size = 0,
+                BlockPlans::Keeps keeps = BlockPlans::Keeps::LeavingRoom) {
+    std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes, keeps);
     if (!plan) return false;
     plans_.time(*plan);
     // Of plans that take as long the one that came first stays.
-    const auto [known, is_first] = best_.try_emplace(size, *plan);
+    const auto [known, is_first] = best_.try_emplace({keeps, size}, *plan);
     if (!is_first && plan->step_s < known->second.step_s - kNoGainS) known->second = *std::move(plan);
     return true;
   }
@@ -175,20 +188,22 @@ class Search {
   // Makes plans better, by changes of the windows and of single calls.
   void improve() {
     const size_t most = std::min(kChanges, kChangedCalls / ((best_.size() + 1) * (step_.calls.size() + 1)));
-    for (auto& [size, plan] : best_) {
+    for (auto& [windows, plan] : best_) {
       changes_left_ = most;
       while (change_windows(plan) | change_calls(plan) | swap_calls(plan)) {
       }
     }
   }
 
-  // Takes another plan in the place of this one if it fits and takes less time.
+  // Takes another plan in the place of this one if it fits and takes less time, or as long and moves less.
   bool take(JointPlan& plan, JointPlan other) {
     if (changes_left_ == 0) return false;
     --changes_left_;
     if (!plans_.sum_up(other, memory_bytes_)) return false;
     plans_.time(other);
-    if (other.step_s >= plan.step_s - kNoGainS) return false;
+    const bool takes_less = other.step_s < plan.step_s - kNoGainS;
+    const bool moves_less = other.step_s <= plan.step_s && other.moved_bytes < plan.moved_bytes;
+    if (!takes_less && !moves_less) return false;
     plan = std::move(other);
     return true;
   }
@@ -265,7 +280,8 @@ class Search {
   const uint64_t memory_bytes_;
   const BlockPlans plans_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
-  std::map<uint64_t, JointPlan> best_;         // by the size of the windows
+  // By what room is left for windows, and by their size.
+  std::map<std::pair<BlockPlans::Keeps, uint64_t>, JointPlan> best_;
   size_t changes_left_ = 0;
 };
 
@@ -275,12 +291,14 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
   return Search(step, memory_bytes).best();
 }
 
+void time_plan(const StepOfBlocks& step, JointPlan& plan) { BlockPlans(step).time(plan); }
+
 JointPlan least_plan(const StepOfBlocks& step) {
   const BlockPlans plans(step);
   const std::vector<uint32_t> ways(step.calls.size(), 0);
-  std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt);
+  std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt, BlockPlans::Keeps::AllThatFits);
   if (step.may_move) {
-    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, 0, /*moves_all=*/true);
+    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, 0, BlockPlans::Keeps::Nothing);
     if (moved && (!plan || moved->peak_bytes < plan->peak_bytes)) plan = std::move(moved);
   }
   JointPlan least = plan.value_or(JointPlan{});

@@ -9,11 +9,17 @@
 // Note [Memory of a step of blocks]
 // What the device holds apart from what is planned here is measured, in a step that keeps nothing in its blocks: the
 // most while each block's forward runs, at the loss, and while each block's backward runs, with the block computed
-// again. A plan adds what it keeps on the device until the block's backward has begun, and the window. In backward that
-// is the reload window, and what may still be on its way out: at the loss the whole offload window, and less of it the
-// later it is, since at least the backwards of the blocks behind have passed. While a block's backward runs its own
-// values are there in any plan, so they are part of what was measured. Windows of 0 bytes add nothing: the compute
-// stream waits for each copy.
+// again. A plan adds what it keeps on the device until the block's backward has begun, and the windows. While a block's
+// backward runs its own values are there in any plan, so they are part of what was measured. Windows of 0 bytes add
+// nothing: the compute stream waits for each copy.
+//
+// The windows change from call to call. They have the plan's size where there is room for it, and else what room there
+// is: a language model takes the most memory at its loss, and has room for large windows before and behind it. As a
+// call begins, and at the loss, the compute stream waits until no more is on its way out than the window of that moment
+// has room for. The reload window of a call is in force from the moment on at which backward asks for what the call has
+// saved. What was reloaded ahead stays until it is used, and so this window leaves room in the backwards that follow,
+// too, as far as anything is left then that could be ahead. In backward what was on its way out at the loss counts as
+// well, and less of it the later it is, since at least the backwards of the blocks behind have passed.
 //
 // Note [The search for a plan]
 // With nothing moving, the best plan is found by going through the calls and keeping for each amount that is kept the
@@ -21,8 +27,9 @@
 // hull of bytes and time, so that going from one to the next saves less time a byte each time, and for one price of a
 // byte each kind takes one way. So all kinds begin at their ways of least bytes; then, by the time that a byte saves,
 // one kind after the other goes on to its next way, the first or the last calls of the kind before the others. What is
-// kept stays on the device as far as there is room, from the last block to the first, and moves otherwise. Each such
-// plan is simulated with windows of several sizes. The best few are then changed, one call or the windows at a time, as
+// kept stays on the device as far as there is room, from the last block to the first, and moves otherwise. That is done
+// with room for whole windows left free everywhere, for windows of several sizes; without; and with nothing staying that
+// may move. Each such plan is simulated. The best few are then changed, one call or the windows at a time, as
 // long as that saves time.
 #pragma once
 
@@ -77,6 +84,7 @@ struct StepOfBlocks {
   uint64_t least_moved_bytes = 0;  // what is smaller does not move
   uint64_t tier_bytes = 0;         // what the tier has room for
   bool may_move = false;
+  bool has_even_windows = false;  // a plan fits only if there is room for its windows at each moment
   LinkRates link;
 };
 
@@ -86,19 +94,33 @@ struct CallPlan {
   bool moves = false;           // something moves, and if it is not plain its arguments, too
 };
 
+// The windows of one call; see Note [Memory of a step of blocks].
+struct CallWindows {
+  uint64_t offload_bytes = 0;  // while its forward runs
+  uint64_t reload_bytes = 0;   // while its backward runs
+  uint64_t ahead_bytes = 0;    // what of the reload window calls before it can have
+
+  friend bool operator==(const CallWindows&, const CallWindows&) = default;
+};
+
 struct JointPlan {
   std::vector<CallPlan> calls;
+  std::vector<CallWindows> windows;    // by call
+  uint64_t loss_window_bytes = 0;      // the offload window at the loss
   double step_s = 0;
   double recompute_s = 0;
   uint64_t peak_bytes = 0;
-  uint64_t loss_bytes = 0;  // on the device at the loss: what is kept in the blocks, and the window
+  uint64_t loss_bytes = 0;  // on the device at the loss: what is kept in the blocks, and the window of that moment
   uint64_t kept_bytes = 0;  // of the blocks, on the device
   uint64_t moved_bytes = 0;
-  uint64_t window_bytes = 0;  // of either window
+  uint64_t window_bytes = 0;  // the most that any window has
 };
 
 // The plan of the least time whose peak is at most `memory_bytes`; nullopt if there is none.
 std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_bytes);
+
+// Sets the times of a plan that was made for another step, which has other times and the same bytes.
+void time_plan(const StepOfBlocks& step, JointPlan& plan);
 
 // The plan of the least memory.
 JointPlan least_plan(const StepOfBlocks& step);

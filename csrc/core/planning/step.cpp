@@ -189,6 +189,7 @@ class Walk {
     advance(times_.records[used].needed_s);
     windows_.released(kTape, std::exchange(released_bytes_, 0));
     note(StepEvent::What::Ask, used);
+    if (!plan_.reload_bytes_from.empty()) windows_.set_limits(kTape, {0, plan_.reload_bytes_from[used]});
     switch (live_[used].state) {
       case State::Resident:  // the record was kept; its handle dies after the operator has run
         released_bytes_ = nbytes;

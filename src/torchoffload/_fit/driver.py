@@ -25,7 +25,7 @@ from torchoffload._fit.scaling import SmallerCalls
 from torchoffload._fit.step import Step, least_plan
 from torchoffload._fit.survey import Survey
 from torchoffload._fit.trials import Candidates, Trial, failure_message, plans_to_try, restricted, unfit_message
-from torchoffload._fit.turns import turns_of, weakly
+from torchoffload._fit.turns import turns_of, weakly, windows_of
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -370,7 +370,7 @@ class Driver:
         self._reset_counters = [turns.reset for turns in watches.values()]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
-        self._following.follow(watches, moving, trial.plan.window_bytes)
+        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, self.called.modules))
         if not keeps_cache:
             self.meter.forget_reserved()
 

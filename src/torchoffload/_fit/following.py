@@ -2,17 +2,36 @@
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._core import core
 from torchoffload._fit.blocks import unplan_block, watch_block
 from torchoffload._fit.replay import Watch
 from torchoffload._modules.offload_modules import offload_modules
 from torchoffload._modules.selection import Chosen
 
-__all__ = ["Following"]
+__all__ = ["Following", "Windows"]
+
+
+class Windows(NamedTuple):
+    """The windows of one block, in bytes.
+
+    Attributes
+    ----------
+    offload_bytes : int
+        The offload window while its forward runs.
+    after_bytes : int
+        The offload window from its end to the beginning of the next block, or at the loss.
+    reload_bytes : int
+        The reload window while its backward runs.
+    """
+
+    offload_bytes: int
+    after_bytes: int
+    reload_bytes: int
 
 
 class Following:
@@ -45,6 +64,7 @@ class Following:
         blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
         moving: list[nn.Module],
         window_bytes: int,
+        windows: Mapping[nn.Module, Windows] | None = None,
     ) -> None:
         """Change what the blocks do from the next call of the model on.
 
@@ -56,10 +76,17 @@ class Following:
             The blocks of which something moves.
         window_bytes : int
             The size of either window.
+        windows : mapping of nn.Module to Windows, optional
+            The windows of each block, where they change from block to block.
         """
         if self._handle is not None:
             options = self._options | {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
             manager = OffloadActivations(model=self._model(), **options)
+            if windows:
+                anywhere = Windows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
+                core.set_module_windows(
+                    manager._context, [anywhere, *(windows.get(module, anywhere) for module in self.names)]
+                )
             numbers = {module: number for number, module in enumerate(self.names, start=1)}
             self._handle._offloading.change(manager, [numbers[module] for module in moving])
         for module in set(self.names) - set(blocks):

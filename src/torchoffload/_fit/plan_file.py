@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 3"
+_FORMAT = "torchoffload plan 4"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
         calls = tuple(Call(**call) for call in step.pop("calls"))
         plan = document["plan"]
-        planned = tuple(CallPlan(each["way"], tuple(each["moved"]), each["moves"]) for each in plan.pop("calls"))
+        planned = tuple(CallPlan(**each | {"moved": tuple(each["moved"])}) for each in plan.pop("calls"))
         return SavedPlan(
             memory_bytes=document["memory_bytes"],
             largest_size=document["largest_size"],

@@ -131,6 +131,8 @@ class Step:
         What is smaller does not move; what the tier has room for.
     may_move : bool
         Whether anything may move.
+    has_even_windows : bool
+        Whether a plan has the same windows at each moment, and not larger ones where there is more room.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
         The time of a copy is bytes / rate + latency.
     """
@@ -146,6 +148,7 @@ class Step:
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True
+    has_even_windows: bool = False
     out_bytes_per_s: float = 1.0
     in_bytes_per_s: float = 1.0
     latency_s: float = 0.0
@@ -167,11 +170,15 @@ class CallPlan:
         The numbers of the outputs that move.
     moves : bool
         Whether anything moves. If so, the arguments of a block that is computed again do.
+    offload_bytes, reload_bytes : int
+        The offload window while its forward runs, and the reload window while its backward runs.
     """
 
     way: int
     moved: tuple[int, ...]
     moves: bool
+    offload_bytes: int = 0
+    reload_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +200,9 @@ class StepPlan:
     kept_bytes, moved_bytes : int
         What the blocks keep on the device, and what moves.
     window_bytes : int
-        The size of the offload window and of the reload window; 0 if nothing moves.
+        The most that the offload window and the reload window of any call have; 0 if nothing moves.
+    loss_window_bytes : int
+        The offload window at the loss.
     """
 
     calls: tuple[CallPlan, ...]
@@ -204,21 +213,25 @@ class StepPlan:
     kept_bytes: int
     moved_bytes: int
     window_bytes: int
+    loss_window_bytes: int
 
 
-def _plan(step: Step, memory_bytes: int | None) -> StepPlan | None:
-    found = core.joint_plan(step, memory_bytes)
+def _plan(step: Step, memory_bytes: int | None, timed_as: Step | None = None) -> StepPlan | None:
+    found = core.joint_plan(step, memory_bytes, timed_as)
     if found is None:
         return None
-    calls = tuple(CallPlan(way, tuple(moved), moves) for way, moved, moves in found.pop("calls"))
+    calls = tuple(CallPlan(way, tuple(moved), *more) for way, moved, *more in found.pop("calls"))
     return StepPlan(calls=calls, **found)
 
 
-def plan_step(step: Step, memory_bytes: int) -> StepPlan | None:
-    """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none."""
+def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) -> StepPlan | None:
+    """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none.
+
+    ``timed_as``: the step whose times the plan is given, where ``step`` assumes other times of the same blocks.
+    """
     if step.other_bytes > memory_bytes:
         return None
-    return _plan(step, max(memory_bytes, 0))
+    return _plan(step, max(memory_bytes, 0), timed_as)
 
 
 def least_plan(step: Step) -> StepPlan:

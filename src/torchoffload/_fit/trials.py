@@ -60,7 +60,8 @@ class Trial:
         """What the blocks do, as a value to compare."""
         ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
         moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
-        return [(way.is_plain, way.kept) for way in ways], moves, self.plan.window_bytes
+        windows = [(planned.offload_bytes, planned.reload_bytes) for planned in self.plan.calls]
+        return [(way.is_plain, way.kept) for way in ways], moves, windows, self.plan.loss_window_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -144,12 +145,15 @@ class Candidates:
 def plans_to_try(step: Step, memory_bytes: int) -> list[StepPlan]:
     """Return the best plans within a memory: as predicted, with some caution, and without moving anything.
 
-    Those that take less memory come first, so that one is known to run before the others are tried.
+    Windows that take all the room there is may leave the allocator with pieces that it cannot join, so one plan has the
+    same windows at each moment. Plans that take less memory come first, so that one is known to run before the others
+    are tried.
     """
     steps = [_cautious(step, recompute, rate) for recompute, rate in _CAUTIONS]
     if step.may_move:
         steps.append(dataclasses.replace(step, may_move=False))
-    plans = [plan for each in steps if (plan := plan_step(each, memory_bytes)) is not None]
+        steps.append(dataclasses.replace(step, has_even_windows=True))
+    plans = [plan for each in steps if (plan := plan_step(each, memory_bytes, timed_as=step)) is not None]
     return sorted(plans, key=step.peak_bytes)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from torchoffload._fit.following import Windows
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.replay import Watch
 from torchoffload._fit.trials import Trial
 
-__all__ = ["Turns", "turns_of", "weakly"]
+__all__ = ["Turns", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
@@ -74,6 +75,17 @@ def turns_of(
             moving[module] = None
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
     return turns, list(moving)
+
+
+def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, Windows]:
+    """Return the windows of each block; the smallest of its calls, where it is called several times in a step."""
+    windows: dict[nn.Module, Windows] = {}
+    calls = trial.plan.calls
+    for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
+        after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
+        own = Windows(call.offload_bytes, after_bytes, call.reload_bytes)
+        windows[module] = Windows(*map(min, own, windows.get(module, own)))
+    return windows
 
 
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:

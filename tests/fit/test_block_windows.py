@@ -1,0 +1,168 @@
+"""Windows that change from module to module: in forward, at its end, and in backward."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from devices import Device
+from torchoffload._core import core
+
+testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
+
+pytestmark = pytest.mark.devices("simulated-late", "simulated-early")
+
+UNIT = 4096
+LARGE = 100 * UNIT
+Windows = tuple[int, int, int]
+
+
+class Saves(nn.Module):
+    """Saves as many units as it is told, in one tensor that nobody else holds, and a small one that stays."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = units
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(torch.exp(x.expand(self.units * 16, -1)).sum(0))
+
+
+def offloaded(windows: Sequence[Windows]) -> tuple[nn.Sequential, torchoffload.OffloadedModules]:
+    """Blocks that save 1, 2, 3, ... units, each with windows of its own."""
+    model = nn.Sequential(*(Saves(number + 1) for number in range(len(windows))))
+    handle = torchoffload.offload_modules(model, list(model), min_offload_size=UNIT, learn=False)
+    core.set_module_windows(handle._offloading.context, [(0, 0, 0), *windows])
+    return model, handle
+
+
+def leaf() -> torch.Tensor:
+    return torch.linspace(-1, 1, 64).requires_grad_()
+
+
+def waits(windows: Sequence[Windows]) -> list[int]:
+    """How many copies out were waited for by the time that each block begins, and when the model has returned."""
+    model, handle = offloaded(windows)
+    before = torchoffload.stats().window_waits
+    found: list[int] = []
+    for block in model:  # behind the hook of offload_modules, which comes last
+        block.register_forward_pre_hook(lambda *_: None)
+        block.forward = noting(block.forward, found)
+    loss = model(leaf()).sum()
+    found.append(torchoffload.stats().window_waits)
+    loss.backward()
+    handle.remove()
+    return [count - before for count in found]
+
+
+def noting(forward, found: list[int]):
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        found.append(torchoffload.stats().window_waits)
+        return forward(x)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("windows", "wanted"),
+    [
+        pytest.param([(LARGE, LARGE, 0)] * 4, [0, 0, 0, 0, 0], id="nothing is waited for"),
+        pytest.param([(0, 0, 0)] * 4, [0, 1, 2, 3, 4], id="everything is waited for"),
+        pytest.param([(LARGE, LARGE, 0)] * 3 + [(LARGE, 0, 0)], [0, 0, 0, 0, 4], id="at the end"),
+        pytest.param([(LARGE, LARGE, 0)] * 2 + [(2 * UNIT, LARGE, 0)] * 2, [0, 0, 1, 3, 4], id="as a block begins"),
+        pytest.param([(LARGE, LARGE, 0), (LARGE, 2 * UNIT, 0), (LARGE, LARGE, 0)], [0, 0, 1, 1], id="between blocks"),
+    ],
+)
+def test_no_more_is_on_its_way_out_than_the_window_of_the_moment(
+    device_under_test: Device, windows: list[Windows], wanted: list[int]
+):
+    with device_under_test.scope():
+        assert waits(windows) == wanted
+
+
+def reloads(windows: Sequence[Windows]) -> list[list[int]]:
+    """For each block, from the last one on: whose bytes begin to come back while its backward runs, by their units."""
+    model, handle = offloaded(windows)
+    copied: list[list[int]] = []
+
+    def copies() -> list[int]:
+        return [int(line.split()[-1]) // UNIT for line in testing.seam_log() if line.startswith("copy_in")]
+
+    def note(_grad: torch.Tensor) -> None:
+        copied.append(copies()[sum(map(len, copied)) :])
+
+    x = given = leaf()
+    inputs = []
+    for block in model:
+        block.register_forward_pre_hook(lambda _block, args: inputs.append(args[0]))
+    loss = model(given).sum()
+    for x in reversed(inputs):
+        x.register_hook(note)
+    testing.start_seam_log()
+    try:
+        loss.backward()
+    finally:
+        testing.stop_seam_log()
+    handle.remove()
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("in_backward", "wanted"),
+    [
+        pytest.param([0, 0, 0, 0], [[4], [3], [2], [1]], id="as it is asked for"),
+        pytest.param([LARGE] * 4, [[4, 3, 2, 1], [], [], []], id="all at once"),
+        pytest.param([LARGE, LARGE, LARGE, 0], [[4], [3, 2, 1], [], []], id="behind the first block"),
+        pytest.param([0, 1, 3, 3], [[4, 3], [], [2, 1], []], id="as much as there is room for"),
+        pytest.param([0, 0, LARGE, 0], [[4], [3, 2, 1], [], []], id="what was reloaded stays"),
+    ],
+)
+def test_what_is_reloaded_ahead_has_room_in_the_window_of_the_block_that_runs(
+    device_under_test: Device, in_backward: list[int], wanted: list[list[int]]
+):
+    with device_under_test.scope():
+        sizes = [size if size == LARGE else size * UNIT for size in in_backward]
+        assert reloads([(0, 0, size) for size in sizes]) == wanted
+
+
+def test_a_record_that_an_early_block_made_has_the_window_of_the_block_that_asks(device_under_test: Device):
+    """The last block saves what the first one has saved: it does not take the first block's window."""
+
+    class Both(nn.Module):
+        def forward(self, made: torch.Tensor) -> torch.Tensor:
+            return torch.sin(made * made)
+
+    def gradient(windows: Sequence[Windows]) -> tuple[torch.Tensor, list[int]]:
+        model = nn.Sequential(nn.Tanh(), Both(), Both())
+        handle = torchoffload.offload_modules(model, list(model), min_offload_size=0, learn=False)
+        core.set_module_windows(handle._offloading.context, [(0, 0, 0), *windows])
+        x = torch.linspace(-1, 1, UNIT // 4).requires_grad_()
+        loss = model(x).sum()
+        testing.start_seam_log()
+        loss.backward()
+        testing.stop_seam_log()
+        handle.remove()
+        assert x.grad is not None
+        return x.grad, [1 for line in testing.seam_log() if line.startswith("copy_in")]
+
+    with device_under_test.scope():
+        for windows in ([(0, 0, 0)] * 3, [(0, 0, LARGE), (0, 0, 0), (0, 0, 0)], [(LARGE, 0, LARGE)] * 3):
+            found, _ = gradient(windows)
+            x = torch.linspace(-1, 1, UNIT // 4).requires_grad_()
+            nn.Sequential(nn.Tanh(), Both(), Both())(x).sum().backward()
+            assert torch.equal(found, x.grad)
+
+
+def test_a_tape_that_opens_in_a_block_has_the_windows_of_that_block(device_under_test: Device):
+    """The first block saves nothing, so the tape opens only in the second one."""
+    with device_under_test.scope():
+        model = nn.Sequential(nn.Identity(), Saves(1), Saves(2))
+        handle = torchoffload.offload_modules(model, list(model), min_offload_size=UNIT, learn=False)
+        core.set_module_windows(handle._offloading.context, [(0, 0, 0), (LARGE, LARGE, 0), (0, 0, 0), (0, 0, 0)])
+        before = torchoffload.stats().window_waits
+        loss = model(leaf()).sum()
+        assert torchoffload.stats().window_waits - before == 2
+        loss.backward()
+        handle.remove()
