@@ -155,7 +155,7 @@ def describe(driver: "Driver") -> str:
         f"  predicted: {_ms(plan.step_s)} for forward and backward, at most {peak} allocated",
         f"  measured: {_ms(settled.step_s)}{reserved}",
         f"  of it {_ms(plan.recompute_s)} is computing again; {human_bytes(plan.moved_bytes)} move, "
-        f"{human_bytes(plan.kept_bytes)} stay; the windows have {human_bytes(plan.window_bytes)} each",
+        f"{human_bytes(plan.kept_bytes)} stay; windows have at most {human_bytes(plan.window_bytes)}",
         f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
         "What the blocks do:",

@@ -56,7 +56,7 @@ class FitPlan:
     kept_bytes, moved_bytes : int
         What the blocks keep on the device, and what they move, in bytes.
     window_bytes : int
-        The size of the offload window and of the reload window, in bytes.
+        The most that the offload window or the reload window of any block has, in bytes.
     """
 
     predicted_s: float
