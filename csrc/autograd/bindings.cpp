@@ -328,8 +328,8 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("trim", trim);
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true),
-        py::arg("timed_as") = py::none(), py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::arg("timed_as") = py::none(),
+        py::pos_only());
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());

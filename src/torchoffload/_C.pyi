@@ -111,8 +111,9 @@ def joint_plan(step: object, memory_bytes: int | None, timed_as: object = None, 
     """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
 
     ``step`` has the attributes of ``_fit.step.Step``. Each call is (number of its way, numbers of the outputs that
-    move, whether anything moves, its offload window, its reload window). ``timed_as``: the step whose
-    times the plan is given, where it is planned for other times of the same step. None: nothing fits. Without ``memory_bytes``: the plan of the least memory.
+    move, whether anything moves, its offload window, its reload window). ``timed_as``: the step whose times the plan is
+    given, where it is planned for other times of the same step. None: nothing fits. Without ``memory_bytes``: the plan
+    of the least memory.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
     """

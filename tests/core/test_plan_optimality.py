@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 

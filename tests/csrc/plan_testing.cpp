@@ -125,13 +125,12 @@ void bind_plan_testing(py::module_& module) {
       py::arg("joins") = std::vector<bool>{});
   // What a step takes under a plan that was made elsewhere. `offload_windows`: from each record to the next;
   // `reload_windows`: from the moment on at which backward asks for each.
-  module.def("simulate",
-             [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
-                const Sizes& offload_windows, const Sizes& reload_windows) {
-               Plan plan = plan_of(kept, offload_windows, 0);
-               plan.reload_bytes_from = reload_windows;
-               return to_dict(simulate({nbytes, last_save, {}}, times, plan));
-             });
+  module.def("simulate", [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times,
+                            const std::vector<bool>& kept, const Sizes& offload_windows, const Sizes& reload_windows) {
+    Plan plan = plan_of(kept, offload_windows, 0);
+    plan.reload_bytes_from = reload_windows;
+    return to_dict(simulate({nbytes, last_save, {}}, times, plan));
+  });
 
   // What happens in such a step, in order: what it is, and the number of the record. `offload_windows`: from each
   // record to the next.

@@ -9,6 +9,9 @@ from torch import nn
 import torchoffload
 from devices import Device
 from torchoffload._core import core
+from torchoffload._fit.following import Following
+from torchoffload._fit.following import Windows as BlockWindows
+from torchoffload._modules.selection import Chosen
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 
@@ -166,3 +169,21 @@ def test_a_tape_that_opens_in_a_block_has_the_windows_of_that_block(device_under
         assert torchoffload.stats().window_waits - before == 2
         loss.backward()
         handle.remove()
+
+
+def test_nothing_stays_at_the_loss_because_it_was_learned(device_under_test: Device):
+    """A context that learns keeps the end of a tape, as much as its windows have room for. A plan has no room for it."""
+    with device_under_test.scope():
+        model = nn.Sequential(*(Saves(number + 1) for number in range(4)))
+        chosen = [Chosen(str(number), block) for number, block in enumerate(model)]
+        following = Following(model, chosen, may_move=True, options={"min_offload_size": UNIT})
+        windows = {block: BlockWindows(LARGE, 0 if block is model[3] else LARGE, LARGE) for block in model}
+        following.follow({}, list(model), LARGE, windows)
+        for _ in range(6):
+            torchoffload.reset_stats()
+            loss = model(leaf()).sum()
+            stats = torchoffload.stats()
+            assert (stats.records_offloaded, stats.window_waits) == (4, 4)
+            assert stats.records_kept.keys() <= {"small"}
+            loss.backward()
+        following.remove()

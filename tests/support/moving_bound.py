@@ -5,7 +5,6 @@ any step. It comes the nearer to what plans do, the more blocks there are and th
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from plan_oracle import MIB, MS, MemoryRows, Program, Terms, of_call, records, times, total
 from torchoffload._fit.step import Kind, Step
@@ -138,8 +137,8 @@ class _Bound:
 def bound_with_moving(step: Step, memory_bytes: int) -> float | None:
     """A time in seconds that no plan of the step beats, whatever moves; None if nothing fits.
 
-    The rules are those of a plan, with parts of ways and of outputs in place of choices, and with windows of any size at
-    each call. Copies take their bytes and no latency. They wait for each other, for the computation and for windows, as
-    far as linear conditions can say so.
+    The rules are those of a plan, with parts of ways and of outputs in place of choices, and with windows of any size
+    at each call. Copies take their bytes and no latency. They wait for each other, for the computation and for windows,
+    as far as linear conditions can say so.
     """
     return _Bound(step, memory_bytes).least()

@@ -135,8 +135,8 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
     const int64_t own_room = room - static_cast<int64_t>(before_bytes);
     room -= static_cast<int64_t>(place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]));
     const uint64_t ahead_bytes = call > 0 ? window_bytes : 0;
-    room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes,
-                               still_going_out(call, window_bytes) + ahead_bytes));
+    room = std::min(
+        room, left(memory_bytes, step_.calls[call].backward_bytes, still_going_out(call, window_bytes) + ahead_bytes));
     if (room < 0) return std::nullopt;
   }
   plan.window_bytes = window.value_or(0);
@@ -233,7 +233,8 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
     if (in_forward < 0 || in_backward < 0) return false;
     plan.windows[call].offload_bytes = window_within(moved[call + 1], in_forward);
     const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
-    at_loss = std::min(at_loss, in_backward + static_cast<int64_t>(std::min(out_bytes, static_cast<double>(kMostMemory))));
+    at_loss =
+        std::min(at_loss, in_backward + static_cast<int64_t>(std::min(out_bytes, static_cast<double>(kMostMemory))));
   }
   if (at_loss < 0) return false;
   plan.loss_window_bytes = window_within(moved[count], at_loss);

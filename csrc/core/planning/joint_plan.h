@@ -105,8 +105,8 @@ struct CallWindows {
 
 struct JointPlan {
   std::vector<CallPlan> calls;
-  std::vector<CallWindows> windows;    // by call
-  uint64_t loss_window_bytes = 0;      // the offload window at the loss
+  std::vector<CallWindows> windows;  // by call
+  uint64_t loss_window_bytes = 0;    // the offload window at the loss
   double step_s = 0;
   double recompute_s = 0;
   uint64_t peak_bytes = 0;

@@ -75,12 +75,15 @@ class Following:
         moving : list of nn.Module
             The blocks of which something moves.
         window_bytes : int
-            The size of either window.
+            The size of either window, where blocks have none of their own.
         windows : mapping of nn.Module to Windows, optional
-            The windows of each block, where they change from block to block.
+            The windows of each block.
         """
         if self._handle is not None:
-            options = self._options | {"offload_window_bytes": window_bytes, "reload_window_bytes": window_bytes}
+            # Blocks with windows of their own follow a plan: nothing of it is to stay because of what was learned, which
+            # windows of 0 bytes have no room for.
+            size = 0 if windows else window_bytes
+            options = self._options | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
             if windows:
                 anywhere = Windows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
