@@ -172,7 +172,7 @@ def test_a_tape_that_opens_in_a_block_has_the_windows_of_that_block(device_under
 
 
 def test_nothing_stays_at_the_loss_because_it_was_learned(device_under_test: Device):
-    """A context that learns keeps the end of a tape, as much as its windows have room for. A plan has no room for it."""
+    """A context that learns keeps the end of a tape, as much as its windows hold. A plan has no room for it."""
     with device_under_test.scope():
         model = nn.Sequential(*(Saves(number + 1) for number in range(4)))
         chosen = [Chosen(str(number), block) for number, block in enumerate(model)]

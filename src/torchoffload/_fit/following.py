@@ -80,8 +80,8 @@ class Following:
             The windows of each block.
         """
         if self._handle is not None:
-            # Blocks with windows of their own follow a plan: nothing of it is to stay because of what was learned, which
-            # windows of 0 bytes have no room for.
+            # Blocks with windows of their own follow a plan, which has no room for what would stay because of what was
+            # learned: a context whose windows have 0 bytes keeps nothing of that kind.
             size = 0 if windows else window_bytes
             options = self._options | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
