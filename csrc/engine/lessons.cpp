@@ -34,7 +34,7 @@ Lessons::Known Lessons::next(TapeId id, const NewRecord& record) {
   if (tape.learns) known.why = learner_.next(tape.trace, record.nbytes, kind);
   known.operator_bytes = tape.operator_bytes;
   known.wants_times = tape.trace.is_timed;
-  known.is_worth_coding = tape.learns && learner_.is_worth_coding(tape.trace);
+  if (tape.learns) known.coding = learner_.coding(tape.trace);
   known.has_lost_way = was_known && !tape.trace.is_known();
   known.limits = learner_.windows(tape.trace).value_or(default_windows(tape.options, tape.largest_record_bytes));
   // A part of a storage is kept for no learned reason but lives_on: it would pin all of the storage, while the windows

@@ -35,7 +35,7 @@ class Lessons {
     WindowBytes limits;            // the windows of its tape from here on
     uint64_t operator_bytes = 0;   // what its operator has saved so far, this record included
     bool wants_times = false;      // the tape is to be timed
-    bool is_worth_coding = false;  // see Structure
+    CodingLesson coding;
     bool has_lost_way = false;     // the tape matched a known one up to the record before, and matches none any more
   };
 
@@ -87,6 +87,10 @@ class Lessons {
   // Of a coded record of a tape that is closed: the share of its blocks that were exceptions.
   void learn_exceptions(TapeId tape, size_t record, double share) {
     if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
+  }
+  // Of a record of a tape that is closed, which was not coded: its values suit the code that was its candidate.
+  void learn_suits_candidate(TapeId tape, size_t record) {
+    if (const auto shape = of(tape).shape) learner_.learn_suits_candidate(*shape, record);
   }
 
   // ---- for tests ----

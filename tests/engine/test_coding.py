@@ -23,6 +23,7 @@ testing = _C_testing.testing
 pytestmark = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
 
 PIECE_BYTES = 1024
+LANES = 4  # each way
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def test_counts(device_under_test: Device):
     assert (stats.records_coded, stats.bytes_coded) == (1, 2 * numel)
     assert stats.bytes_coded_on_link == 4 * 896  # 385 bytes of each of two blocks, a tag, and what makes it round
     assert (stats.blocks_seen, stats.blocks_excepted) == (8, 0)
-    assert stats.staging_bytes == 4 * 896
+    assert stats.staging_bytes == 2 * LANES * 896
     assert (stats.tapes[-1].records_coded, stats.tapes[-1].blocks_seen) == (1, 8)
     assert "coded" in torchoffload.report()
     assert "0.875 of it on the link; 0.0% of blocks were exceptions" in torchoffload.report()
@@ -181,7 +182,7 @@ def test_without_memory_for_staging_nothing_is_coded(device_under_test: Device):
     with device_under_test.scope():
         x = torch.rand(1000).requires_grad_()
         raw = gradient_of(device_under_test, x)
-        testing.limit_device_memory(testing.allocated_bytes(0) + 3000)  # less than four lanes
+        testing.limit_device_memory(testing.allocated_bytes(0) + 896)  # refuses what follows two lanes
         try:
             with device_under_test.context(compress=True):
                 y = x.sin()
@@ -191,6 +192,23 @@ def test_without_memory_for_staging_nothing_is_coded(device_under_test: Device):
         del y
         assert torch.equal(raw, gradient_of(device_under_test, x, compress=True))
     assert 0 < torchoffload.stats().records_coded < torchoffload.stats().records_offloaded
+
+
+def test_where_memory_is_scarce_there_are_fewer_lanes(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(8 * PIECE_BYTES // 4).requires_grad_()
+        small = torch.rand(4).requires_grad_()
+        raw = gradient_of(device_under_test, x)
+        testing.limit_device_memory(testing.allocated_bytes(0) + 3 * 896)  # refuses what follows four lanes
+        try:
+            with device_under_test.context(compress=True):
+                y = small.sin()
+        finally:
+            testing.limit_device_memory(None)
+        del y
+        assert torchoffload.stats().staging_bytes == LANES * 896
+        assert torch.equal(raw, gradient_of(device_under_test, x, compress=True))
+        assert torchoffload.stats().staging_bytes == LANES * 896
 
 
 def test_threads_code_at_once(device_under_test: Device):

@@ -1,4 +1,4 @@
-// bf16_code: the code of Note [The code for bfloat16] for the host: what every device's kernels have to do.
+// codes: Note [Lossless codes] for the host: what every device's kernels have to do.
 // Ownership:     borrows all memory for the length of a call.
 // Thread safety: any thread.
 // Not handled:   speed. The kernels are in kernels.def.
@@ -12,12 +12,12 @@
 
 namespace torchoffload::codec {
 
-// Codes `raw_bytes` at `raw`. `coded` has room for the piece, and `overflow` for kOverflowBytes of each block, of which
-// only those of exceptions are written. No address has to be aligned.
-void encode(const std::byte* raw, uint64_t raw_bytes, std::byte* coded, std::byte* overflow, uint64_t tag);
+// Codes `raw_bytes` at `raw`. `coded` has room for the piece, and `overflow` for overflow_bytes(), of which only those
+// of exceptions are written. No address has to be aligned.
+void encode(Code code, const std::byte* raw, uint64_t raw_bytes, std::byte* coded, std::byte* overflow, uint64_t tag);
 
 // The other way.
-void decode(std::byte* raw, uint64_t raw_bytes, const std::byte* coded, const std::byte* overflow);
+void decode(Code code, std::byte* raw, uint64_t raw_bytes, const std::byte* coded, const std::byte* overflow);
 
 // How many of `seen` blocks were exceptions.
 struct Exceptions {
@@ -28,5 +28,9 @@ struct Exceptions {
 // Of a coded record that `slot` holds, by some of its blocks, spread over all pieces. nullopt: not all pieces with this
 // tag have arrived. The device may be writing to the slot.
 std::optional<Exceptions> sample_exceptions(const std::byte* slot, const Pieces& pieces, uint64_t tag);
+
+// Would none of a few blocks be an exception, spread over these raw bytes? The device may be writing to them, so the
+// answer is a hint. False where there is no block.
+bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes);
 
 }  // namespace torchoffload::codec
