@@ -22,7 +22,7 @@ Slot part_of(const Slot& slot, const Span& span) {
 uint64_t CodedLink::lane_bytes() const {
   uint64_t most_bytes = 0;
   for (const codec::Code code : codec::kCodes)
-    most_bytes = std::max(most_bytes, codec::PieceLayout::of(code, backend_.coder->piece_bytes()).nbytes);
+    most_bytes = std::max(most_bytes, codec::most_coded_bytes(code, backend_.coder->piece_bytes()));
   return most_bytes;
 }
 

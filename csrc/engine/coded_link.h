@@ -70,7 +70,7 @@ class CodedLink {
   // The stream that writes the buffer.
   StreamId decode_stream() const { return backend_.coder->decode_stream(); }
 
-  // Enqueues a copy. `tag` is not 0 and no other copy's. It ends on offload_stream.
+  // Enqueues a copy. `tag` names the record; see Note [Pieces of a record]. It ends on offload_stream.
   void copy_out(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
                 StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
   // Enqueues a copy of what copy_out() wrote as these pieces. It ends on decode_stream.

@@ -29,16 +29,17 @@ void Engine::give_up_staging() {
   for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
 }
 
-RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const CodingLesson& known) const {
+RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
   const ContextOptions& options = tape.context->options;
-  const bool is_asked_for = tape.codes && (options.compress == Compress::On || known.is_link_bound);
+  const CodingLesson& coding = known.coding;
+  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_link_bound);
   const std::optional<codec::Code> code = is_asked_for ? coded_.code_of(dtype, nbytes) : std::nullopt;
   if (!code) return {};
   const bool is_selective = codec::is_selective(*code);
-  if (is_selective && !known.exceptions) return {.candidate = options.learn ? code : std::nullopt};
+  if (is_selective && !coding.exceptions) return {.candidate = options.learn ? code : std::nullopt};
   const bool may_be_in_vain = options.compress == Compress::On && !is_selective;
-  if (known.has_too_many_exceptions() && !may_be_in_vain) return {};
-  return {.used = code};
+  if (coding.has_too_many_exceptions() && !may_be_in_vain) return {};
+  return {.used = code, .tag = known.code_tag};
 }
 
 void Engine::count_coded(RecordId id) {
@@ -51,12 +52,12 @@ void Engine::count_coded(RecordId id) {
 
 void Engine::learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
   if (is_inherited()) return;
-  const auto& [used, candidate] = held.code;
+  const auto& [used, candidate, tag] = held.code;
   if (candidate && codec::looks_codable(*candidate, held.slot.address, dropped.nbytes))
     lessons_.learn_suits_candidate(dropped.tape, held.number);
   if (!used) return;
   const codec::Pieces pieces = coded_.pieces(*used, dropped.nbytes);
-  const auto found = codec::sample_exceptions(held.slot.address, pieces, held.code_tag);
+  const auto found = codec::sample_exceptions(held.slot.address, pieces, tag);
   if (!found || found->seen == 0) return;
   lessons_.learn_exceptions(dropped.tape, held.number,
                             static_cast<double>(found->count) / static_cast<double>(found->seen));

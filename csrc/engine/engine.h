@@ -231,7 +231,7 @@ class Engine {
 
   // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
   bool prepare_coding(const ContextOptions& options);
-  RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const CodingLesson& known) const;
+  RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
   void count_coded(RecordId id);
   // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
   void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
@@ -390,7 +390,6 @@ class Engine {
   TapeTimes times_;
   size_t left_behind_count_ = 0;  // as the statistics count it
   uint64_t tapes_opened_ = 0;
-  uint64_t last_code_tag_ = 0;
   ChunkedVector<HeldRecord> held_;  // by record index; a reference stays valid while others are added
   ChunkedVector<TapeInfo> tapes_;   // by tape index; a reference stays valid likewise
   std::vector<AskingTask> asking_tasks_;

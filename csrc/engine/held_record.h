@@ -26,6 +26,7 @@ namespace torchoffload {
 struct RecordCode {
   std::optional<codec::Code> used = {};       // nullopt: as they are
   std::optional<codec::Code> candidate = {};  // a selective code that may suit its values, which its release looks at
+  uint64_t tag = 0;                           // that its code is written with
 };
 
 struct HeldRecord {
@@ -43,7 +44,6 @@ struct HeldRecord {
   Point reload_end;
   std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
   uint64_t slot_bytes = 0;               // what its slot has room for
-  uint64_t code_tag = 0;                 // the tag that its code is written with; 0: it moves as it is
   RecordCode code;
   uint64_t charged_bytes = 0;
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows

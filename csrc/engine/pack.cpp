@@ -58,7 +58,6 @@ RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identit
   try {
     held(id).slot_bytes = made.slot_bytes;
     held(id).code = made.code;
-    if (made.code.used) held(id).code_tag = ++last_code_tag_;
     fill_record(id, saved, allocated_on);
     if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
   } catch (...) {
@@ -76,7 +75,7 @@ Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t 
   const Lessons::Known known = learned(tape, saved, nbytes);
   if (is_beyond_fraction(info, nbytes)) return {Decision::keep(Reason::BeyondFraction), nbytes};
   if (known.why != Reason::None) return {Decision::keep(known.why), nbytes};
-  const RecordCode code = code_for(info, saved.dtype, nbytes, known.coding);
+  const RecordCode code = code_for(info, saved.dtype, nbytes, known);
   const uint64_t slot_bytes = code.used ? coded_.pieces(*code.used, nbytes).slot_bytes() : nbytes;
   if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, code};
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";

@@ -39,7 +39,8 @@ def coded_both_ways(code, raw: bytes, modulo: int = 0) -> int:
             assert overflow_by_kernel[place] == overflow[place]
         assert codec.decode(code, coded, overflow, len(raw), modulo, warp_count=warp_count) == raw
     if blocks <= 16:
-        assert codec.looks_codable(code, raw) == (blocks > 0 and not exceptions)
+        has_values = any(raw[: blocks * BLOCK_BYTES[code]])
+        assert codec.looks_codable(code, raw) == (has_values and not exceptions)
     return len(exceptions)
 
 
@@ -146,6 +147,7 @@ def test_a_look_at_a_few_blocks() -> None:
     assert not codec.looks_codable(WIDENED, halves_differ * (half // 1024) + widened[half:])
     assert not codec.looks_codable(WIDENED, widened[:half] + halves_differ * (half // 1024))
     assert not codec.looks_codable(WIDENED, bytes(1023)), "there is no block"
+    assert not codec.looks_codable(WIDENED, bytes(4096)), "nothing was written there"
 
 
 @both_codes
@@ -185,6 +187,14 @@ def test_activations_have_few_exceptions(code) -> None:
     # bfloat16 keeps the upper half of a float32.
     values = [struct.unpack("<I", struct.pack("<f", chosen.gauss(0, 1)))[0] >> 16 for _ in range(64 * VALUES_OF_BLOCK)]
     assert coded_both_ways(code, of_values(code, values)) <= 8
+
+
+@both_codes
+@pytest.mark.parametrize("piece_bytes", [1024, 2048, 1 << 16])
+def test_no_piece_takes_more_than_a_lane_has_room_for(code, piece_bytes: int) -> None:
+    shorter = range(max(0, piece_bytes - 5000), piece_bytes + 1)
+    most_bytes = max(codec.piece_bytes(code, raw_bytes) for raw_bytes in shorter)
+    assert codec.most_coded_bytes(code, piece_bytes) == most_bytes
 
 
 @given(code=st.sampled_from(CODES), record_bytes=st.integers(1, 1 << 24), piece_blocks=st.integers(64, 1 << 14))

@@ -153,12 +153,14 @@ bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes) {
   constexpr uint64_t kLookedAt = 16;
   const uint64_t block_bytes = block_of(code).raw;
   const uint64_t block_count = raw_bytes / block_bytes;
-  if (block_count == 0) return false;
   const uint64_t apart = std::max<uint64_t>(block_count / kLookedAt, 1);
+  bool is_zero = true;
   for (uint64_t block = apart / 2; block < block_count; block += apart) {
-    if (is_exception(code, raw + block * block_bytes)) return false;
+    const std::byte* const first = raw + block * block_bytes;
+    if (is_exception(code, first)) return false;
+    is_zero = is_zero && std::all_of(first, first + block_bytes, [](std::byte byte) { return byte == std::byte{0}; });
   }
-  return true;
+  return !is_zero;
 }
 
 }  // namespace torchoffload::codec

@@ -25,12 +25,12 @@ struct Exceptions {
   uint64_t seen = 0;
 };
 
-// Of a coded record that `slot` holds, by some of its blocks, spread over all pieces. nullopt: not all pieces with this
-// tag have arrived. The device may be writing to the slot.
+// Of the coded record with this tag that `slot` holds, by some of its blocks, spread over all pieces. nullopt: not all
+// pieces with the tag have arrived. The device may be writing to the slot, so the answer is a hint.
 std::optional<Exceptions> sample_exceptions(const std::byte* slot, const Pieces& pieces, uint64_t tag);
 
 // Would none of a few blocks be an exception, spread over these raw bytes? The device may be writing to them, so the
-// answer is a hint. False where there is no block.
+// answer is a hint. False where these blocks are all zeros, as in memory that nothing was written to yet.
 bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes);
 
 }  // namespace torchoffload::codec

@@ -7,7 +7,8 @@
 // piece are one range, and are copied as one:
 //   [the payload of each block][the top of each block][the tail as it is: what is less than a block][the tag, at a
 //   multiple of 8], in all a multiple of 128 bytes.
-// The tag is a number that the encoder is given. Whoever finds it in a slot knows that the piece has arrived there.
+// The tag is a number that the encoder is given. It names the record, and is the same in each step. Whoever finds it in a
+// slot knows that the piece has arrived there, in this step or an earlier one: the host may be far ahead of the device.
 //
 // A slot begins with the overflow area, which has a place for each block of the record; the pieces follow, each at a
 // multiple of 128 bytes. See Note [Lossless codes] for blocks and their overflow. A slot is larger than the record by
@@ -45,6 +46,12 @@ struct PieceLayout {
     return layout;
   }
 };
+
+// What a coded piece of at most `raw_bytes` takes at most. A piece that lacks one byte of its last block may take more
+// than a whole one, since the rest of that block is kept as it is.
+constexpr uint64_t most_coded_bytes(Code code, uint64_t raw_bytes) {
+  return std::max(PieceLayout::of(code, raw_bytes).nbytes, PieceLayout::of(code, raw_bytes - 1).nbytes);
+}
 
 // The bytes of the overflow area for `raw_bytes`.
 constexpr uint64_t overflow_bytes(Code code, uint64_t raw_bytes) {
