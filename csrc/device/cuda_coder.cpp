@@ -63,7 +63,8 @@ class Kernels {
 
   void decode(CodedPiece piece, cudaStream_t stream) const {
     std::array<void*, 4> arguments{&piece.raw, &piece.raw_bytes, &piece.coded, &piece.overflow};
-    launch(decode_.at(static_cast<size_t>(piece.code)), grid_blocks(codec::PieceLayout::of(piece.code, piece.raw_bytes)), kThreads, arguments.data(), stream);
+    launch(decode_.at(static_cast<size_t>(piece.code)),
+           grid_blocks(codec::PieceLayout::of(piece.code, piece.raw_bytes)), kThreads, arguments.data(), stream);
   }
 
  private:

@@ -63,7 +63,9 @@ class CodedLink {
     return backend_.coder->code_of(dtype);
   }
 
-  codec::Pieces pieces(codec::Code code, uint64_t nbytes) const { return {code, nbytes, backend_.coder->piece_bytes()}; }
+  codec::Pieces pieces(codec::Code code, uint64_t nbytes) const {
+    return {code, nbytes, backend_.coder->piece_bytes()};
+  }
 
   // The stream that reads the source, and writes to the slot first.
   StreamId encode_stream() const { return backend_.coder->encode_stream(); }

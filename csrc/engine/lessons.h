@@ -31,13 +31,13 @@ class Lessons {
   };
   // What earlier steps teach about it.
   struct Known {
-    Reason why = Reason::None;     // why it is to be kept; None: it moves
-    WindowBytes limits;            // the windows of its tape from here on
-    uint64_t operator_bytes = 0;   // what its operator has saved so far, this record included
-    bool wants_times = false;      // the tape is to be timed
+    Reason why = Reason::None;    // why it is to be kept; None: it moves
+    WindowBytes limits;           // the windows of its tape from here on
+    uint64_t operator_bytes = 0;  // what its operator has saved so far, this record included
+    bool wants_times = false;     // the tape is to be timed
     CodingLesson coding;
-    uint64_t code_tag = 0;         // not 0: names the record, and is the same in each step with the same structure
-    bool has_lost_way = false;     // the tape matched a known one up to the record before, and matches none any more
+    uint64_t code_tag = 0;      // not 0: names the record, and is the same in each step with the same structure
+    bool has_lost_way = false;  // the tape matched a known one up to the record before, and matches none any more
   };
 
   // ---- forward ----

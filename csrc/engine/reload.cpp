@@ -26,7 +26,7 @@ struct Engine::ReloadCopy {
   Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
   std::optional<codec::Code> code = {};  // nullopt: the bytes are copied as they are
-  StreamId writes_on = kNoStream;  // the stream that writes the buffer, on which the copy ends
+  StreamId writes_on = kNoStream;        // the stream that writes the buffer, on which the copy ends
   CopyProgress progress = {};
   CopyTime time = {};
 };

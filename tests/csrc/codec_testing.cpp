@@ -123,23 +123,23 @@ std::tuple<py::bytes, py::bytes> encode(Code code, const std::string& raw, uint6
   Guarded overflow(codec::overflow_bytes(code, raw.size()), 0);
   if (warp_count == 0) codec::encode(code, source.data(), raw.size(), coded.data(), overflow.data(), tag);
   for_each_warp(warp_count, [&] {
-    const auto kernel = code == Code::Bfloat16 ? host_kernels::torchoffload_encode_bfloat16
-                                               : host_kernels::torchoffload_encode_widened;
+    const auto kernel =
+        code == Code::Bfloat16 ? host_kernels::torchoffload_encode_bfloat16 : host_kernels::torchoffload_encode_widened;
     kernel(source.bytes(), raw.size(), coded.bytes(), overflow.bytes(), tag, layout.tag_begin);
   });
   for (const Guarded* const memory : {&source, &coded, &overflow}) memory->check();
   return {coded.content(), overflow.content()};
 }
 
-py::bytes decode(Code code, const std::string& coded, const std::string& overflow, uint64_t raw_bytes,
-                 uint64_t modulo, uint64_t warp_count) {
+py::bytes decode(Code code, const std::string& coded, const std::string& overflow, uint64_t raw_bytes, uint64_t modulo,
+                 uint64_t warp_count) {
   Guarded target(raw_bytes, modulo);
   Guarded coded_memory(coded, 0);
   Guarded overflow_memory(overflow, 0);
   if (warp_count == 0) codec::decode(code, target.data(), raw_bytes, coded_memory.data(), overflow_memory.data());
   for_each_warp(warp_count, [&] {
-    const auto kernel = code == Code::Bfloat16 ? host_kernels::torchoffload_decode_bfloat16
-                                               : host_kernels::torchoffload_decode_widened;
+    const auto kernel =
+        code == Code::Bfloat16 ? host_kernels::torchoffload_decode_bfloat16 : host_kernels::torchoffload_decode_widened;
     kernel(target.bytes(), raw_bytes, coded_memory.bytes(), overflow_memory.bytes());
   });
   target.check();
@@ -151,9 +151,10 @@ py::bytes decode(Code code, const std::string& coded, const std::string& overflo
 void bind_codec_testing(py::module_& module) {
   py::module_ codec = module.def_submodule("codec", "The lossless codes.");
   py::enum_<Code>(codec, "Code").value("BFLOAT16", Code::Bfloat16).value("WIDENED", Code::Widened);
-  codec.def("encode", encode, py::arg("code"), py::arg("raw"), py::arg("modulo") = 0, py::arg("tag") = 0, py::arg("warp_count") = 0);
-  codec.def("decode", decode, py::arg("code"), py::arg("coded"), py::arg("overflow"), py::arg("raw_bytes"), py::arg("modulo") = 0,
+  codec.def("encode", encode, py::arg("code"), py::arg("raw"), py::arg("modulo") = 0, py::arg("tag") = 0,
             py::arg("warp_count") = 0);
+  codec.def("decode", decode, py::arg("code"), py::arg("coded"), py::arg("overflow"), py::arg("raw_bytes"),
+            py::arg("modulo") = 0, py::arg("warp_count") = 0);
   codec.def("kernel_source", codec::kernel_source);
   codec.def("looks_codable", [](Code code, const std::string& raw) {
     return codec::looks_codable(code, reinterpret_cast<const std::byte*>(raw.data()), raw.size());

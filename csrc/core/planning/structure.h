@@ -34,8 +34,8 @@ struct Structure {
   std::optional<StepTimes> times;
   std::vector<bool> is_fixed;  // by record: it had the same bytes at each length. Empty: only one length was seen
   bool keeps_end = false;
-  std::optional<uint64_t> window_bytes;  // Plan::window_bytes of the sample's plan
-  bool is_link_bound = false;            // a step of it takes longer than its computing, when nothing is coded
+  std::optional<uint64_t> window_bytes;          // Plan::window_bytes of the sample's plan
+  bool is_link_bound = false;                    // a step of it takes longer than its computing, when nothing is coded
   std::vector<std::optional<float>> exceptions;  // by record, as in CodingLesson; empty: none is known
 
   CodingLesson coding(size_t record) const {
