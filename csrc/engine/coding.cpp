@@ -42,12 +42,12 @@ RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes
   return {.used = code, .tag = known.code_tag};
 }
 
-void Engine::count_coded(RecordId id) {
+void Engine::count_coded(RecordId id, codec::Code code) {
   const uint64_t nbytes = ledger_.record(id).nbytes();
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_coded, 1);
   count(row, &TapeRow::bytes_coded, nbytes);
-  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(*held(id).code.used, nbytes).copied_bytes());
+  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(code, nbytes).copied_bytes());
 }
 
 void Engine::learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {

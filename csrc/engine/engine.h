@@ -232,7 +232,7 @@ class Engine {
   // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
   bool prepare_coding(const ContextOptions& options);
   RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
-  void count_coded(RecordId id);
+  void count_coded(RecordId id, codec::Code code);
   // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
   void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
 

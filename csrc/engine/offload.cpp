@@ -243,7 +243,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
-  if (held.is_coded()) count_coded(id);
+  if (held.code.used) count_coded(id, *held.code.used);
   if (ModuleRow* const module = context(id).row_of(held.module); module != nullptr) {
     ++module->records_offloaded;
     module->bytes_offloaded += nbytes;

@@ -12,7 +12,7 @@ using Block = std::array<uint16_t, kBlockValues>;  // bfloat16 values
 using Distances = std::array<uint8_t, kDistanceBytes>;
 using Rests = std::array<uint8_t, kBlockValues>;  // signs and mantissas
 
-// The values of a block. nullopt: it has one that the code does not take.
+// The values of a block in bfloat16. nullopt: there is one that was not widened from it.
 std::optional<Block> narrowed(Code code, const std::byte* raw) {
   Block block;
   if (code == Code::Bfloat16) {
@@ -59,25 +59,26 @@ bool is_within_reach(const Block& block, uint32_t top) {
   });
 }
 
-bool is_exception(Code code, const std::byte* raw) {
+// The values of a block that can be coded. nullopt: it is an exception.
+std::optional<Block> codable_block(Code code, const std::byte* raw) {
   const std::optional<Block> block = narrowed(code, raw);
-  return !block || !is_within_reach(*block, top_of(*block));
+  return block && is_within_reach(*block, top_of(*block)) ? block : std::nullopt;
 }
 
 void encode_block(Code code, const std::byte* raw, std::byte* payload, std::byte* top_place, std::byte* overflow) {
-  if (is_exception(code, raw)) {
+  const std::optional<Block> block = codable_block(code, raw);
+  if (!block) {
     const BlockBytes bytes = block_of(code);
     std::memcpy(payload, raw, bytes.payload);
     std::memcpy(overflow, raw + bytes.payload, bytes.overflow());
     *top_place = std::byte{kExceptionTop};
     return;
   }
-  const Block block = *narrowed(code, raw);
-  const uint32_t top = top_of(block);
+  const uint32_t top = top_of(*block);
   Distances distances{};
   Rests rests;
   for (size_t place = 0; place < kBlockValues; ++place) {
-    const uint16_t value = block[place];
+    const uint16_t value = (*block)[place];
     distances[place / 2] |= static_cast<uint8_t>(distance_of(value, top) << (place % 2 * 4));
     rests[place] = static_cast<uint8_t>((value >> 8 & 0x80) | (value & 0x7f));
   }
@@ -157,7 +158,7 @@ bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes) {
   bool is_zero = true;
   for (uint64_t block = apart / 2; block < block_count; block += apart) {
     const std::byte* const first = raw + block * block_bytes;
-    if (is_exception(code, first)) return false;
+    if (!codable_block(code, first)) return false;
     is_zero = is_zero && std::all_of(first, first + block_bytes, [](std::byte byte) { return byte == std::byte{0}; });
   }
   return !is_zero;
