@@ -46,6 +46,7 @@ class Offloader:
     compared_with: str = STOCK  # whose gradients it has to meet
     encloses_backward: bool = False  # the context is left after backward, as its own trainers do
     needs_cuda: bool = True
+    extra_warm_up: int = 0  # steps of warm-up beside those of the command line
 
 
 def _torchoffload(model: torch.nn.Module, options: Options, compress: bool | str = False) -> MakeContext:
@@ -121,12 +122,18 @@ def _compiled_offload(model: torch.nn.Module, options: Options) -> MakeContext:
     return _compiled(model, options)
 
 
+# Which records are worth coding is learned: that the link binds from two timed steps, which of the float32 records hold
+# bfloat16 values from the next one, and what did not get smaller from those after it.
+TO_LEARN_CODING = 6
+
 # An offloader more is one more entry.
 OFFLOADERS = {
     STOCK: Offloader(lambda _model, _options: contextlib.nullcontext, needs_cuda=False),
     OURS: Offloader(_torchoffload, package="torchoffload", needs_cuda=False),
-    "torchoffload_coded": Offloader(partial(_torchoffload, compress=True), package=OURS),
-    "torchoffload_auto": Offloader(partial(_torchoffload, compress="auto"), package=OURS),
+    "torchoffload_coded": Offloader(partial(_torchoffload, compress=True), package=OURS, extra_warm_up=TO_LEARN_CODING),
+    "torchoffload_auto": Offloader(
+        partial(_torchoffload, compress="auto"), package=OURS, extra_warm_up=TO_LEARN_CODING
+    ),
     "save_on_cpu": Offloader(_save_on_cpu, needs_cuda=False),
     "torchtune": Offloader(_torchtune, package="torchtune"),
     "trl": Offloader(_trl, package="trl", encloses_backward=True),

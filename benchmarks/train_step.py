@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="auto",
         help="who takes turns: all; pairs: each peer with stock and torchoffload; none; auto: what host memory allows",
     )
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones; some learn for longer")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median is taken")
     parser.add_argument(
         "--tier", choices=("host", "disk"), default="host", help="torchoffload's tier; disk: on the CPU"

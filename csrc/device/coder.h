@@ -7,19 +7,22 @@
 //                offload_stream() and reload_stream() are.
 // Shutdown:      lives for the process; see Note [No CUDA after main].
 //
-// The code is that of Note [The code for bfloat16].
+// The codes are those of Note [Lossless codes].
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/types.h"
+#include "device/codec/block.h"
 
 namespace torchoffload {
 
 // A piece of a record; see device/codec/piece.h.
 struct CodedPiece {
+  codec::Code code = codec::Code::Bfloat16;
   std::byte* raw = nullptr;  // device memory; not written by encode()
   uint64_t raw_bytes = 0;
   std::byte* coded = nullptr;     // device memory, at a multiple of 128
@@ -30,23 +33,26 @@ class Coder {
  public:
   virtual ~Coder() = default;
 
-  // Makes the code ready, and compares what the device does with what it has to do; once, and quickly after that.
+  // Makes the codes ready, and compares what the device does with what it has to do; once, and quickly after that.
   // Returns whether it can be used. Blocks: call it without the GIL. Throws nothing.
   virtual bool prepare() = 0;
 
   // Why prepare() has returned false; empty: it has not.
   virtual std::string obstacle() const = 0;
 
-  // Are values of this dtype coded? By PyTorch's number for it.
-  virtual bool knows(uint8_t dtype) const = 0;
+  // The code for values of this dtype, which is PyTorch's number for it. nullopt: they are not coded.
+  virtual std::optional<codec::Code> code_of(uint8_t dtype) const = 0;
 
   virtual uint64_t least_bytes() const = 0;  // a smaller record is not worth the calls
-  virtual uint64_t piece_bytes() const = 0;  // a multiple of codec::kBlockBytes
+  virtual uint64_t piece_bytes() const = 0;  // a multiple of codec::kLargestBlockBytes
+  // How many pieces may be on their way in each direction, at least 2: the link goes on with those that are coded while
+  // the coding of another waits for the program's kernels.
+  virtual size_t lane_count() const = 0;
 
   virtual StreamId encode_stream() = 0;
   virtual StreamId decode_stream() = 0;
 
-  // `tag`: see Note [The code for bfloat16].
+  // `tag`: see Note [Pieces of a record].
   virtual void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) = 0;
   virtual void decode(const CodedPiece& piece, StreamId stream) = 0;
 };

@@ -1,4 +1,4 @@
-// CudaCoder: the code for bfloat16 on a CUDA device, for slots in pinned memory.
+// CudaCoder: the lossless codes on a CUDA device, for slots in pinned memory.
 // Ownership:     its two streams and its kernels live for the process.
 // Thread safety: every method, any thread.
 // Stream order:  its streams have the highest priority, so that a copy which waits for a kernel does not wait for the

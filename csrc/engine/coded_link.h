@@ -1,16 +1,15 @@
 // CodedLink: copies between a device and slots of which the link carries the code, by way of device memory of ours.
-// Ownership:     the staging memory: two lanes for each direction, which hold coded bytes on their way.
+// Ownership:     the staging memory: one block for each direction, cut into lanes, which hold coded bytes on their way.
 // Thread safety: copy_out() and copy_in(), any thread, without the GIL; both may block. The rest needs the GIL.
 // Failures:      when copy_out() or copy_in() throws, a part of the copy may have been enqueued: `progress` says so.
 // Stream order:  each wait is named by its Rule. Coding runs on a stream of the Coder's beside the copies of the link,
-//                so that one lane is coded while the other is copied.
+//                so that some lanes are coded while another is copied.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 //
 // The caller makes the waits that any copy needs: of a copy out, encode_stream() waits for the operators and for the
 // slot's guards; of a copy in, reload_stream waits for the slot's bytes, and decode_stream() for the buffer's memory.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -19,7 +18,7 @@
 #include <vector>
 
 #include "device/backend.h"
-#include "device/codec/bf16_code.h"
+#include "device/codec/codes.h"
 #include "device/coder.h"
 #include "engine/copy_time.h"
 #include "engine/stream_order.h"
@@ -45,35 +44,40 @@ class CodedLink {
 
   // Device memory for the lanes of both directions.
   struct Staging {
-    std::vector<Memory> lanes;
+    Memory out, in;
+    size_t lane_count = 0;        // of each direction
     StreamId stream = kNoStream;  // that it was allocated on
     Point allocated;
   };
   // What copies need: code that works on this device, and staging memory, which is allocated on the current stream.
-  // nullopt: there is no such code, or no memory. Blocks: call it without the GIL, and while no graph is captured.
+  // Where memory is scarce there are fewer lanes than the Coder asks for. nullopt: there is no such code, or no memory
+  // for two lanes each way. Blocks: call it without the GIL, and while no graph is captured.
   std::optional<Staging> prepare() const;
   // From here on copies can be made. Not if it is_ready().
   void adopt(Staging staging);
   bool is_ready() const { return is_ready_; }
 
-  // Is a record of so many bytes of this dtype one that can be coded?
-  bool can_code(uint8_t dtype, uint64_t nbytes) const {
-    return is_ready_ && backend_.coder->knows(dtype) && nbytes >= backend_.coder->least_bytes();
+  // The code for a record of so many bytes of this dtype. nullopt: it cannot be coded.
+  std::optional<codec::Code> code_of(uint8_t dtype, uint64_t nbytes) const {
+    if (!is_ready_ || nbytes < backend_.coder->least_bytes()) return std::nullopt;
+    return backend_.coder->code_of(dtype);
   }
 
-  codec::Pieces pieces(uint64_t nbytes) const { return {nbytes, backend_.coder->piece_bytes()}; }
+  codec::Pieces pieces(codec::Code code, uint64_t nbytes) const {
+    return {code, nbytes, backend_.coder->piece_bytes()};
+  }
 
   // The stream that reads the source, and writes to the slot first.
   StreamId encode_stream() const { return backend_.coder->encode_stream(); }
   // The stream that writes the buffer.
   StreamId decode_stream() const { return backend_.coder->decode_stream(); }
 
-  // Enqueues a copy. `tag` is not 0 and no other copy's. It ends on offload_stream.
-  void copy_out(const Slot& slot, const std::byte* source, uint64_t nbytes, uint64_t tag, StreamOrder::Batch& waits,
-                CopyTime& time, CopyProgress& progress);
-  // Enqueues a copy. It ends on decode_stream.
-  void copy_in(std::byte* target, const Slot& slot, uint64_t nbytes, StreamOrder::Batch& waits, CopyTime& time,
-               CopyProgress& progress);
+  // Enqueues a copy. `tag` names the record; see Note [Pieces of a record]. It ends on offload_stream.
+  void copy_out(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
+                StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
+  // Enqueues a copy of what copy_out() wrote as these pieces. It ends on decode_stream.
+  void copy_in(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
+               CopyTime& time, CopyProgress& progress);
 
   uint64_t staging_bytes() const { return staging_bytes_; }
 
@@ -82,8 +86,7 @@ class CodedLink {
 
  private:
   struct Lane {
-    Memory memory;
-    StreamId allocated_on = kNoStream;
+    std::byte* coded = nullptr;
     Point free_after;      // what uses it does so until then
     bool is_used = false;  // a copy that uses it was begun, and its end is not in free_after
   };
@@ -91,25 +94,34 @@ class CodedLink {
   // which would wait for the same streams.
   struct Direction {
     std::mutex mutex;
-    std::array<Lane, 2> lanes;
+    Memory memory;
+    StreamId allocated_on = kNoStream;
+    std::vector<Lane> lanes;
     size_t next = 0;
 
     // The lane that was used longest ago, and the point after which it is free. `freed_on`: the stream of its last use.
     // Where a copy failed on the way, that point is recorded only now.
     Lane& take_lane(Streams& streams, StreamId freed_on) {
-      Lane& lane = lanes[next++ % lanes.size()];
+      Lane& lane = lanes[next];
+      next = (next + 1) % lanes.size();
       if (lane.is_used) lane.free_after = streams.record(freed_on);
       lane.is_used = true;
       return lane;
     }
+    // The lane that was used last: once it is free all are, since their last uses are on one stream.
+    const Lane& latest_lane() const { return lanes[(next + lanes.size() - 1) % lanes.size()]; }
   };
 
-  uint64_t lane_bytes() const { return codec::PieceLayout::of(backend_.coder->piece_bytes()).nbytes; }
-  CodedPiece on_device(const codec::Piece& piece, std::byte* raw, const Slot& slot, const Lane& lane) const;
-  void encode_pieces(const Slot& slot, const std::byte* source, uint64_t nbytes, uint64_t tag,
+  // Room for a piece of any code.
+  uint64_t lane_bytes() const;
+  // Both directions' memory with so many lanes each; nullopt: there is not enough.
+  std::optional<Staging> try_allocate(size_t lane_count) const;
+  static CodedPiece on_device(codec::Code code, const codec::Piece& piece, std::byte* raw, const Slot& slot,
+                              const Lane& lane);
+  void encode_pieces(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
                      StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
-  void decode_pieces(std::byte* target, const Slot& slot, uint64_t nbytes, StreamOrder::Batch& waits, CopyTime& time,
-                     CopyProgress& progress);
+  void decode_pieces(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
+                     CopyTime& time, CopyProgress& progress);
 
   const Backend backend_;
   bool is_ready_ = false;

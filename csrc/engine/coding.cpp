@@ -29,22 +29,35 @@ void Engine::give_up_staging() {
   for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
 }
 
-bool Engine::is_to_be_coded(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
-  if (!tape.codes || !coded_.can_code(dtype, nbytes)) return false;
-  return tape.context->options.compress == Compress::On || known.is_worth_coding;
+RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
+  const ContextOptions& options = tape.context->options;
+  const CodingLesson& coding = known.coding;
+  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_link_bound);
+  const std::optional<codec::Code> code = is_asked_for ? coded_.code_of(dtype, nbytes) : std::nullopt;
+  if (!code) return {};
+  const bool is_selective = codec::is_selective(*code);
+  if (is_selective && !coding.exceptions) return {.candidate = options.learn ? code : std::nullopt};
+  const bool may_be_in_vain = options.compress == Compress::On && !is_selective;
+  if (coding.has_too_many_exceptions() && !may_be_in_vain) return {};
+  return {.used = code, .tag = known.code_tag};
 }
 
-void Engine::count_coded(RecordId id) {
+void Engine::count_coded(RecordId id, codec::Code code) {
   const uint64_t nbytes = ledger_.record(id).nbytes();
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_coded, 1);
   count(row, &TapeRow::bytes_coded, nbytes);
-  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(nbytes).copied_bytes());
+  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(code, nbytes).copied_bytes());
 }
 
-void Engine::count_exceptions(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
+void Engine::learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
   if (is_inherited()) return;
-  const auto found = codec::sample_exceptions(held.slot.address, coded_.pieces(dropped.nbytes), held.code_tag);
+  const auto& [used, candidate, tag] = held.code;
+  if (candidate && codec::looks_codable(*candidate, held.slot.address, dropped.nbytes))
+    lessons_.learn_suits_candidate(dropped.tape, held.number);
+  if (!used) return;
+  const codec::Pieces pieces = coded_.pieces(*used, dropped.nbytes);
+  const auto found = codec::sample_exceptions(held.slot.address, pieces, tag);
   if (!found || found->seen == 0) return;
   lessons_.learn_exceptions(dropped.tape, held.number,
                             static_cast<double>(found->count) / static_cast<double>(found->seen));

@@ -209,7 +209,7 @@ class Engine {
   struct NewRecord {
     Decision decision;
     uint64_t slot_bytes = 0;
-    bool is_coded = false;
+    RecordCode code = {};
   };
   // What a new record is to be. Where the budget is spent, it notes a warning for the user or throws, as on_full says.
   NewRecord decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes);
@@ -231,10 +231,10 @@ class Engine {
 
   // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
   bool prepare_coding(const ContextOptions& options);
-  bool is_to_be_coded(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
-  void count_coded(RecordId id);
-  // Of a coded record whose slot is about to be released. Counts nothing where the slot is not seen to be complete.
-  void count_exceptions(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
+  RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
+  void count_coded(RecordId id, codec::Code code);
+  // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
+  void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
 
   // ---- copies out: offload.cpp ----
 
@@ -390,7 +390,6 @@ class Engine {
   TapeTimes times_;
   size_t left_behind_count_ = 0;  // as the statistics count it
   uint64_t tapes_opened_ = 0;
-  uint64_t last_code_tag_ = 0;
   ChunkedVector<HeldRecord> held_;  // by record index; a reference stays valid while others are added
   ChunkedVector<TapeInfo> tapes_;   // by tape index; a reference stays valid likewise
   std::vector<AskingTask> asking_tasks_;

@@ -11,6 +11,7 @@
 
 #include "core/ledger.h"
 #include "core/types.h"
+#include "device/codec/block.h"
 #include "device/device_memory.h"
 #include "device/link.h"
 #include "device/memory.h"
@@ -20,6 +21,13 @@
 #include "storage/slot_store.h"
 
 namespace torchoffload {
+
+// How a record's bytes cross the link.
+struct RecordCode {
+  std::optional<codec::Code> used = {};       // nullopt: as they are
+  std::optional<codec::Code> candidate = {};  // a selective code that may suit its values, which its release looks at
+  uint64_t tag = 0;                           // that its code is written with
+};
 
 struct HeldRecord {
   DeviceBytes bytes;               // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
@@ -36,7 +44,7 @@ struct HeldRecord {
   Point reload_end;
   std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
   uint64_t slot_bytes = 0;               // what its slot has room for
-  uint64_t code_tag = 0;                 // the tag that its code is written with; 0: it moves as it is
+  RecordCode code;
   uint64_t charged_bytes = 0;
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
   uint32_t number = 0;         // counts the tape's records in the order of their first saves
@@ -55,7 +63,7 @@ struct HeldRecord {
   // background, the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
   bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
 
-  bool is_coded() const { return code_tag != 0; }
+  bool is_coded() const { return code.used.has_value(); }
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }

@@ -21,6 +21,8 @@ WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns
 RecordKind Lessons::note_operator(OfTape& tape, const NewRecord& record) {
   const bool is_same_operator = std::exchange(tape.latest_operator, record.operator_number) == record.operator_number;
   tape.operator_bytes = is_same_operator ? tape.operator_bytes + record.nbytes : record.nbytes;
+  const uint64_t kind = uint64_t{record.dtype} << 16 | uint64_t{record.dim} << 8 | (is_same_operator ? 3 : 1);
+  tape.latest_tag = ((tape.latest_tag ^ kind) + 1) * 0x9e3779b97f4a7c15;
   return {record.dtype, record.dim, is_same_operator};
 }
 
@@ -34,7 +36,8 @@ Lessons::Known Lessons::next(TapeId id, const NewRecord& record) {
   if (tape.learns) known.why = learner_.next(tape.trace, record.nbytes, kind);
   known.operator_bytes = tape.operator_bytes;
   known.wants_times = tape.trace.is_timed;
-  known.is_worth_coding = tape.learns && learner_.is_worth_coding(tape.trace);
+  if (tape.learns) known.coding = learner_.coding(tape.trace);
+  known.code_tag = tape.latest_tag | 1;
   known.has_lost_way = was_known && !tape.trace.is_known();
   known.limits = learner_.windows(tape.trace).value_or(default_windows(tape.options, tape.largest_record_bytes));
   // A part of a storage is kept for no learned reason but lives_on: it would pin all of the storage, while the windows

@@ -31,12 +31,13 @@ class Lessons {
   };
   // What earlier steps teach about it.
   struct Known {
-    Reason why = Reason::None;     // why it is to be kept; None: it moves
-    WindowBytes limits;            // the windows of its tape from here on
-    uint64_t operator_bytes = 0;   // what its operator has saved so far, this record included
-    bool wants_times = false;      // the tape is to be timed
-    bool is_worth_coding = false;  // see Structure
-    bool has_lost_way = false;     // the tape matched a known one up to the record before, and matches none any more
+    Reason why = Reason::None;    // why it is to be kept; None: it moves
+    WindowBytes limits;           // the windows of its tape from here on
+    uint64_t operator_bytes = 0;  // what its operator has saved so far, this record included
+    bool wants_times = false;     // the tape is to be timed
+    CodingLesson coding;
+    uint64_t code_tag = 0;      // not 0: names the record, and is the same in each step with the same structure
+    bool has_lost_way = false;  // the tape matched a known one up to the record before, and matches none any more
   };
 
   // ---- forward ----
@@ -88,6 +89,10 @@ class Lessons {
   void learn_exceptions(TapeId tape, size_t record, double share) {
     if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
   }
+  // Of a record of a tape that is closed, which was not coded: its values suit the code that was its candidate.
+  void learn_suits_candidate(TapeId tape, size_t record) {
+    if (const auto shape = of(tape).shape) learner_.learn_suits_candidate(*shape, record);
+  }
 
   // ---- for tests ----
 
@@ -104,12 +109,13 @@ class Lessons {
     std::optional<uint32_t> shape;
     uint64_t latest_record = 0;  // the value of records_seen_ at the tape's latest record
     uint64_t largest_record_bytes = 0;
+    uint64_t latest_tag = 0;  // a hash of the kinds of its records so far
     uint64_t latest_operator = UINT64_MAX;
     uint64_t operator_bytes = 0;  // what that operator has saved so far
   };
   OfTape& of(TapeId tape) { return tapes_[tape.index]; }
   const OfTape& of(TapeId tape) const { return tapes_[tape.index]; }
-  // Returns the kind of the tape's next record, and adds up what its operator has saved so far.
+  // Returns the kind of the tape's next record, and adds it to what is known of its operator and to latest_tag.
   RecordKind note_operator(OfTape& tape, const NewRecord& record);
 
   Learner learner_;

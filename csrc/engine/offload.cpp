@@ -71,7 +71,7 @@ struct Engine::OffloadCopy {
   CopyProgress progress;
   TimedPoint ready;
   CopyTime time;
-  uint64_t code_tag = 0;  // 0: the bytes are copied as they are
+  RecordCode code;
 };
 
 // ---- pending copies ----
@@ -174,7 +174,7 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
   copy.first = copy.source.memory.data() + ledger_.record(id).span.begin;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.stream = offload_begins_on(id);
-  copy.code_tag = held.code_tag;
+  copy.code = held.code;
   // A copy on the source's own stream needs no wait, and makes offload_stream wait for nothing.
   const bool is_elsewhere = copy.stream != copy.source.stream;
   const bool is_ordered = order.waiter == copy.stream && order.producer == copy.source.stream;
@@ -213,8 +213,9 @@ void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
     waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.streams.record(copy.also_filled_on));
   copy.ready = time_if(copy.time.is_wanted, backend_.streams, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
-  if (copy.code_tag != 0) {
-    coded_.copy_out(copy.slot, copy.first, copy.nbytes, copy.code_tag, waits, copy.time, copy.progress);
+  if (copy.code.used) {
+    const codec::Pieces pieces = coded_.pieces(*copy.code.used, copy.nbytes);
+    coded_.copy_out(copy.slot, copy.first, pieces, copy.code.tag, waits, copy.time, copy.progress);
   } else {
     copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
     backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
@@ -242,7 +243,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
-  if (held.is_coded()) count_coded(id);
+  if (held.code.used) count_coded(id, *held.code.used);
   if (ModuleRow* const module = context(id).row_of(held.module); module != nullptr) {
     ++module->records_offloaded;
     module->bytes_offloaded += nbytes;

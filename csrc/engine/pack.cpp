@@ -57,7 +57,7 @@ RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identit
   const RecordHandle handle{id, ledger_.add_handle(id)};
   try {
     held(id).slot_bytes = made.slot_bytes;
-    if (made.is_coded) held(id).code_tag = ++last_code_tag_;
+    held(id).code = made.code;
     fill_record(id, saved, allocated_on);
     if (saved.wrapper) held(id).wrappers.note(saved.wrapper);
   } catch (...) {
@@ -75,9 +75,9 @@ Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t 
   const Lessons::Known known = learned(tape, saved, nbytes);
   if (is_beyond_fraction(info, nbytes)) return {Decision::keep(Reason::BeyondFraction), nbytes};
   if (known.why != Reason::None) return {Decision::keep(known.why), nbytes};
-  const bool is_coded = is_to_be_coded(info, saved.dtype, nbytes, known);
-  const uint64_t slot_bytes = is_coded ? coded_.pieces(nbytes).slot_bytes() : nbytes;
-  if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, is_coded};
+  const RecordCode code = code_for(info, saved.dtype, nbytes, known);
+  const uint64_t slot_bytes = code.used ? coded_.pieces(*code.used, nbytes).slot_bytes() : nbytes;
+  if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, code};
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
   SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
   return {Decision::keep(Reason::TierFull), nbytes};

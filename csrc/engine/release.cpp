@@ -78,7 +78,7 @@ void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
     memory.bytes = {};
   }
   // The slot is looked at, and not the record's state, because an exception may have come between the two.
-  if (held.is_coded() && held.slot.nbytes() > 0) count_exceptions(held, dropped);
+  if (held.slot.nbytes() > 0) learn_from_slot(held, dropped);
   if (held.slot.nbytes() > 0) release_slot(held);
   for (const Point& copy_end : {held.offload_end, held.reload_end}) backend_.link.forget(copy_end);
   slots_.uncharge(*tapes_[dropped.tape.index].context, held.charged_bytes);

@@ -25,8 +25,8 @@ struct Engine::ReloadCopy {
   std::optional<Point> previous_reload = {};  // set where the copy's stream has to wait for it
   Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
-  bool is_coded = false;
-  StreamId writes_on = kNoStream;  // the stream that writes the buffer, on which the copy ends
+  std::optional<codec::Code> code = {};  // nullopt: the bytes are copied as they are
+  StreamId writes_on = kNoStream;        // the stream that writes the buffer, on which the copy ends
   CopyProgress progress = {};
   CopyTime time = {};
 };
@@ -36,8 +36,8 @@ Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId co
   const HeldRecord& held = this->held(id);
   ReloadCopy copy{wanted, Hold(*this, id)};
   copy.stream = context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
-  copy.is_coded = held.is_coded();
-  copy.writes_on = copy.is_coded ? coded_.decode_stream() : copy.stream;
+  copy.code = held.code.used;
+  copy.writes_on = copy.code ? coded_.decode_stream() : copy.stream;
   copy.slot = held.slot;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
@@ -117,8 +117,9 @@ void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
   if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
-  if (copy.is_coded) {
-    coded_.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, waits, copy.time, copy.progress);
+  if (copy.code) {
+    const codec::Pieces pieces = coded_.pieces(*copy.code, copy.nbytes);
+    coded_.copy_in(copy.buffer.mutable_data(), copy.slot, pieces, waits, copy.time, copy.progress);
   } else {
     copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
     backend_.link.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);

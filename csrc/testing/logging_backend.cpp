@@ -121,7 +121,9 @@ StreamId LoggingBackend::reload_stream() {
   return stream;
 }
 
-bool LoggingBackend::knows(uint8_t dtype) const { return is_everything_coded || inner_.coder->knows(dtype); }
+std::optional<codec::Code> LoggingBackend::code_of(uint8_t dtype) const {
+  return is_everything_coded ? codec::Code::Bfloat16 : inner_.coder->code_of(dtype);
+}
 
 uint64_t LoggingBackend::least_bytes() const { return is_everything_coded ? 512 : inner_.coder->least_bytes(); }
 

@@ -58,7 +58,8 @@ class SeamLog {
   std::map<StreamId, uint64_t> serials_before_;    // since start()
 };
 
-// True: what crosses the link is coded whatever its dtype and from 512 bytes on. The code is exact for all bytes.
+// True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is exact
+// for all bytes.
 void code_everything(bool everything);
 
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
@@ -89,9 +90,10 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   bool prepare() override { return inner_.coder->prepare(); }
   std::string obstacle() const override { return inner_.coder->obstacle(); }
-  bool knows(uint8_t dtype) const override;
+  std::optional<codec::Code> code_of(uint8_t dtype) const override;
   uint64_t least_bytes() const override;
   uint64_t piece_bytes() const override { return inner_.coder->piece_bytes(); }
+  size_t lane_count() const override { return inner_.coder->lane_count(); }
   StreamId encode_stream() override;
   StreamId decode_stream() override;
   void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override;

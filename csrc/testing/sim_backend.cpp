@@ -5,10 +5,12 @@
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <mutex>
 #include <utility>
 
+#include "device/dtype_codes.h"
 #include "device/torch_memory.h"
 #include "testing/logging_backend.h"
 
@@ -76,6 +78,8 @@ std::string& coding_refusal() {
   return *refusal;
 }
 
+std::atomic<bool> is_coded_as_on_cuda = false;
+
 struct LoggedDevice {
   explicit LoggedDevice(int device_index)
       : device(device_index), logged(device.with(simulated_arena()), device_index), backend(logged.parts()) {}
@@ -139,7 +143,11 @@ std::string SimBackend::obstacle() const {
   return coding_refusal();
 }
 
-bool SimBackend::knows(uint8_t /*dtype*/) const { return true; }
+std::optional<codec::Code> SimBackend::code_of(uint8_t dtype) const {
+  return is_coded_as_on_cuda ? code_of_dtype(dtype) : codec::Code::Bfloat16;
+}
+
+void code_as_on_cuda(bool as_on_cuda) { is_coded_as_on_cuda = as_on_cuda; }
 
 StreamId SimBackend::encode_stream() { return world().stream_of(device_index_, StreamRole::Encode); }
 StreamId SimBackend::decode_stream() { return world().stream_of(device_index_, StreamRole::Decode); }

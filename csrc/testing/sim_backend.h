@@ -49,10 +49,12 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   bool prepare() override;
   std::string obstacle() const override;
-  bool knows(uint8_t dtype) const override;
-  // It knows every dtype, since the code is exact for all bytes, and pieces are small, so that a record is several.
+  // Every dtype has the code for bfloat16, which is exact for all bytes, unless code_as_on_cuda() says otherwise. Pieces
+  // are small, and lanes few, so that a record is several pieces, and takes turns with the lanes.
+  std::optional<codec::Code> code_of(uint8_t dtype) const override;
   uint64_t least_bytes() const override { return 512; }
   uint64_t piece_bytes() const override { return 1024; }
+  size_t lane_count() const override { return 4; }
   StreamId encode_stream() override;
   StreamId decode_stream() override;
   void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override;
@@ -112,6 +114,9 @@ SimBackend& simulated_device(int device_index);
 
 // What simulated_register answers from here on; empty: it registers.
 void refuse_registration(std::string why);
+
+// True: simulated devices code the dtypes that CUDA devices code, and as those do.
+void code_as_on_cuda(bool as_on_cuda);
 
 // What prepare() of simulated devices finds in its way from here on; empty: nothing.
 void refuse_coding(std::string why);

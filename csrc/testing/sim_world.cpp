@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "device/backend.h"
-#include "device/codec/bf16_code.h"
+#include "device/codec/codes.h"
 
 namespace torchoffload {
 
@@ -258,7 +258,7 @@ void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
   Lock lock(mutex_);
   begin_call();
   Stream& coding = used(id);
-  const auto layout = codec::PieceLayout::of(piece.raw_bytes);
+  const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
   const MemoryOwner owner = require_block(coding, AccessKind::EncodeReads, piece.raw, piece.raw_bytes);
   const auto begin = reinterpret_cast<uint64_t>(piece.raw);
   check_no_open_operator(coding, {begin, begin + piece.raw_bytes});
@@ -266,7 +266,7 @@ void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
   const MemoryOwner staging = require_block(coding, AccessKind::EncodeWrites, piece.coded, layout.nbytes);
   access(coding, AccessKind::EncodeWrites, staging, piece.coded, layout.nbytes);
   access(coding, AccessKind::EncodeWrites, MemoryOwner::Slot, piece.overflow,
-         layout.block_count * codec::kOverflowBytes);
+         codec::overflow_bytes(piece.code, piece.raw_bytes));
   Command command;
   command.kind = Command::Kind::Encode;
   command.piece = piece;
@@ -279,11 +279,11 @@ void SimWorld::decode(const CodedPiece& piece, StreamId id) {
   Lock lock(mutex_);
   begin_call();
   Stream& coding = used(id);
-  const auto layout = codec::PieceLayout::of(piece.raw_bytes);
+  const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
   const MemoryOwner staging = require_block(coding, AccessKind::DecodeReads, piece.coded, layout.nbytes);
   access(coding, AccessKind::DecodeReads, staging, piece.coded, layout.nbytes);
   access(coding, AccessKind::DecodeReads, MemoryOwner::Slot, piece.overflow,
-         layout.block_count * codec::kOverflowBytes);
+         codec::overflow_bytes(piece.code, piece.raw_bytes));
   const MemoryOwner owner = require_block(coding, AccessKind::DecodeWrites, piece.raw, piece.raw_bytes);
   access(coding, AccessKind::DecodeWrites, owner, piece.raw, piece.raw_bytes);
   Command command;
@@ -326,9 +326,9 @@ void SimWorld::carry_out(const Command& command) {
     case Command::Kind::Wait:  // what it waits for was enqueued before it, so this ends
       return run_to(command.point);
     case Command::Kind::Encode:
-      return codec::encode(piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);
+      return codec::encode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);
     case Command::Kind::Decode:
-      return codec::decode(piece.raw, piece.raw_bytes, piece.coded, piece.overflow);
+      return codec::decode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow);
     case Command::Kind::CopyOut:
     case Command::Kind::CopyIn:
       std::memcpy(command.target, command.source, command.nbytes);

@@ -1,4 +1,4 @@
-// The code for bfloat16, driven from Python: the reference for the host, and the kernels for a GPU, which are compiled
+// The lossless codes, driven from Python: the reference for the host, and the kernels for a GPU, which are compiled
 // for the host here and run lane by lane.
 #include <torch/csrc/utils/pybind.h>
 
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "device/codec/bf16_code.h"
+#include "device/codec/codes.h"
 #include "device/codec/kernel_source.h"
 
 namespace py = pybind11;
@@ -72,6 +72,7 @@ inline void store16(u8* to, const u32* words) { std::memcpy(to, words, 16); }
 
 namespace {
 
+using codec::Code;
 using codec::PieceLayout;
 
 template <typename Kernel>
@@ -114,28 +115,32 @@ class Guarded {
 };
 
 // (coded, overflow); `warp_count` 0: by the reference.
-std::tuple<py::bytes, py::bytes> encode(const std::string& raw, uint64_t modulo, uint64_t tag, uint64_t warp_count) {
-  const PieceLayout layout = PieceLayout::of(raw.size());
+std::tuple<py::bytes, py::bytes> encode(Code code, const std::string& raw, uint64_t modulo, uint64_t tag,
+                                        uint64_t warp_count) {
+  const PieceLayout layout = PieceLayout::of(code, raw.size());
   Guarded source(raw, modulo);
   Guarded coded(layout.nbytes, 0);
-  Guarded overflow(layout.block_count * codec::kOverflowBytes, 0);
-  if (warp_count == 0) codec::encode(source.data(), raw.size(), coded.data(), overflow.data(), tag);
+  Guarded overflow(codec::overflow_bytes(code, raw.size()), 0);
+  if (warp_count == 0) codec::encode(code, source.data(), raw.size(), coded.data(), overflow.data(), tag);
   for_each_warp(warp_count, [&] {
-    host_kernels::torchoffload_encode(source.bytes(), raw.size(), coded.bytes(), overflow.bytes(), tag,
-                                      layout.tag_begin);
+    const auto kernel =
+        code == Code::Bfloat16 ? host_kernels::torchoffload_encode_bfloat16 : host_kernels::torchoffload_encode_widened;
+    kernel(source.bytes(), raw.size(), coded.bytes(), overflow.bytes(), tag, layout.tag_begin);
   });
   for (const Guarded* const memory : {&source, &coded, &overflow}) memory->check();
   return {coded.content(), overflow.content()};
 }
 
-py::bytes decode(const std::string& coded, const std::string& overflow, uint64_t raw_bytes, uint64_t modulo,
+py::bytes decode(Code code, const std::string& coded, const std::string& overflow, uint64_t raw_bytes, uint64_t modulo,
                  uint64_t warp_count) {
   Guarded target(raw_bytes, modulo);
   Guarded coded_memory(coded, 0);
   Guarded overflow_memory(overflow, 0);
-  if (warp_count == 0) codec::decode(target.data(), raw_bytes, coded_memory.data(), overflow_memory.data());
+  if (warp_count == 0) codec::decode(code, target.data(), raw_bytes, coded_memory.data(), overflow_memory.data());
   for_each_warp(warp_count, [&] {
-    host_kernels::torchoffload_decode(target.bytes(), raw_bytes, coded_memory.bytes(), overflow_memory.bytes());
+    const auto kernel =
+        code == Code::Bfloat16 ? host_kernels::torchoffload_decode_bfloat16 : host_kernels::torchoffload_decode_widened;
+    kernel(target.bytes(), raw_bytes, coded_memory.bytes(), overflow_memory.bytes());
   });
   target.check();
   return target.content();
@@ -144,20 +149,26 @@ py::bytes decode(const std::string& coded, const std::string& overflow, uint64_t
 }  // namespace
 
 void bind_codec_testing(py::module_& module) {
-  py::module_ codec = module.def_submodule("codec", "The code for bfloat16.");
-  codec.def("encode", encode, py::arg("raw"), py::arg("modulo") = 0, py::arg("tag") = 0, py::arg("warp_count") = 0);
-  codec.def("decode", decode, py::arg("coded"), py::arg("overflow"), py::arg("raw_bytes"), py::arg("modulo") = 0,
+  py::module_ codec = module.def_submodule("codec", "The lossless codes.");
+  py::enum_<Code>(codec, "Code").value("BFLOAT16", Code::Bfloat16).value("WIDENED", Code::Widened);
+  codec.def("encode", encode, py::arg("code"), py::arg("raw"), py::arg("modulo") = 0, py::arg("tag") = 0,
             py::arg("warp_count") = 0);
+  codec.def("decode", decode, py::arg("code"), py::arg("coded"), py::arg("overflow"), py::arg("raw_bytes"),
+            py::arg("modulo") = 0, py::arg("warp_count") = 0);
   codec.def("kernel_source", codec::kernel_source);
-  codec.def("piece_bytes", [](uint64_t raw_bytes) { return PieceLayout::of(raw_bytes).nbytes; });
-  codec.def("slot_bytes", [](uint64_t record_bytes, uint64_t piece_bytes) {
-    return codec::Pieces(record_bytes, piece_bytes).slot_bytes();
+  codec.def("looks_codable", [](Code code, const std::string& raw) {
+    return codec::looks_codable(code, reinterpret_cast<const std::byte*>(raw.data()), raw.size());
   });
-  codec.def("pieces", [](uint64_t record_bytes, uint64_t piece_bytes) {
+  codec.def("piece_bytes", [](Code code, uint64_t raw_bytes) { return PieceLayout::of(code, raw_bytes).nbytes; });
+  codec.def("most_coded_bytes", codec::most_coded_bytes);
+  codec.def("slot_bytes", [](Code code, uint64_t record_bytes, uint64_t piece_bytes) {
+    return codec::Pieces(code, record_bytes, piece_bytes).slot_bytes();
+  });
+  codec.def("pieces", [](Code code, uint64_t record_bytes, uint64_t piece_bytes) {
     using Begin = uint64_t;
     using End = uint64_t;
     std::vector<std::tuple<Begin, End, Begin, End, Begin>> all;
-    const codec::Pieces pieces(record_bytes, piece_bytes);
+    const codec::Pieces pieces(code, record_bytes, piece_bytes);
     for (uint64_t index = 0; index < pieces.count(); ++index) {
       const codec::Piece piece = pieces.at(index);
       all.emplace_back(piece.raw.begin, piece.raw.end, piece.coded.begin, piece.coded.end, piece.overflow_begin);

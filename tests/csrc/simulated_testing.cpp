@@ -253,6 +253,7 @@ void bind_simulated_testing(py::module_& m) {
 
   m.def("refuse_registration", &refuse_registration);
   m.def("code_everything", &code_everything);
+  m.def("code_as_on_cuda", &code_as_on_cuda);
   m.def("refuse_coding", &refuse_coding);
   m.def("refuse_allocation", &refuse_allocation);
   m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));

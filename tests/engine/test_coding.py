@@ -23,6 +23,8 @@ testing = _C_testing.testing
 pytestmark = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
 
 PIECE_BYTES = 1024
+LANES = 4  # each way
+LANE_BYTES = 1152  # a block but for its last byte, which is kept as it is, a tag, and what makes it round
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def gradient_of(device: Device, x: torch.Tensor, **options: Any) -> torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("numel", [257, 1024, 5000])
+@pytest.mark.parametrize("numel", [257, 1023, 1024, 5000])
 def test_gradients_are_those_of_stock(device_under_test: Device, dtype: torch.dtype, numel: int):
     with device_under_test.scope():
         x = torch.randn(numel, dtype=dtype).requires_grad_()
@@ -94,7 +96,7 @@ def test_counts(device_under_test: Device):
     assert (stats.records_coded, stats.bytes_coded) == (1, 2 * numel)
     assert stats.bytes_coded_on_link == 4 * 896  # 385 bytes of each of two blocks, a tag, and what makes it round
     assert (stats.blocks_seen, stats.blocks_excepted) == (8, 0)
-    assert stats.staging_bytes == 4 * 896
+    assert stats.staging_bytes == 2 * LANES * LANE_BYTES
     assert (stats.tapes[-1].records_coded, stats.tapes[-1].blocks_seen) == (1, 8)
     assert "coded" in torchoffload.report()
     assert "0.875 of it on the link; 0.0% of blocks were exceptions" in torchoffload.report()
@@ -181,7 +183,7 @@ def test_without_memory_for_staging_nothing_is_coded(device_under_test: Device):
     with device_under_test.scope():
         x = torch.rand(1000).requires_grad_()
         raw = gradient_of(device_under_test, x)
-        testing.limit_device_memory(testing.allocated_bytes(0) + 3000)  # less than four lanes
+        testing.limit_device_memory(testing.allocated_bytes(0) + LANE_BYTES)  # refuses what follows two lanes
         try:
             with device_under_test.context(compress=True):
                 y = x.sin()
@@ -191,6 +193,23 @@ def test_without_memory_for_staging_nothing_is_coded(device_under_test: Device):
         del y
         assert torch.equal(raw, gradient_of(device_under_test, x, compress=True))
     assert 0 < torchoffload.stats().records_coded < torchoffload.stats().records_offloaded
+
+
+def test_where_memory_is_scarce_there_are_fewer_lanes(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(8 * PIECE_BYTES // 4).requires_grad_()
+        small = torch.rand(4).requires_grad_()
+        raw = gradient_of(device_under_test, x)
+        testing.limit_device_memory(testing.allocated_bytes(0) + 3 * LANE_BYTES)  # refuses what follows four lanes
+        try:
+            with device_under_test.context(compress=True):
+                y = small.sin()
+        finally:
+            testing.limit_device_memory(None)
+        del y
+        assert torchoffload.stats().staging_bytes == LANES * LANE_BYTES
+        assert torch.equal(raw, gradient_of(device_under_test, x, compress=True))
+        assert torchoffload.stats().staging_bytes == LANES * LANE_BYTES
 
 
 def test_threads_code_at_once(device_under_test: Device):

@@ -1,6 +1,7 @@
 """The counters of what is alive: right while it is, zero after every end, and told by report() on demand."""
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +16,11 @@ from functions import Fails
 from gradients import Live, settled
 
 NBYTES = 32 * 32 * 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests_is_about_to_go() -> None:
+    gc.collect()
 
 
 def alive() -> dict[str, int]:

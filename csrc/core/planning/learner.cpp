@@ -220,22 +220,31 @@ void Learner::learn_times(uint32_t number, StepTimes times) {
   }
 }
 
-bool Learner::is_worth_coding(const Trace& trace) const {
-  if (trace.nbytes.empty()) return false;
+CodingLesson Learner::coding(const Trace& trace) const {
+  if (trace.nbytes.empty()) return {};
   const Shape* const shape = trace.known_since == changes_ ? latest(trace.candidates) : nullptr;
-  if (shape == nullptr && !trace.scaled) return false;
+  if (shape == nullptr && !trace.scaled) return {};
   const Structure* const structure = find_structure(shape != nullptr ? shape->structure : trace.scaled->structure());
-  return structure != nullptr && structure->is_worth_coding(trace.nbytes.size() - 1);
+  return structure != nullptr ? structure->coding(trace.nbytes.size() - 1) : CodingLesson{};
 }
 
 bool Learner::expects_coding() const { return std::ranges::any_of(structures_, &Structure::is_link_bound); }
 
-void Learner::learn_exceptions(uint32_t number, size_t record, double share) {
+std::optional<float>* Learner::find_exceptions(uint32_t number, size_t record) {
   const Shape* const shape = find(number);
   Structure* const structure = shape != nullptr ? find_structure(shape->structure) : nullptr;
-  if (structure == nullptr || record >= structure->sample.count()) return;
-  structure->exceptions.resize(structure->sample.count(), -1);
-  structure->exceptions[record] = static_cast<float>(share);
+  if (structure == nullptr || record >= structure->sample.count()) return nullptr;
+  structure->exceptions.resize(structure->sample.count());
+  return &structure->exceptions[record];
+}
+
+void Learner::learn_exceptions(uint32_t shape, size_t record, double share) {
+  if (auto* const exceptions = find_exceptions(shape, record)) *exceptions = static_cast<float>(share);
+}
+
+void Learner::learn_suits_candidate(uint32_t shape, size_t record) {
+  auto* const exceptions = find_exceptions(shape, record);
+  if (exceptions != nullptr && !*exceptions) *exceptions = 0.0F;
 }
 
 const Plan* Learner::plan_of(uint32_t number) {

@@ -68,14 +68,16 @@ class Learner {
   // bound by the link, it counts as such: a later one may be quicker because it was coded.
   void learn_times(uint32_t shape, StepTimes times);
 
-  // ---- which records are worth coding for the link; see Structure ----
+  // ---- which records are worth coding for the link ----
 
-  // Is the latest record of the tape?
-  bool is_worth_coding(const Trace& trace) const;
-  // May that be so of any record of any known tape?
+  // What is known of the latest record of the tape.
+  CodingLesson coding(const Trace& trace) const;
+  // Is any known tape bound by the link?
   bool expects_coding() const;
   // Of a coded record of a tape of this shape: the share of its blocks that were exceptions.
   void learn_exceptions(uint32_t shape, size_t record, double share);
+  // Of a record that was not coded: none of its blocks looks like an exception. What coding it has taught goes before.
+  void learn_suits_candidate(uint32_t shape, size_t record);
 
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
@@ -97,6 +99,8 @@ class Learner {
   Shape* find(uint32_t number);
   Structure* find_structure(uint32_t number);
   const Structure* find_structure(uint32_t number) const;
+  // What is known of the exceptions of a record of this shape; null: the shape was forgotten.
+  std::optional<float>* find_exceptions(uint32_t shape, size_t record);
   // Of these shapes the one that was seen last; null where there is none.
   const Shape* latest(uint32_t candidates) const;
   // Of the structures that match the tape so far the one that was seen last; null where there is none.

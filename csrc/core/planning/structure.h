@@ -16,6 +16,15 @@
 
 namespace torchoffload {
 
+// What is known of coding a record for the link.
+struct CodingLesson {
+  bool is_link_bound = false;       // its step takes longer than its computing, when nothing is coded
+  std::optional<float> exceptions;  // the share of its blocks when it was coded; nullopt: not known
+
+  // With more of them the link would carry nearly as many bytes.
+  bool has_too_many_exceptions() const { return exceptions && *exceptions >= 0.75F; }
+};
+
 struct Structure {
   uint32_t number = 0;  // names the structure for ever
   uint32_t sightings = 0;
@@ -25,16 +34,13 @@ struct Structure {
   std::optional<StepTimes> times;
   std::vector<bool> is_fixed;  // by record: it had the same bytes at each length. Empty: only one length was seen
   bool keeps_end = false;
-  std::optional<uint64_t> window_bytes;  // Plan::window_bytes of the sample's plan
-  bool is_link_bound = false;            // a step of it takes longer than its computing, when nothing is coded
-  std::vector<float> exceptions;         // by record: the share of a coded record's blocks; negative: not known
+  std::optional<uint64_t> window_bytes;          // Plan::window_bytes of the sample's plan
+  bool is_link_bound = false;                    // a step of it takes longer than its computing, when nothing is coded
+  std::vector<std::optional<float>> exceptions;  // by record, as in CodingLesson; empty: none is known
 
-  // Is the link to carry this record's code? Not while steps are hidden behind computing, and not where so many blocks
-  // are exceptions that the link would carry nearly as many bytes.
-  bool is_worth_coding(size_t record) const {
-    return is_link_bound && (record >= exceptions.size() || exceptions[record] < kMostExceptions);
+  CodingLesson coding(size_t record) const {
+    return {is_link_bound, record < exceptions.size() ? exceptions[record] : std::nullopt};
   }
-  static constexpr float kMostExceptions = 0.75F;
 
   // A tape of this structure was seen. Notes which of its records do not grow with the others.
   void saw(const std::vector<uint64_t>& nbytes);

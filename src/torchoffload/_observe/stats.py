@@ -48,10 +48,10 @@ class TapeStats(_Counts):
     records_coded, bytes_coded : int
         Of the records that were moved out, those whose bytes were coded for the link (``compress``), and their bytes.
     bytes_coded_on_link : int
-        What crossed the link for them, each way, without the raw quarters of exceptions.
+        What crossed the link for them, each way, without what exceptions add.
     blocks_seen, blocks_excepted : int
-        Coded blocks of 512 bytes that were looked at when their record was released, and how many of them were
-        exceptions, whose last 128 bytes cross the link as well. About one block of 32 is looked at.
+        Coded blocks of 256 values that were looked at when their record was released, and how many of them were
+        exceptions, which cross the link as they are. About one block of 32 is looked at.
     records_kept, bytes_kept : dict of str to int
         What was not moved, by reason; ``docs/reasons.md`` says what each reason means. Found when a tensor was saved or
         copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
