@@ -58,8 +58,8 @@ class SeamLog {
   std::map<StreamId, uint64_t> serials_before_;    // since start()
 };
 
-// True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is exact
-// for all bytes.
+// True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is
+// exact for all bytes.
 void code_everything(bool everything);
 
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.

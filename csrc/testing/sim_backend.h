@@ -49,8 +49,8 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   bool prepare() override;
   std::string obstacle() const override;
-  // Every dtype has the code for bfloat16, which is exact for all bytes, unless code_as_on_cuda() says otherwise. Pieces
-  // are small, and lanes few, so that a record is several pieces, and takes turns with the lanes.
+  // Every dtype has the code for bfloat16, which is exact for all bytes, unless code_as_on_cuda() says otherwise.
+  // Pieces are small, and lanes few, so that a record is several pieces, and takes turns with the lanes.
   std::optional<codec::Code> code_of(uint8_t dtype) const override;
   uint64_t least_bytes() const override { return 512; }
   uint64_t piece_bytes() const override { return 1024; }
