@@ -279,63 +279,77 @@ std::vector<uint64_t> BlockPlans::movable_sizes(const std::vector<uint32_t>& way
 
 // ---- times ----
 
-void BlockPlans::time(JointPlan& plan) const {
-  const size_t count = plan.calls.size();
+// What a plan moves, as a step that simulate() takes.
+struct BlockPlans::Copies {
   StepShape shape;
   StepTimes times;
-  std::vector<size_t> call_of;  // by record
-  std::vector<double> starts_s(count), begins_s(count);
-  plan.recompute_s = 0;
-  double clock_s = step_.head_s;
   Plan windows;
-  const auto add = [&](size_t call, uint64_t nbytes, double ready_s, uint64_t window_bytes, Reason why = Reason::None) {
+  std::vector<size_t> calls;     // by record
+  std::vector<double> starts_s;  // by call
+
+  void add(size_t call, const JointPlan& plan, uint64_t nbytes, double ready_s, uint64_t window_bytes, Reason why) {
+    shape.last_save.push_back(shape.nbytes.size());
     shape.nbytes.push_back(nbytes);
     times.records.push_back({ready_s, -1});
-    call_of.push_back(call);
+    calls.push_back(call);
     windows.kept.push_back(why);
     windows.offload_bytes.push_back(window_bytes);
     windows.reload_bytes_from.push_back(plan.windows[call].reload_bytes);
-  };
+  }
   // A window that becomes smaller is waited for. To the simulation that is a record of 0 bytes that stays.
-  const auto change_window = [&](size_t call, uint64_t nbytes) {
-    if (!windows.offload_bytes.empty() && windows.offload_bytes.back() > nbytes)
-      add(call, 0, clock_s, nbytes, Reason::NeededSoon);
-  };
-  for (size_t call = 0; call < count; ++call) {
+  void change_window(size_t call, const JointPlan& plan, double at_s, uint64_t window_bytes) {
+    if (!windows.offload_bytes.empty() && windows.offload_bytes.back() > window_bytes)
+      add(call, plan, 0, at_s, window_bytes, Reason::NeededSoon);
+  }
+};
+
+BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
+  Copies copies;
+  double clock_s = step_.head_s;
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
     const BlockKind& kind = kind_of(call);
     const CallPlan& placed = plan.calls[call];
     const BlockWay& way = kind.ways[placed.way];
     const uint64_t window_bytes = plan.windows[call].offload_bytes;
-    change_window(call, window_bytes);
-    starts_s[call] = clock_s;
-    plan.recompute_s += way.recompute_s;
-    if (placed.moves && moves_input(way)) add(call, way.input_bytes, clock_s, window_bytes);
-    for (const uint32_t output : placed.moved) {
-      for (const uint64_t nbytes : kind.outputs[output].sizes)
-        add(call, nbytes, clock_s + kind.outputs[output].ready_s, window_bytes);
+    copies.change_window(call, plan, clock_s, window_bytes);
+    copies.starts_s.push_back(clock_s);
+    if (placed.moves && moves_input(way)) copies.add(call, plan, way.input_bytes, clock_s, window_bytes, Reason::None);
+    for (const uint32_t number : placed.moved) {
+      const BlockOutput& output = kind.outputs[number];
+      for (const uint64_t nbytes : output.sizes)
+        copies.add(call, plan, nbytes, clock_s + output.ready_s, window_bytes, Reason::None);
     }
     clock_s += kind.forward_s;
   }
-  if (count > 0) change_window(count - 1, plan.loss_window_bytes);
-  clock_s += step_.loss_s;
+  if (!plan.calls.empty()) copies.change_window(plan.calls.size() - 1, plan, clock_s, plan.loss_window_bytes);
+  copies.times.compute_s = clock_s + step_.loss_s;  // until backward begins
+  return copies;
+}
+
+void BlockPlans::time(JointPlan& plan) const {
+  const size_t count = plan.calls.size();
+  auto [shape, times, windows, calls, starts_s] = copies_of(plan);
+  std::vector<double> begins_s(count);
+  plan.recompute_s = 0;
   for (size_t call = count; call-- > 0;) {
-    begins_s[call] = clock_s;
-    clock_s += kind_of(call).ways[plan.calls[call].way].recompute_s + kind_of(call).backward_s;
+    begins_s[call] = times.compute_s;
+    const double recompute_s = kind_of(call).ways[plan.calls[call].way].recompute_s;
+    plan.recompute_s += recompute_s;
+    times.compute_s += recompute_s + kind_of(call).backward_s;
   }
-  times.compute_s = clock_s + step_.end_s;
+  times.compute_s += step_.end_s;
   plan.step_s = times.compute_s;
   if (shape.nbytes.empty()) return;
   for (size_t record = 0; record < shape.count(); ++record) {
-    const size_t call = call_of[record];
+    if (windows.kept[record] != Reason::None) continue;
+    const size_t call = calls[record];
     const BlockKind& kind = kind_of(call);
     double needed_s = begins_s[call];
     if (kind.ways[plan.calls[call].way].is_plain) {  // backward goes through it as forward did, the other way round
       const double part = kind.forward_s > 0 ? (times.records[record].ready_s - starts_s[call]) / kind.forward_s : 1;
       needed_s += (1 - std::clamp(part, 0.0, 1.0)) * kind.backward_s;
     }
-    shape.last_save.push_back(record);
-    if (windows.kept[record] == Reason::None)
-      times.records[record].needed_s = needed_s - kBetweenAsksS * static_cast<double>(record);
+    times.records[record].needed_s = needed_s - kBetweenAsksS * static_cast<double>(record);
   }
   times.link = step_.link;
   windows.reload_bytes = plan.window_bytes;

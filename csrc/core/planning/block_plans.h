@@ -49,6 +49,8 @@ class BlockPlans {
  private:
   // What of so many bytes on their way out at the loss still is while the backward of a call runs.
   uint64_t still_going_out(size_t call, uint64_t loss_window_bytes) const;
+  struct Copies;
+  Copies copies_of(const JointPlan& plan) const;
   // Sets the windows of a plan. `before`: what the calls before each one keep. Returns whether it fits.
   bool set_windows(JointPlan& plan, const std::vector<uint64_t>& before, uint64_t memory_bytes) const;
   // The outputs that a way keeps and that may move, the ones that are made last first.

@@ -28,9 +28,9 @@
 // byte each kind takes one way. So all kinds begin at their ways of least bytes; then, by the time that a byte saves,
 // one kind after the other goes on to its next way, the first or the last calls of the kind before the others. What is
 // kept stays on the device as far as there is room, from the last block to the first, and moves otherwise. That is done
-// with room for whole windows left free everywhere, for windows of several sizes; without; and with nothing staying that
-// may move. Each such plan is simulated. The best few are then changed, one call or the windows at a time, as
-// long as that saves time.
+// with room for whole windows left free everywhere, for windows of several sizes; without that room; and with nothing
+// staying that may move. Each such plan is simulated. The best plan of each sort is then changed, one call or the
+// windows at a time, as long as that saves time, or bytes that move.
 #pragma once
 
 #include <cstdint>

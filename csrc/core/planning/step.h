@@ -81,7 +81,7 @@ struct Plan {
   std::vector<uint64_t> offload_bytes;  // by record: the offload window from this record to the next
   uint64_t reload_bytes = 0;
   uint64_t window_bytes = 0;  // the size of the windows beside what is kept as needed_soon
-  // By record: the reload window from the moment on at which backward asks for it. Empty: it is reload_bytes throughout.
+  // By record: the reload window from the moment on at which backward asks for it. Empty: it is always reload_bytes.
   std::vector<uint64_t> reload_bytes_from;
 
   WindowBytes windows(size_t record) const { return {offload_bytes[record], reload_bytes}; }
