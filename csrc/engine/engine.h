@@ -152,7 +152,8 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
-    bool codes = false;  // its records are coded, where they can be
+    bool codes = false;       // its records are coded, where they can be
+    uint64_t fetch_place = 0;  // where slots may be on a disk: those of saves from here on were looked at
   };
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with the graph task, whether that
   // succeeds or fails.
@@ -287,6 +288,8 @@ class Engine {
   bool prefetch_for(Ask& ask, const AlsoWait& also = {});
   std::optional<DeviceBytes> unpack_source(Ask& ask);  // Resident or Offloading
   std::optional<DeviceBytes> unpack_away(Ask& ask);    // Offloaded
+  // The record's slot with its bytes in memory. Blocks while they are on a disk. Throws where they cannot be read.
+  HeldSlot hold_slot(RecordId id);
   void wait_for_reload(Ask& ask);                      // Reloading
   std::optional<DeviceBytes> unpack_here(Ask& ask);    // Reloaded
   // Returns the bytes after the allocator was told that the current stream uses them. Never blocks.
@@ -303,7 +306,8 @@ class Engine {
   // Starts the reloads of those records that are Offloaded. May block.
   void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {});
   // What the calls that enqueue the copy need, read with the GIL held.
-  ReloadCopy plan_reload(const Windows::Ahead& wanted, StreamId consumer);
+  // nullopt: the record's slot is not in memory.
+  std::optional<ReloadCopy> plan_reload(const Windows::Ahead& wanted, StreamId consumer);
   // Allocates the buffers; of what is loaded ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
@@ -328,6 +332,8 @@ class Engine {
   void prefetch_coming(uint64_t kept_bytes);
   // Starts reloads of one tape as far as the window goes. Returns whether all of the tape was looked at. May block.
   bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also = {});
+  // Where slots may be on a disk: begins to read those that are reloaded next, as far as there is room in memory.
+  void fetch_ahead(TapeId tape);
   // Passes by what the consumer, now at `place`, has left behind it by more than the reload window (R11). May block.
   void let_pass(TapeId tape, uint64_t place);
   // Returns a record that was reloaded ahead to its slot, unused: its buffer is retired. May block.
