@@ -180,6 +180,11 @@ bool PinnedArena::require_locked() {
   return true;
 }
 
+void PinnedArena::allow_unlocked() {
+  std::lock_guard lock(mutex_);
+  requires_locked_ = has_told_trouble_ = false;
+}
+
 std::string PinnedArena::take_trouble() {
   if (fork_guard_.inherited()) return {};
   std::lock_guard lock(mutex_);

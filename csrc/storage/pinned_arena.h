@@ -90,6 +90,8 @@ class PinnedArena final : public SlotStore {
   bool require_locked() override;
   std::string take_trouble() override;
 
+  void allow_unlocked();  // for tests: require_locked() was not called
+
   // Is a chunk being taken, or wanted ahead? False in a forked child.
   bool is_growing() const;
 
