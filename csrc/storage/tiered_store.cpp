@@ -76,6 +76,7 @@ void TieredStore::note_filled(const Slot& slot, Point end) {
     const std::lock_guard lock(mutex_);
     Resting& resting = at(slot);
     add_point(resting.busy_until, end);
+    resting.filled = end;
     resting.place = Place::InMemory;
     --resting.hold_count;
     sort_in(slot.range.offset, resting);

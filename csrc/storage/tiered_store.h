@@ -127,6 +127,7 @@ class TieredStore final : public SlotStore {
     Place place = Place::BeingFilled;
     Slot memory;                   // of the arena, and larger than `nbytes`; empty where the slot is on the disk alone
     std::byte* address = nullptr;  // in `memory`, at a multiple of kDiskBlockBytes
+    Point filled;                      // the end of the copy that filled it
     std::vector<Point> busy_until;     // the ends of the copies that used the memory: the latest of each stream
     std::vector<Point> fetch_guards;   // while it is being fetched: the memory's former users
     size_t disk = 0;

@@ -110,7 +110,7 @@ void TieredStore::write(uint64_t number) {
   std::unique_lock lock(mutex_);
   Resting& resting = slots_.at(number);
   Disk& disk = disks_[resting.disk];
-  const std::vector<Point> filled = resting.busy_until;
+  const Point filled = resting.filled;
   const std::byte* const address = resting.address;
   const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
   lock.unlock();
@@ -119,7 +119,7 @@ void TieredStore::write(uint64_t number) {
   if (!is_in_vain) {
     try {
       // The I/O thread waits for the copy out: the slot's bytes are complete only then (R16).
-      if (!mutated(Mutant::SpillWaitsForOffload)) wait_for_device(filled);
+      if (!mutated(Mutant::SpillWaitsForOffload)) wait_for_device({filled});
       place = acquire_on(*disk.file, resting.nbytes);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::Out, address, resting.nbytes);
       failure = disk.file->write_blocks(*place, address, resting.nbytes);
@@ -193,6 +193,7 @@ void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
 
 void TieredStore::wait_for_device(const std::vector<Point>& points) {
   for (const Point& point : points) {
+    if (point.is_beginning()) continue;
     {
       const std::lock_guard lock(mutex_);
       throw_if_stopped();
