@@ -88,10 +88,10 @@ def fork_in_a_step(directory: Path) -> None:
 
 
 def ends(directory: Path, how: str) -> None:
-    """With a write under way, and a thread that waits for room."""
+    """With a write under way and, where the interpreter does not go down, a thread that wants room."""
     tiers = busy(directory)
-    waiting = threading.Thread(target=lambda: tiers.save(2), daemon=True)
-    waiting.start()
+    if how != "end":
+        threading.Thread(target=lambda: tiers.save(2), daemon=True).start()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(tiers.store))  # stores are never destroyed
     if how == "exit":
         os._exit(0)
