@@ -101,7 +101,7 @@ class SlotStore {
 
   // Does the store itself see to it that its memory stays within a budget?
   virtual bool limits_itself() const { return false; }
-  virtual uint64_t limit_bytes() const { return kNoLimit; }  // that budget, now
+  virtual uint64_t limit_bytes() const { return kNoLimit; }  // the capacity that this budget allows, now
 
   // From here on all memory that the store takes is page-locked, or else it is full. Returns false where some of what
   // it has is not.

@@ -204,14 +204,17 @@ uint64_t TieredStore::limit_locked() const {
     default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);
     budget_read_at_capacity_ = capacity_bytes;
   }
-  const uint64_t others_bytes = arena_.used_bytes() - std::min(arena_.used_bytes(), memory_bytes_);
-  return *default_budget_bytes_ - std::min(others_bytes, *default_budget_bytes_);
+  return *default_budget_bytes_ - std::min(others_bytes(), *default_budget_bytes_);
+}
+
+uint64_t TieredStore::others_bytes() const {
+  const uint64_t used_bytes = arena_.used_bytes();
+  return used_bytes - std::min(used_bytes, memory_bytes_);
 }
 
 bool TieredStore::is_arena_full() const {
-  const uint64_t others_bytes = arena_.used_bytes() - std::min(arena_.used_bytes(), memory_bytes_);
   const uint64_t capacity_bytes = arena_.capacity_bytes();
-  return capacity_bytes > 0 && capacity_bytes >= limit_locked() + others_bytes;
+  return capacity_bytes > 0 && capacity_bytes >= limit_locked() + others_bytes();
 }
 
 bool TieredStore::take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) {
@@ -346,7 +349,7 @@ uint64_t TieredStore::used_bytes() const {
 uint64_t TieredStore::limit_bytes() const {
   if (fork_guard_.inherited()) return 0;
   const std::lock_guard lock(mutex_);
-  return limit_locked();
+  return limit_locked() + others_bytes();
 }
 
 uint64_t TieredStore::disk_used_bytes() const {

@@ -113,7 +113,7 @@ class TieredStore final : public SlotStore {
   bool require_locked() override { return arena_.require_locked(); }
   std::string take_trouble() override;
 
-  uint64_t limit_bytes() const override;
+  uint64_t limit_bytes() const override;  // with what other stores have in the arena
   uint64_t disk_used_bytes() const;  // in slots
 
   // For tests: throws std::logic_error where a slot is in no place that its state allows, or a count is wrong.
@@ -173,6 +173,7 @@ class TieredStore final : public SlotStore {
   const Resting& at(const Slot& slot) const { return slots_.at(slot.range.offset); }
   static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
   uint64_t limit_locked() const;
+  uint64_t others_bytes() const;  // of the arena, in slots of other stores
   bool fits(uint64_t nbytes) const { return memory_bytes_ + nbytes <= limit_locked() || beyond_bytes_ >= nbytes; }
   // Has the arena as much memory as this store and the others in it may use?
   bool is_arena_full() const;
