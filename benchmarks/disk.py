@@ -34,8 +34,9 @@ from workloads import Workload, build_model, parse_workload, random_tokens
 
 MIB, GIB = 1 << 20, 1 << 30
 THREADS_OF_A_DIRECTORY = 2  # as torchoffload has for each direction
-PIECE_BYTES = 16 * MIB
+PIECE_BYTES = 64 * MIB  # as large as our records
 RECORD_BYTES = 64 * MIB
+_LEAST_BYTES = 128 * MIB
 MEMORY_BYTES = 1 * GIB  # of host memory, while rates are measured
 
 
@@ -57,10 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
 # ---- the disk by itself ----
 
 
-def _transfer(directory: Path, nbytes: int, number: int) -> tuple[float, float]:
+def _transfer(directory: Path, nbytes: int, piece_bytes: int, number: int) -> tuple[float, float]:
     """Write and read one file past the page cache; return the seconds of each."""
-    buffer = mmap.mmap(-1, PIECE_BYTES)  # at a page, as O_DIRECT wants it
-    buffer.write(os.urandom(PIECE_BYTES))
+    buffer = mmap.mmap(-1, piece_bytes)  # at a page, as O_DIRECT wants it
+    buffer.write(os.urandom(piece_bytes))
     path = directory / f"disk-benchmark-{os.getpid()}-{number}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
@@ -70,12 +71,13 @@ def _transfer(directory: Path, nbytes: int, number: int) -> tuple[float, float]:
     try:
         os.unlink(path)
         os.posix_fallocate(file, 0, nbytes)
+        for _ in range(2):  # what is written for the first time may be slower, and later steps write over it
+            begin = time.perf_counter()
+            for offset in range(0, nbytes, piece_bytes):
+                os.pwritev(file, [buffer], offset)
+            out_s = time.perf_counter() - begin
         begin = time.perf_counter()
-        for offset in range(0, nbytes, PIECE_BYTES):
-            os.pwritev(file, [buffer], offset)
-        out_s = time.perf_counter() - begin
-        begin = time.perf_counter()
-        for offset in range(0, nbytes, PIECE_BYTES):
+        for offset in range(0, nbytes, piece_bytes):
             os.preadv(file, [buffer], offset)
         return out_s, time.perf_counter() - begin
     finally:
@@ -85,9 +87,10 @@ def _transfer(directory: Path, nbytes: int, number: int) -> tuple[float, float]:
 def disk_rates(directories: list[Path], nbytes: int) -> dict[str, float]:
     """Bytes each second that all directories together write and read, by several threads at each."""
     places = [directory for directory in directories for _ in range(THREADS_OF_A_DIRECTORY)]
-    share = max(nbytes // len(places) // PIECE_BYTES, 1) * PIECE_BYTES
+    piece_bytes = min(PIECE_BYTES, nbytes // len(places) // MIB * MIB)
+    share = nbytes // len(places) // piece_bytes * piece_bytes
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        seconds = list(pool.map(lambda place: _transfer(place[1], share, place[0]), enumerate(places)))
+        seconds = list(pool.map(lambda place: _transfer(place[1], share, piece_bytes, place[0]), enumerate(places)))
     total_bytes = share * len(places)
     return {
         "bytes": total_bytes,
@@ -104,11 +107,13 @@ class Keeps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Save and double ``x``."""
         ctx.save_for_backward(x)
         return x + x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Read what was saved."""
         (saved,) = ctx.saved_tensors
         return gradient + saved
 
@@ -165,10 +170,11 @@ def our_rates(device: torch.device, directories: list[Path], nbytes: int) -> dic
 
 
 def measure_rates(device: torch.device, directories: list[Path], nbytes: int, rounds: int) -> dict[str, Any]:
-    measured = []
-    our_rates(device, directories, nbytes // 4)  # takes the pinned memory, and makes the spill files
-    for _ in range(rounds):
-        measured.append({"disk": disk_rates(directories, nbytes), "ours": our_rates(device, directories, nbytes)})
+    """Measure the disk and ours in turns."""
+    our_rates(device, directories, nbytes)  # takes the pinned memory, and makes the spill files
+    measured = [
+        {"disk": disk_rates(directories, nbytes), "ours": our_rates(device, directories, nbytes)} for _ in range(rounds)
+    ]
     ratios = {
         way: statistics.median(each["ours"][way] / each["disk"][way] for each in measured)
         for way in ("out_bytes_per_s", "in_bytes_per_s")
@@ -229,6 +235,7 @@ def measure_step(device: torch.device, directories: list[Path], workload: Worklo
 
 
 def rate_lines(rates: dict[str, Any]) -> list[str]:
+    """Return a line for each round, and one with the ratios."""
     lines = [f"{'':>8}{'disk out':>12}{'ours out':>12}{'disk in':>12}{'ours in':>12}   GB/s"]
     for number, each in enumerate(rates["rounds"], start=1):
         cells = [each[who][way] / 1e9 for way in ("out_bytes_per_s", "in_bytes_per_s") for who in ("disk", "ours")]
@@ -239,21 +246,22 @@ def rate_lines(rates: dict[str, Any]) -> list[str]:
 
 
 def step_lines(step: dict[str, Any]) -> list[str]:
+    """Return lines on the times of both kinds of step, and on what went to the disk."""
     medians, last = step["median_ms"], step["steps"]["half_on_disk"][-1]
     return [
         f"all in host memory {medians['in_memory']:.0f} ms, half on the disk {medians['half_on_disk']:.0f} ms: "
         f"{step['ratio']:.3f} of its time",
-        f"  of the latest step {last['bytes_spilled'] / GIB:.2f} GiB were written and {last['bytes_fetched'] / GIB:.2f} "
-        f"GiB read; {last['disk_waits']} waits, {last['disk_wait_s']:.3f} s",
+        f"  of the latest step {last['bytes_spilled'] / GIB:.2f} GiB were written and "
+        f"{last['bytes_fetched'] / GIB:.2f} GiB read; {last['disk_waits']} waits, {last['disk_wait_s']:.3f} s",
     ]
 
 
 def main() -> int:
     parser = make_parser()
     arguments = parser.parse_args()
-    nbytes = int(arguments.gib * GIB) // (8 * PIECE_BYTES) * (8 * PIECE_BYTES)
-    if nbytes < 8 * PIECE_BYTES:
-        parser.error(f"--gib is at least {8 * PIECE_BYTES / GIB}")
+    nbytes = int(arguments.gib * GIB) // _LEAST_BYTES * _LEAST_BYTES
+    if nbytes < _LEAST_BYTES:
+        parser.error(f"--gib is at least {_LEAST_BYTES / GIB}")
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps are at least 1")
     device = torch.device(arguments.device)

@@ -135,10 +135,10 @@ class Windows {
   uint64_t reload_bytes() const { return reload_bytes_; }
 
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
-  // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any more, beside what is reloaded
-  // and not yet asked for, what is being started, what was taken by this call, and `kept_bytes`. `records` answers
-  // questions about the tape: `first_save()` is the number of its first save that is not forgotten, and `at(save)` is
-  // the SavedRecord there.
+  // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
+  // more, beside what is reloaded and not yet asked for, what is being started, what was taken by this call, and
+  // `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that is
+  // not forgotten, and `at(save)` is the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;

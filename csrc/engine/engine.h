@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "core/chunked_vector.h"
-#include "core/extent.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
 #include "core/windows.h"
@@ -37,6 +36,7 @@
 #include "engine/lessons.h"
 #include "engine/operation.h"
 #include "engine/program.h"
+#include "engine/saved_bytes.h"
 #include "engine/slot_budget.h"
 #include "engine/statistics.h"
 #include "engine/stream_order.h"
@@ -48,25 +48,6 @@
 #include "system/process.h"
 
 namespace torchoffload {
-
-// One handle's share in a record.
-struct RecordHandle {
-  RecordId record;
-  uint64_t save = 0;        // the number of the handle's save in its tape
-  uint32_t seen_epoch = 0;  // the reload whose bytes the handle was given last; see Ledger::mark_seen
-};
-
-// One save of a tensor, as the engine is told of it.
-struct SavedBytes {
-  MemoryRef memory;
-  Span span;                        // the bytes of the memory that the saved tensor reaches
-  Extent extent = Extent::Storage;  // whether a record must stand for all of the memory, or for `span` at least
-  uint64_t itemsize = 1;
-  uint8_t dtype = 0;  // PyTorch's number for the dtype
-  uint8_t dim = 0;    // the number of dimensions
-  VersionRef version;
-  VersionRef wrapper;  // the version of the wrapper subclass that the tensor is an inner tensor of, or none
-};
 
 class Engine {
  public:
@@ -152,7 +133,7 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
-    bool codes = false;       // its records are coded, where they can be
+    bool codes = false;        // its records are coded, where they can be
     uint64_t fetch_place = 0;  // where slots may be on a disk: those of saves from here on were looked at
   };
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with the graph task, whether that
@@ -290,8 +271,8 @@ class Engine {
   std::optional<DeviceBytes> unpack_away(Ask& ask);    // Offloaded
   // The record's slot with its bytes in memory. Blocks while they are on a disk. Throws where they cannot be read.
   HeldSlot hold_slot(RecordId id);
-  void wait_for_reload(Ask& ask);                      // Reloading
-  std::optional<DeviceBytes> unpack_here(Ask& ask);    // Reloaded
+  void wait_for_reload(Ask& ask);                    // Reloading
+  std::optional<DeviceBytes> unpack_here(Ask& ask);  // Reloaded
   // Returns the bytes after the allocator was told that the current stream uses them. Never blocks.
   DeviceBytes hand_out(RecordId id, const DeviceBytes& bytes);
   // Keeps a record whose source was resized while its copy was under way (R10). Throws where the source has become too

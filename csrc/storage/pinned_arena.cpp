@@ -160,9 +160,10 @@ void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
   add_chunk(take_plain_chunk(nbytes, page_bytes_, registration_));
   std::lock_guard lock(mutex_);
   if (std::exchange(has_told_trouble_, true)) return;
-  trouble_ = std::string(refusal) +
-             ". Saved tensors go to host memory that is not page-locked: copies to it are several times slower, and the "
-             "program waits for them. Allow more locked memory (ulimit -l, or the container's limit) to avoid that";
+  trouble_ =
+      std::string(refusal) +
+      ". Saved tensors go to host memory that is not page-locked: copies to it are several times slower, and the "
+      "program waits for them. Allow more locked memory (ulimit -l, or the container's limit) to avoid that";
 }
 
 bool PinnedArena::may_be_unlocked() const {

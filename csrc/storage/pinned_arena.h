@@ -1,5 +1,5 @@
-// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes. Where the driver refuses
-// to page-lock memory, some of it is plain memory; see Note [Memory that is not locked].
+// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes. Where the driver
+// refuses to page-lock memory, some of it is plain memory; see Note [Memory that is not locked].
 // Ownership:     hands out slots, which are values; the memory stays the arena's until trim() or shrink().
 // Thread safety: every method, any thread. Taking a chunk and giving some back take turns, and hold up no other method
 //                while they ask the system or the driver. See Note [Growing ahead].
@@ -53,12 +53,12 @@ namespace torchoffload {
 // A copy that finds no room then asks the system itself, and is told the reason.
 
 // Note [Memory that is not locked]
-// Some systems let no memory be page-locked, or only a little: WSL, containers, a low RLIMIT_MEMLOCK. Copies to and from
-// plain memory are right as well: the driver makes them in pieces, by way of memory of its own, and the thread that
-// enqueues one waits meanwhile. That costs time, but what the program saves still leaves the device. So where the driver
-// refuses even the least that a copy needs, the arena takes plain memory, and tells once why and what it costs. The GPU's
-// own kernels cannot reach such memory. Who needs them to calls require_locked() first; then a refusal makes the arena
-// full, as where the system itself refuses.
+// Some systems let no memory be page-locked, or only a little: WSL, containers, a low RLIMIT_MEMLOCK. Copies to and
+// from plain memory are right as well: the driver makes them in pieces, by way of memory of its own, and the thread
+// that enqueues one waits meanwhile. That costs time, but what the program saves still leaves the device. So where the
+// driver refuses even the least that a copy needs, the arena takes plain memory, and tells once why and what it costs.
+// The GPU's own kernels cannot reach such memory. Who needs them to calls require_locked() first; then a refusal makes
+// the arena full, as where the system itself refuses.
 
 class PinnedArena final : public SlotStore {
  public:

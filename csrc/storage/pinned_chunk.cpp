@@ -106,7 +106,7 @@ PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRe
   if (chunk.is_locked) return chunk;
   munmap(chunk.address, nbytes);
   throw LockRefused("the driver refused to pin " + std::to_string(nbytes) + " bytes of host memory: " + refusal +
-                  limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
+                    limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
 }
 
 bool give_back(const PinnedChunk& chunk, const HostRegistration& registration) {

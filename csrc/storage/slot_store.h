@@ -1,7 +1,7 @@
-// SlotStore: where a record's bytes rest. A slot is a range of pinned memory, or of a spill file, or now one and now the
-// other.
-// Ownership:     a slot is a value; whoever acquired it releases it exactly once, and lets go of it before that as often
-//                as it was held.
+// SlotStore: where a record's bytes rest. A slot is a range of pinned memory, or of a spill file, or now one and now
+// the other.
+// Ownership:     a slot is a value; whoever acquired it releases it exactly once, and lets go of it before that as
+//                often as it was held.
 // Thread safety: every method, any thread.
 // Stream order:  release() is in host time; the guards say after which points the range may be written again.
 // Shutdown:      stores live for the process; see Note [No CUDA after main].

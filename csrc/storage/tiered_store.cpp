@@ -379,8 +379,8 @@ void TieredStore::check_invariants() const {
     if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
     require((resting.memory.nbytes() > 0) == (resting.place != Place::OnDisk), "memory does not fit the place");
-    const bool has_disk = resting.place == Place::InBoth || resting.place == Place::OnDisk ||
-                          resting.place == Place::BeingFetched;
+    const bool has_disk =
+        resting.place == Place::InBoth || resting.place == Place::OnDisk || resting.place == Place::BeingFetched;
     require(resting.on_disk.has_value() == has_disk, "the place on the disk does not fit the state");
     require(dirty_.contains(number) == (resting.place == Place::InMemory), "dirty slots are not listed");
     require(clean_.contains(number) == (resting.place == Place::InBoth && resting.hold_count == 0),

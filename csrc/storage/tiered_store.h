@@ -1,11 +1,12 @@
 // TieredStore: slots in host memory that go on to disks when the memory is used up, and come back to be read.
-// Ownership:     the slots' bytes, wherever they are; it owns its spill files, and borrows an arena, which outlives it and
-//                may serve other stores. A slot in use has no fixed address: see SlotStore::moves_slots().
-// Thread safety: every method, any thread. grow(), hold(), trim() and stop() block: call them without the GIL. No lock is
-//                held while the system, a disk or a device is waited for.
-// Stream order:  its threads wait for points of the device on the host: for the copy that fills a slot before the slot is
-//                written to a disk, and for the former users of memory before a slot is read into it (R16). Memory that a
-//                slot gives up carries the points of the copies that used it, as a released range of the arena does.
+// Ownership:     the slots' bytes, wherever they are; it owns its spill files, and borrows an arena, which outlives it
+//                and may serve other stores. A slot in use has no fixed address: see SlotStore::moves_slots().
+// Thread safety: every method, any thread. grow(), hold(), trim() and stop() block: call them without the GIL. No lock
+//                is held while the system, a disk or a device is waited for.
+// Stream order:  its threads wait for points of the device on the host: for the copy that fills a slot before the slot
+//                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
+//                that a slot gives up carries the points of the copies that used it, as a released range of the arena
+//                does.
 // Shutdown:      leaked on purpose, with its threads; see Note [No CUDA after main]. After stop() nothing is written or
 //                read, and the device is not asked. In a forked child it is full; see Note [Forked children].
 // Not handled:   compression, encryption, writing a part of a slot.
@@ -27,7 +28,8 @@
 // - A thread that waits for room holds no slot. Where nothing can leave the memory, because all slots in it are held by
 //   other threads, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too,
 //   and no two threads wait for each other.
-// - A write that fails leaves the slot in memory, and its disk is not written to any more, until a slot is released there.
+// - A write that fails leaves the slot in memory, and its disk is not written to any more, until a slot is released
+//   there.
 // - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
 #pragma once
 
@@ -56,7 +58,8 @@ struct SpillPolicy {
 
 // What a TieredStore is given from outside.
 struct SpillHooks {
-  std::function<void(Point)> synchronize;  // blocks the calling thread, one of the store's own, until a point is reached
+  std::function<void(Point)>
+      synchronize;  // blocks the calling thread, one of the store's own, until a point is reached
   MakeTransferQueue make_transfers = ThreadedTransfers::make;
   // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
   void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
@@ -114,7 +117,7 @@ class TieredStore final : public SlotStore {
   std::string take_trouble() override;
 
   uint64_t limit_bytes() const override;  // with what other stores have in the arena
-  uint64_t disk_used_bytes() const;  // in slots
+  uint64_t disk_used_bytes() const;       // in slots
 
   // For tests: throws std::logic_error where a slot is in no place that its state allows, or a count is wrong.
   void check_invariants() const;
@@ -125,15 +128,15 @@ class TieredStore final : public SlotStore {
   struct Resting {
     uint64_t nbytes = 0;
     Place place = Place::BeingFilled;
-    Slot memory;                   // of the arena, and larger than `nbytes`; empty where the slot is on the disk alone
-    std::byte* address = nullptr;  // in `memory`, at a multiple of kDiskBlockBytes
-    Point filled;                      // the end of the copy that filled it
-    std::vector<Point> busy_until;     // the ends of the copies that used the memory: the latest of each stream
-    std::vector<Point> fetch_guards;   // while it is being fetched: the memory's former users
+    Slot memory;                    // of the arena, and larger than `nbytes`; empty where the slot is on the disk alone
+    std::byte* address = nullptr;   // in `memory`, at a multiple of kDiskBlockBytes
+    Point filled;                   // the end of the copy that filled it
+    std::vector<Point> busy_until;  // the ends of the copies that used the memory: the latest of each stream
+    std::vector<Point> fetch_guards;  // while it is being fetched: the memory's former users
     size_t disk = 0;
     std::optional<Slot> on_disk;
     uint32_t hold_count = 1;
-    bool is_released = false;  // while a transfer was under way
+    bool is_released = false;          // while a transfer was under way
     uint64_t fetch_number = 0;         // counts the fetches that were begun
     uint64_t failed_fetch_number = 0;  // the latest one that failed
     std::string fetch_failure;         // of that one

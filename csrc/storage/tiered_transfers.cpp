@@ -22,9 +22,7 @@ constexpr uint64_t kShareAhead = 8;
 
 }  // namespace
 
-SpillCounts spill_counts() {
-  return {spilled_bytes, fetched_bytes, wait_count, static_cast<double>(wait_ns) * 1e-9};
-}
+SpillCounts spill_counts() { return {spilled_bytes, fetched_bytes, wait_count, static_cast<double>(wait_ns) * 1e-9}; }
 
 void reset_spill_counts() {
   spilled_bytes = fetched_bytes = wait_count = 0;

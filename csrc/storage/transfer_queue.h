@@ -5,8 +5,8 @@
 // Failures:      submit() throws std::runtime_error where no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
-// The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says, so
-// that a test sees each order of events that it wants to see.
+// The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
+// so that a test sees each order of events that it wants to see.
 #pragma once
 
 #include <condition_variable>

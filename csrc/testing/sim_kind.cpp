@@ -34,6 +34,7 @@ class SimKind final : public BackendKind {
   PinnedMemory pinned_memory() const override {
     return {simulated_arena().capacity_bytes(), simulated_arena().used_bytes()};
   }
+
  private:
   const Backend* spilling_backend(int device_index, const SpillPlan& plan) {
     TieredStore& store = stores_.of(simulated_arena(), plan);

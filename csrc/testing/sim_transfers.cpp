@@ -1,6 +1,7 @@
 #include "testing/sim_transfers.h"
 
 #include <atomic>
+#include <chrono>
 
 #include "testing/sim_world.h"
 
@@ -44,7 +45,7 @@ void SimTransfers::wait(std::unique_lock<std::mutex>& lock, std::condition_varia
       run_(*next);
       lock.lock();
     } else {  // another thread runs what this one waits for
-      changed.wait(lock);
+      changed.wait_for(lock, std::chrono::seconds(1));
     }
   }
 }

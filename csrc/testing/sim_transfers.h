@@ -1,8 +1,8 @@
 // SimTransfers: the disks' threads of the simulated devices. No thread runs: a transfer runs when the mode says so.
 // Ownership:     the transfers that have not run. The store that runs them outlives it.
 // Thread safety: as TransferQueue.
-// Stream order:  Late: a transfer runs when a caller waits for one, in the order of submission. Early: at the end of the
-//                call that submitted it. Seeded: at the end of some later call, in an order that the seed picks.
+// Stream order:  Late: a transfer runs when a caller waits for one, in the order of submission. Early: at the end of
+//                the call that submitted it. Seeded: at the end of some later call, in an order that the seed picks.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
 // It is part of the test build only.

@@ -58,7 +58,7 @@ class SimWorld {
   void stop();
   bool is_running() const;
   int device_count() const;
-  SimMode mode() const;              // Early while none is running
+  SimMode mode() const;             // Early while none is running
   uint64_t draw(uint64_t choices);  // a number below `choices` by the seed
 
   // Streams. A device's ids are the same in every simulation.

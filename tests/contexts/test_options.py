@@ -146,7 +146,9 @@ def test_counts_and_byte_sizes_have_a_least_and_a_greatest_value(name, least):
         OffloadActivations(**{name: 2**63})
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_full", "'keep' or 'error' or 'disk'")])
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_full", "'keep' or 'error' or 'disk'")]
+)
 def test_choices_name_what_is_allowed(name, allowed):
     with pytest.raises(ValueError, match=f"^{name} must be {allowed}, got 'cpu'$"):
         OffloadActivations(**{name: "cpu"})
@@ -184,12 +186,12 @@ def test_several_directories_are_kept_in_their_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", [[], ()])
 def test_no_directory_at_all_is_told(value):
-    with pytest.raises(ValueError, match="^disk_dir must name at least one directory"):
+    with pytest.raises(ValueError, match=r"^disk_dir must name at least one directory"):
         OffloadActivations(on_full="disk", disk_dir=value)
 
 
 def test_a_directory_named_twice_is_told(tmp_path):
-    with pytest.raises(ValueError, match="^disk_dir names a directory twice"):
+    with pytest.raises(ValueError, match=r"^disk_dir names a directory twice"):
         OffloadActivations(on_full="disk", disk_dir=[tmp_path, str(tmp_path)])
 
 
@@ -200,7 +202,7 @@ def test_each_of_several_directories_is_checked(tmp_path):
 
 def test_a_budget_of_zero_is_for_a_context_that_goes_on_to_a_disk(tmp_path):
     assert options_for(on_full="disk", disk_dir=tmp_path, budget_bytes=0).budget_bytes == 0
-    with pytest.raises(ValueError, match="^budget_bytes must be a whole number of bytes of at least 1"):
+    with pytest.raises(ValueError, match=r"^budget_bytes must be a whole number of bytes of at least 1"):
         OffloadActivations(budget_bytes=0)
 
 

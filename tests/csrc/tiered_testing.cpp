@@ -44,8 +44,8 @@ std::unique_ptr<TestedStore> make_store(const std::vector<std::string>& director
                                         std::optional<uint64_t> memory_bytes, bool writes_at_once, bool by_hand) {
   auto made = std::make_unique<TestedStore>();
   const auto saw_wait = [tested = made.get()](Point point) { tested->saw_wait(point); };
-  made->arena = std::make_unique<PinnedArena>(kCountingDriver, saw_wait, ChunkPolicy{kMiB / 16, kMiB / 4},
-                                              uint64_t{1} << 14);
+  made->arena =
+      std::make_unique<PinnedArena>(kCountingDriver, saw_wait, ChunkPolicy{kMiB / 16, kMiB / 4}, uint64_t{1} << 14);
   SpillHooks hooks;
   hooks.synchronize = saw_wait;
   if (by_hand) {
@@ -91,7 +91,8 @@ void bind_tiered_testing(py::module_& m) {
       // Acquires a slot and fills it with `value`.
       .def("acquire", &acquire_slot, py::arg("nbytes"), py::arg("value"), py::kw_only(), py::arg("may_wait") = true,
            NoGilCall())
-      .def("grow", [](Self& self, uint64_t nbytes) { self.store->grow(nbytes); }, NoGilCall())
+      .def(
+          "grow", [](Self& self, uint64_t nbytes) { self.store->grow(nbytes); }, NoGilCall())
       .def(
           "note_filled",
           [](Self& self, const Slot& slot, PointOf end) { self.store->note_filled(slot, {end.first, end.second}); },
@@ -107,7 +108,8 @@ void bind_tiered_testing(py::module_& m) {
       .def("is_here", [](Self& self, const Slot& slot) { return self.store->is_here(slot); })
       .def(
           "try_hold", [](Self& self, const Slot& slot) { return self.store->try_hold(slot); }, NoGilCall())
-      .def("hold", [](Self& self, const Slot& slot) { return self.store->hold(slot); }, NoGilCall())
+      .def(
+          "hold", [](Self& self, const Slot& slot) { return self.store->hold(slot); }, NoGilCall())
       .def(
           "let_go",
           [](Self& self, const Slot& slot, const std::optional<PointOf>& until) {
@@ -116,12 +118,15 @@ void bind_tiered_testing(py::module_& m) {
           py::arg("slot"), py::arg("until") = std::nullopt, NoGilCall())
       .def(
           "begin_fetch", [](Self& self, const Slot& slot) { return self.store->begin_fetch(slot); }, NoGilCall())
-      .def("trim", [](Self& self) { return self.store->trim(); }, NoGilCall())
-      .def("stop", [](Self& self) { self.store->stop(); }, NoGilCall())
+      .def(
+          "trim", [](Self& self) { return self.store->trim(); }, NoGilCall())
+      .def(
+          "stop", [](Self& self) { self.store->stop(); }, NoGilCall())
       .def("take_trouble", [](Self& self) { return self.store->take_trouble(); })
       .def("check_invariants", [](Self& self) { self.store->check_invariants(); })
       // Of a store whose transfers run by hand: runs the next one. Returns whether there was one.
-      .def("run_next", [](Self& self) { return self.transfers->run_next(); }, NoGilCall())
+      .def(
+          "run_next", [](Self& self) { return self.transfers->run_next(); }, NoGilCall())
       .def_property_readonly("memory_bytes", [](Self& self) { return self.store->used_bytes(); })
       .def_property_readonly("limit_bytes", [](Self& self) { return self.store->limit_bytes(); })
       .def_property_readonly("disk_bytes", [](Self& self) { return self.store->disk_used_bytes(); })

@@ -135,25 +135,6 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(options: list[str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_rates_to_a_disk_stand_beside_its_own(tmp_path: Path):
-    path = tmp_path / "disk.json"
-    options = ["--device", "cpu", "--gib", "0.125", "--rounds", "1", "--workload", "none", "--json", str(path)]
-    done = run("disk.py", "--directory", str(tmp_path), *options)
-    assert done.returncode == 0, done.stderr
-    rates = json.loads(path.read_text())["rates"]
-    (measured,) = rates["rounds"]
-    assert measured["ours"]["out_bytes"] == measured["ours"]["in_bytes"] > 0
-    assert all(measured[who][f"{way}_bytes_per_s"] > 0 for who in ("disk", "ours") for way in ("out", "in"))
-    assert re.search(r"^ours / disk: [\d.]+ out, [\d.]+ in$", done.stdout, re.MULTILINE)
-    assert os.listdir(tmp_path) == ["disk.json"]
-
-
-def test_the_step_beside_a_disk_needs_a_gpu():
-    done = run("disk.py", "--device", "cpu", "--gib", "0.125", "--workload", "D")
-    assert done.returncode == 2
-    assert "needs a GPU" in done.stderr
-
-
 @pytest.mark.parametrize("script", ["train_step.py", "link.py"])
 def test_without_a_gpu_a_script_says_that_it_needs_one(script: str):
     done = run(script)

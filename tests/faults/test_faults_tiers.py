@@ -27,9 +27,7 @@ def ending_of(name: str, directory: Path, *arguments: str) -> subprocess.Complet
     return done
 
 
-@pytest.mark.parametrize(
-    "name", ["fork_with_transfers_under_way", "fork_in_a_step", "two_processes_at_one_directory"]
-)
+@pytest.mark.parametrize("name", ["fork_with_transfers_under_way", "fork_in_a_step", "two_processes_at_one_directory"])
 def test_it_is_right_in_the_end(name: str, tmp_path: Path):
     done = ending_of(name, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Slots in host memory that go on to disks: where each is, in which order they leave and come back, and what they keep."""
+"""Slots in host memory that go on to disks: where each is, in which order they leave and come back, what they keep."""
 
 import os
 import stat
@@ -208,12 +208,10 @@ def test_nobody_else_can_read_what_is_written(tmp_path):
     tiers.save(1)
     tiers.save(2)
     assert list(tmp_path.iterdir()) == []
-    modes = []
-    for fd in os.listdir("/proc/self/fd"):
-        if _is_link(fd) and str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}"):
-            modes.append(stat.S_IMODE(os.fstat(int(fd)).st_mode))
+    files = [fd for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
+    modes = [os.fstat(int(fd)).st_mode for fd in files if str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}")]
     assert modes
-    assert set(modes) == {0o600}
+    assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
 
 
 def test_an_unused_directory_has_no_open_file(tmp_path):

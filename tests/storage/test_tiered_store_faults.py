@@ -17,6 +17,11 @@ def _faults_end():
     testing.clear_io_faults()
 
 
+def save_all(tiers: Tiers, values) -> None:
+    for value in values:
+        tiers.save(value)
+
+
 @pytest.mark.parametrize(("call", "code"), [("pwrite", errno.EIO), ("pwrite", errno.ENOSPC), ("reserve", errno.ENOSPC)])
 def test_a_write_that_fails_leaves_the_slot_in_memory_and_is_told_once(tmp_path, call, code):
     tiers = Tiers([tmp_path], slots=2)
@@ -37,9 +42,9 @@ def test_a_disk_that_had_no_room_is_written_to_again_once_a_slot_on_it_is_releas
     tiers.save(1)
     tiers.run_all()
     testing.inject_io_fault("pwrite", errno=errno.ENOSPC)
+    tiers.run_all()
     with pytest.raises(testing.StoreFull):
-        for value in range(2, 6):
-            tiers.save(value)
+        save_all(tiers, range(2, 6))
     testing.clear_io_faults()
     with pytest.raises(testing.StoreFull):
         tiers.save(7)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCHOFFLOAD_TESTING", "1")
 
+import pytest
 import torch
 
 import torchoffload
@@ -21,11 +22,14 @@ from tiers import BLOCK, Tiers, testing
 
 
 def busy(directory: Path) -> Tiers:
-    """A store with threads, whose disk holds its first write up."""
+    """A store with threads, whose disk holds its first write up by now."""
     tiers = Tiers([directory], slots=2, by_hand=False, writes_at_once=True)
+    before = testing.io_call_count("pwrite")
     testing.hold_next_io("pwrite")
     for value in range(2):
         tiers.save(value)
+    while testing.io_call_count("pwrite") < before + 2:
+        time.sleep(0.001)
     return tiers
 
 
@@ -41,11 +45,8 @@ def fork_with_transfers_under_way(directory: Path) -> None:
         try:
             assert tiers.store.acquire(BLOCK, 7, may_wait=False) is None
             for call in (lambda: tiers.store.grow(BLOCK), lambda: tiers.store.hold(tiers.slots[0])):
-                try:
+                with pytest.raises(RuntimeError, match="forked"):
                     call()
-                    os._exit(2)
-                except RuntimeError as error:
-                    assert "forked" in str(error)
             tiers.drop(0)
             tiers.store.trim()
             tiers.store.stop()
