@@ -58,16 +58,19 @@ std::optional<int> node_of_devices_in_use() {
 
 // Between two questions whether a point was reached: short beside a copy, and long beside a question.
 constexpr std::chrono::microseconds kBetweenQuestions{50};
+constexpr int kMostQuestions = 100;
 
 }  // namespace
 
-void cuda_synchronize_in_background(Point point) {
-  if (point.is_beginning()) return;
+bool cuda_wait_in_background(Point point) {
+  if (point.is_beginning()) return true;
   const ApartFromCaptures apart;
-  while (!cuda_has_reached(point)) {
+  for (int question = 0; question < kMostQuestions; ++question) {
+    if (cuda_has_reached(point)) return true;
     (void)cudaGetLastError();  // that it was not reached is no error
     std::this_thread::sleep_for(kBetweenQuestions);
   }
+  return false;
 }
 
 HostRegistration cuda_host_registration() {

@@ -66,7 +66,7 @@ class CudaKind final : public BackendKind {
 
   OfMemory pinned_;
   OfMemory plain_;
-  SpillingStores stores_{{.synchronize = cuda_synchronize_in_background}};
+  SpillingStores stores_{{.wait_for_point = cuda_wait_in_background}};
   std::map<std::pair<TieredStore*, int>, const Backend*> spilling_;
 };
 

@@ -24,7 +24,7 @@ TieredStore::TieredStore(PinnedArena& arena, const std::vector<std::string>& dir
                          SpillHooks hooks)
     : arena_(arena), policy_(policy), hooks_(std::move(hooks)) {
   for (const std::string& directory : directories)
-    disks_.push_back({std::make_unique<SpillFile>(directory, hooks_.synchronize), 0, 0, {}});
+    disks_.push_back({std::make_unique<SpillFile>(directory, [](Point) {}), 0, 0, {}});  // its slots have no guards
   for (const Disk& disk : disks_) disk.file->trim();  // made to be sure that it can be; the first write opens it again
   transfers_ = hooks_.make_transfers(disks_.size(), [this](const SlotTransfer& transfer) { run(transfer); });
 }
@@ -94,6 +94,7 @@ void TieredStore::release(const Slot& slot, const std::vector<Point>& guards) {
     Resting& resting = at(slot);
     if (resting.is_in_transfer()) {
       resting.is_released = true;
+      ++released_count_;
       for (const Point& guard : guards) add_point(resting.busy_until, guard);
       if (mutated(Mutant::SlotHeldUntilIoDone)) give_up_memory(resting);
     } else {
@@ -272,7 +273,11 @@ void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes,
     if (refusal.empty()) return;
     if (drop_oldest(UINT64_MAX)) return;
   }
-  while (clean_.nbytes() + writing_bytes_ < nbytes && begin_write_of_oldest()) {
+  const auto is_short = [&] {
+    const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
+    return is_over || (would_fit && clean_.empty() && writing_bytes_ == 0);
+  };
+  while (is_short() && begin_write_of_oldest()) {
   }
   if (would_fit && refusal.empty() && drop_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
@@ -317,7 +322,8 @@ void TieredStore::add_point(std::vector<Point>& points, Point point) {
 uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    transfers_->wait(lock, changed_, [&] { return released_count_ == 0; });
     while (drop_oldest(UINT64_MAX)) {
     }
   }
@@ -325,19 +331,6 @@ uint64_t TieredStore::trim() {
   for (const Disk& disk : disks_) given_back_bytes += disk.file->trim();
   transfers_->end_idle_threads();
   return given_back_bytes;
-}
-
-void TieredStore::stop() {
-  if (fork_guard_.inherited()) return;
-  arena_.stop();
-  std::unique_lock lock(mutex_);
-  is_stopped_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [&] { return device_calls_ == 0; });
-}
-
-void TieredStore::throw_if_stopped() const {
-  if (is_stopped_) throw StoreFull("the process is about to end, and nothing is written to a disk or read any more");
 }
 
 uint64_t TieredStore::used_bytes() const {

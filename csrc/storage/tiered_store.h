@@ -58,8 +58,9 @@ struct SpillPolicy {
 
 // What a TieredStore is given from outside.
 struct SpillHooks {
-  std::function<void(Point)>
-      synchronize;  // blocks the calling thread, one of the store's own, until a point is reached
+  // Blocks the calling thread, one of the store's own, until a point is reached, or for some milliseconds. Returns
+  // whether it was reached: the store asks again, and not any more once it is stopped.
+  std::function<bool(Point)> wait_for_point;
   MakeTransferQueue make_transfers = ThreadedTransfers::make;
   // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
   void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
@@ -93,7 +94,7 @@ class TieredStore final : public SlotStore {
   // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it.
   void grow(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;
-  uint64_t trim() override;
+  uint64_t trim() override;  // also waits for transfers of slots that were released meanwhile
   uint64_t capacity_bytes() const override { return arena_.capacity_bytes(); }
   uint64_t used_bytes() const override;  // in memory
   uint64_t grow_count() const override { return arena_.grow_count(); }
@@ -192,7 +193,6 @@ class TieredStore final : public SlotStore {
   void make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond);
   Slot held(const Slot& slot, Resting& resting);
   void free_slot(uint64_t number, const std::vector<Point>& guards);
-  void throw_if_stopped() const;
   // Waits for transfers until `is_done`, and counts that.
   void wait_for_disk(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done);
 
@@ -205,6 +205,7 @@ class TieredStore final : public SlotStore {
   bool begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
   std::optional<size_t> disk_to_write_to() const;
   std::string disk_refusal() const;
+  void throw_if_stopped() const;
   void note_refusal(Disk& disk, const std::string& why);
 
   // Without it, on a thread of the store:
@@ -213,6 +214,7 @@ class TieredStore final : public SlotStore {
   void fetch(uint64_t number);
   void ended(uint64_t number, std::unique_lock<std::mutex>& lock);
   void wait_for_device(const std::vector<Point>& points);
+  bool wait_for_point(Point point);  // false: it was not reached yet
   static Slot acquire_on(SpillFile& file, uint64_t nbytes);
 
   PinnedArena& arena_;
@@ -230,10 +232,11 @@ class TieredStore final : public SlotStore {
   uint64_t memory_bytes_ = 0;    // of all slots that have memory
   uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
   uint32_t transfer_count_ = 0;  // under way
+  uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
   uint64_t change_count_ = 0;    // of events that may have made room
   uint64_t beyond_bytes_ = 0;    // the next slot of at most so much may exceed the limit
   uint64_t largest_bytes_ = 0;   // of a slot's memory
-  uint32_t device_calls_ = 0;    // of hooks_.synchronize, under way
+  uint32_t device_calls_ = 0;    // of hooks_.wait_for_point, under way
   bool is_stopped_ = false;
   std::string trouble_;
   mutable std::optional<uint64_t> default_budget_bytes_;

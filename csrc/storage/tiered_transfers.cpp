@@ -90,6 +90,7 @@ bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t bef
   } catch (const std::runtime_error&) {
     resting.busy_until = guards;
     give_up_memory(resting);
+    resting.address = nullptr;
     throw;
   }
   resting.fetch_guards = std::move(guards);
@@ -180,6 +181,7 @@ void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
   --transfer_count_;
   ++change_count_;
   if (slots_.at(number).is_released) {
+    --released_count_;
     free_slot(number, {});
   } else {
     sort_in(number, slots_.at(number));
@@ -191,25 +193,31 @@ void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
 
 void TieredStore::wait_for_device(const std::vector<Point>& points) {
   for (const Point& point : points) {
-    if (point.is_beginning()) continue;
-    {
-      const std::lock_guard lock(mutex_);
-      throw_if_stopped();
-      ++device_calls_;
+    while (!point.is_beginning() && !wait_for_point(point)) {
     }
-    std::exception_ptr failure;
-    try {
-      hooks_.synchronize(point);
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      --device_calls_;
-      changed_.notify_all();
-    }
-    if (failure) std::rethrow_exception(failure);
   }
+}
+
+bool TieredStore::wait_for_point(Point point) {
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_stopped();
+    ++device_calls_;
+  }
+  bool is_reached = false;
+  std::exception_ptr failure;
+  try {
+    is_reached = hooks_.wait_for_point(point);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    --device_calls_;
+    changed_.notify_all();
+  }
+  if (failure) std::rethrow_exception(failure);
+  return is_reached;
 }
 
 Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
@@ -217,6 +225,21 @@ Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
   std::optional<Slot> place;
   while (!(place = file.try_acquire(nbytes, none))) file.grow(nbytes);
   return *place;
+}
+
+// ---- the end ----
+
+void TieredStore::stop() {
+  if (fork_guard_.inherited()) return;
+  arena_.stop();
+  std::unique_lock lock(mutex_);
+  is_stopped_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return device_calls_ == 0; });
+}
+
+void TieredStore::throw_if_stopped() const {
+  if (is_stopped_) throw StoreFull("the process is about to end, and nothing is written to a disk or read any more");
 }
 
 // ---- refusals ----

@@ -47,7 +47,11 @@ class SimKind final : public BackendKind {
   }
 
   SpillingStores stores_{{
-      .synchronize = [](Point point) { SimWorld::instance().synchronize(point); },
+      .wait_for_point =
+          [](Point point) {
+            SimWorld::instance().synchronize(point);
+            return true;
+          },
       .make_transfers = SimTransfers::make,
       .saw_transfer =
           [](IoDirection direction, const void* memory, uint64_t nbytes) {

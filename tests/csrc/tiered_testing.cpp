@@ -47,7 +47,10 @@ std::unique_ptr<TestedStore> make_store(const std::vector<std::string>& director
   made->arena =
       std::make_unique<PinnedArena>(kCountingDriver, saw_wait, ChunkPolicy{kMiB / 16, kMiB / 4}, uint64_t{1} << 14);
   SpillHooks hooks;
-  hooks.synchronize = saw_wait;
+  hooks.wait_for_point = [saw_wait](Point point) {
+    saw_wait(point);
+    return true;
+  };
   if (by_hand) {
     hooks.make_transfers = [](size_t, RunTransfer run) -> std::unique_ptr<TransferQueue> {
       auto transfers = std::make_unique<SimTransfers>(std::move(run));

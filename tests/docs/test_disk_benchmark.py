@@ -22,7 +22,7 @@ def test_rates_to_a_disk_stand_beside_its_own(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rates = json.loads(path.read_text())["rates"]
     (measured,) = rates["rounds"]
-    assert measured["ours"]["out_bytes"] == measured["ours"]["in_bytes"] > 0
+    assert measured["ours"]["out_bytes"] >= measured["ours"]["in_bytes"] > 0
     assert all(measured[who][f"{way}_bytes_per_s"] > 0 for who in ("disk", "ours") for way in ("out", "in"))
     assert re.search(r"^ours / disk: [\d.]+ out, [\d.]+ in$", done.stdout, re.MULTILINE)
     assert os.listdir(tmp_path) == ["disk.json"]

@@ -151,6 +151,15 @@ def test_a_slot_released_while_it_is_written_is_given_back_after_the_write(tmp_p
     tiers.check()
 
 
+def test_trim_waits_for_slots_that_were_released_while_they_were_written(tmp_path):
+    tiers = Tiers([tmp_path], slots=4, writes_at_once=True)
+    tiers.save(0)
+    tiers.drop(0)
+    assert tiers.store.memory_bytes == ROOM
+    assert tiers.store.trim() > 0
+    assert (tiers.store.memory_bytes, tiers.store.arena_bytes) == (0, 0)
+
+
 def test_a_slot_released_while_it_is_read_is_given_back_after_the_read(tmp_path):
     tiers = Tiers([tmp_path], slots=2)
     for value in range(5):
