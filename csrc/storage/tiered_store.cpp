@@ -30,8 +30,9 @@ TieredStore::TieredStore(PinnedArena& arena, const std::vector<std::string>& dir
 }
 
 TieredStore::~TieredStore() {
-  if (fork_guard_.inherited()) {
-    (void)transfers_.release();
+  if (fork_guard_.inherited()) {  // its threads are the parent's: there are none to end
+    static auto* const leaked = new std::vector<std::unique_ptr<TransferQueue>>;
+    leaked->push_back(std::move(transfers_));
     return;
   }
   stop();
@@ -365,11 +366,12 @@ void TieredStore::check_invariants() const {
     if (!holds) throw std::logic_error(std::string("TieredStore: ") + what);
   };
   const std::lock_guard lock(mutex_);
-  uint64_t memory_bytes = 0, writing_bytes = 0;
+  uint64_t memory_bytes = 0, writing_bytes = 0, fetching_bytes = 0;
   uint32_t transfer_count = 0;
   for (const auto& [number, resting] : slots_) {
     memory_bytes += resting.memory.nbytes();
     if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
+    if (resting.place == Place::BeingFetched) fetching_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
     require((resting.memory.nbytes() > 0) == (resting.place != Place::OnDisk), "memory does not fit the place");
     const bool has_disk =
@@ -380,7 +382,7 @@ void TieredStore::check_invariants() const {
             "clean slots are not listed");
   }
   require(memory_bytes == memory_bytes_, "memory_bytes_ is wrong");
-  require(writing_bytes == writing_bytes_, "writing_bytes_ is wrong");
+  require(writing_bytes == writing_bytes_ && fetching_bytes == fetching_bytes_, "bytes on their way are wrong");
   require(transfer_count == transfer_count_, "transfer_count_ is wrong");
 }
 

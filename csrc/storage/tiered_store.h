@@ -231,6 +231,7 @@ class TieredStore final : public SlotStore {
   BySize clean_;                 // InBoth, and held by nobody
   uint64_t memory_bytes_ = 0;    // of all slots that have memory
   uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
+  uint64_t fetching_bytes_ = 0;  // of those that are BeingFetched: they will be clean
   uint32_t transfer_count_ = 0;  // under way
   uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
   uint64_t change_count_ = 0;    // of events that may have made room
@@ -238,7 +239,8 @@ class TieredStore final : public SlotStore {
   uint64_t largest_bytes_ = 0;   // of a slot's memory
   uint32_t device_calls_ = 0;    // of hooks_.wait_for_point, under way
   bool is_stopped_ = false;
-  std::string trouble_;
+  bool has_told_trouble_ = false;
+  std::string trouble_;  // that was not told yet
   mutable std::optional<uint64_t> default_budget_bytes_;
   mutable uint64_t budget_read_at_capacity_ = 0;
 

@@ -17,8 +17,10 @@ std::atomic<uint64_t> fetched_bytes{0};
 std::atomic<uint64_t> wait_count{0};
 std::atomic<int64_t> wait_ns{0};
 
-// While less memory than this share of the limit is free or can be given up without I/O, the oldest slots are written.
+// While less memory than this share of the limit is free or can be given up without I/O, the oldest slots are written:
+// room for two slots at least.
 constexpr uint64_t kShareAhead = 8;
+constexpr uint64_t kMostBytesAhead = uint64_t{4} << 30;
 
 }  // namespace
 
@@ -42,10 +44,11 @@ void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const std::f
 void TieredStore::write_ahead() {
   if (is_stopped_ || dirty_.empty()) return;
   const uint64_t limit_bytes = limit_locked();
-  const uint64_t wanted_bytes = std::min(limit_bytes, std::max(limit_bytes / kShareAhead, 2 * largest_bytes_));
+  const uint64_t ahead_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
+  const uint64_t wanted_bytes = std::min(limit_bytes, std::max(ahead_bytes, 2 * largest_bytes_));
   const auto is_short = [&] {
     const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
-    return policy_.writes_at_once || free_bytes + clean_.nbytes() + writing_bytes_ < wanted_bytes;
+    return policy_.writes_at_once || free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < wanted_bytes;
   };
   while (is_short() && begin_write_of_oldest()) {
   }
@@ -95,6 +98,7 @@ bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t bef
   }
   resting.fetch_guards = std::move(guards);
   resting.place = Place::BeingFetched;
+  fetching_bytes_ += resting.memory.nbytes();
   ++transfer_count_;
   return true;
 }
@@ -148,6 +152,7 @@ void TieredStore::fetch(uint64_t number) {
   Disk& disk = disks_[resting.disk];
   const std::vector<Point> guards = resting.fetch_guards;
   std::byte* const address = resting.address;
+  const Slot place = resting.on_disk.value_or(Slot());  // a slot that is fetched has one
   const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
   lock.unlock();
   std::string failure = is_in_vain ? "its record was released" : "";
@@ -156,13 +161,14 @@ void TieredStore::fetch(uint64_t number) {
       // The I/O thread waits for the memory's former users: they read or write it until then (R16).
       if (!mutated(Mutant::FetchWaitsForGuards)) wait_for_device(guards);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::In, address, resting.nbytes);
-      failure = disk.file->read_blocks(address, *resting.on_disk, resting.nbytes);
+      failure = disk.file->read_blocks(address, place, resting.nbytes);
     } catch (const std::exception& error) {
       failure = error.what();
     }
   }
   lock.lock();
   resting.fetch_guards.clear();
+  fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
   if (failure.empty()) {
     resting.place = Place::InBoth;
     fetched_bytes += resting.nbytes;
@@ -246,7 +252,7 @@ void TieredStore::throw_if_stopped() const {
 
 void TieredStore::note_refusal(Disk& disk, const std::string& why) {
   disk.refusal = why;
-  if (trouble_.empty()) {
+  if (!std::exchange(has_told_trouble_, true)) {
     trouble_ = "saved tensors stay in host memory, because writing them to a disk failed: " + why +
                ". Once the budget of host memory is used up, others stay on the device";
   }

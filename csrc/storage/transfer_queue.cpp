@@ -18,7 +18,7 @@ ThreadedTransfers::ThreadedTransfers(size_t disk_count, const RunTransfer& run) 
   }
 }
 
-std::unique_ptr<TransferQueue> ThreadedTransfers::make(size_t disk_count, RunTransfer run) {
+std::unique_ptr<TransferQueue> ThreadedTransfers::make(size_t disk_count, const RunTransfer& run) {
   return std::make_unique<ThreadedTransfers>(disk_count, run);
 }
 

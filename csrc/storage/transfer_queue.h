@@ -48,7 +48,7 @@ class TransferQueue {
 };
 
 using RunTransfer = std::function<void(const SlotTransfer&)>;
-using MakeTransferQueue = std::unique_ptr<TransferQueue> (*)(size_t disk_count, RunTransfer run);
+using MakeTransferQueue = std::unique_ptr<TransferQueue> (*)(size_t disk_count, const RunTransfer& run);
 
 // Two threads for each disk and direction.
 class ThreadedTransfers final : public TransferQueue {
@@ -60,7 +60,7 @@ class ThreadedTransfers final : public TransferQueue {
             const std::function<bool()>& is_done) override;
   void end_idle_threads() override;
 
-  static std::unique_ptr<TransferQueue> make(size_t disk_count, RunTransfer run);
+  static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
 
  private:
   struct OfDisk {

@@ -15,8 +15,8 @@ std::atomic<bool> transfers_wait{false};
 
 void set_transfers_wait(bool wait) { transfers_wait = wait; }
 
-std::unique_ptr<TransferQueue> SimTransfers::make(size_t /*disk_count*/, RunTransfer run) {
-  return std::make_unique<SimTransfers>(std::move(run));
+std::unique_ptr<TransferQueue> SimTransfers::make(size_t /*disk_count*/, const RunTransfer& run) {
+  return std::make_unique<SimTransfers>(run);
 }
 
 void SimTransfers::submit(const SlotTransfer& transfer) {

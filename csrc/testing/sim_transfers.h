@@ -30,7 +30,7 @@ class SimTransfers final : public TransferQueue {
   // Runs the next transfer. Returns whether there was one.
   bool run_next();
 
-  static std::unique_ptr<TransferQueue> make(size_t disk_count, RunTransfer run);
+  static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
 
  private:
   std::optional<SlotTransfer> take(size_t place);

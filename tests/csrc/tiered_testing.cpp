@@ -52,8 +52,8 @@ std::unique_ptr<TestedStore> make_store(const std::vector<std::string>& director
     return true;
   };
   if (by_hand) {
-    hooks.make_transfers = [](size_t, RunTransfer run) -> std::unique_ptr<TransferQueue> {
-      auto transfers = std::make_unique<SimTransfers>(std::move(run));
+    hooks.make_transfers = [](size_t, const RunTransfer& run) -> std::unique_ptr<TransferQueue> {
+      auto transfers = std::make_unique<SimTransfers>(run);
       transfers->run_when_waited_for();
       last_made_transfers = transfers.get();
       return transfers;
