@@ -29,13 +29,16 @@ from devices import (  # noqa: E402
     CODED_NAME,
     DEVICE_NAMES,
     REQUIRE_CUDA,
+    SPILLED_NAME,
     Device,
     codes_everything,
     make_device,
     require_cuda,
+    spill_everything,
 )
 
 CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
+SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,7 +92,9 @@ def device_under_test(request: pytest.FixtureRequest, spill_directory: Path) -> 
     codes = codes_everything(request.param) or (
         request.param == CODED_NAME and request.path.parent.name in CODED_SUITES
     )
-    return make_device(request.param, spill_directory, request.node.name, codes=codes)
+    spill_everything(request.param, spill_directory)
+    spills = request.param == SPILLED_NAME and request.path.parent.name in SPILLED_SUITES
+    return make_device(request.param, spill_directory, request.node.name, codes=codes, spills=spills)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -18,6 +18,7 @@
 #include "engine/operation.h"
 #include "engine/registry.h"
 #include "engine/statistics.h"
+#include "storage/tiered_store.h"
 #include "system/host_memory.h"
 #include "system/local_world.h"
 
@@ -118,6 +119,11 @@ py::dict stats() {
   dict["peak_pinned_bytes"] = statistics.peak_pinned_bytes;
   dict["peak_offload_window_bytes"] = statistics.peak_offload_window_bytes;
   dict["peak_reload_window_bytes"] = statistics.peak_reload_window_bytes;
+  const SpillCounts spill = spill_counts();
+  dict["bytes_spilled"] = spill.spilled_bytes;
+  dict["bytes_fetched"] = spill.fetched_bytes;
+  dict["disk_waits"] = spill.wait_count;
+  dict["disk_wait_s"] = spill.wait_s;
   dict["budget_bytes_used"] = statistics.charged_bytes;
   dict["staging_bytes"] = staging_bytes;
   dict["coding_obstacles"] = obstacles;
@@ -278,6 +284,18 @@ uint64_t trim() {
   return trim_stores();
 }
 
+OnFull parse_on_full(const std::string& name) {
+  if (name == "error") return OnFull::Error;
+  return name == "disk" ? OnFull::Disk : OnFull::Keep;
+}
+
+// One directory, or a sequence of them.
+std::vector<std::string> parse_directories(const py::handle& given) {
+  if (given.is_none()) return {};
+  if (py::isinstance<py::str>(given)) return {given.cast<std::string>()};
+  return given.cast<std::vector<std::string>>();
+}
+
 Compress parse_compress(const py::handle& given) {
   if (py::isinstance<py::str>(given)) return Compress::Auto;
   return given.cast<bool>() ? Compress::On : Compress::Off;
@@ -299,9 +317,9 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.windows.offload_window_bytes = optional<uint64_t>(given, "offload_window_bytes");
   options.windows.max_fwd_stash_size = optional<uint64_t>(given, "max_fwd_stash_size");
   options.windows.reload_window_bytes = optional<uint64_t>(given, "reload_window_bytes");
-  options.disk_dir = optional<std::string>(given, "disk_dir").value_or("");
+  options.disk_dir = parse_directories(given["disk_dir"]);
   options.budget_bytes = optional<uint64_t>(given, "budget_bytes");
-  options.on_full = given["on_full"].cast<std::string>() == "error" ? OnFull::Error : OnFull::Keep;
+  options.on_full = parse_on_full(given["on_full"].cast<std::string>());
   parsed.warn = given["warn"].cast<py::object>().release().ptr();
   return parsed;
 }
@@ -324,7 +342,10 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
       py::arg("code"), py::pos_only());
   m.def("stats", stats);
   m.def("module_rows", module_rows, py::arg("context"), py::pos_only());
-  m.def("reset_stats", [] { Statistics::global().reset(); });
+  m.def("reset_stats", [] {
+    Statistics::global().reset();
+    reset_spill_counts();
+  });
   m.def("trim", trim);
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());

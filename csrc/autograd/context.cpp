@@ -65,7 +65,9 @@ Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
           .memory = memory_of(tensor.storage()),
           .tier = options.tier,
           .use_pin_memory = options.use_pin_memory,
-          .disk_dir = options.disk_dir};
+          .disk_dirs = options.disk_dir,
+          .spills = options.on_full == OnFull::Disk,
+          .budget_bytes = options.budget_bytes};
 }
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a

@@ -29,6 +29,9 @@ enum class Mutant : uint8_t {
   OffloadWaitsForEncode,         // R15
   ReloadWaitsForStaging,         // R15, the lane's former decoding
   DecodeWaitsForReload,          // R15
+  SpillWaitsForOffload,          // R16, in storage/tiered_transfers.cpp: a disk's thread waits for the copy out
+  FetchWaitsForGuards,           // R16, likewise: for the former users of memory that it reads into
+  ReloadWaitsForFetch,           // R16, in storage/tiered_store.cpp
   IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
   TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
   // Guards and notes.
@@ -37,6 +40,9 @@ enum class Mutant : uint8_t {
   SlotGuardedByEachReload,    // R5, of two threads at once
   SlotGuardedByCopyInVain,    // R5, the record was used or dropped while its copy was enqueued
   SourceBusyUntilCopyInVain,  // R9, likewise
+  SpilledMemoryIsGuarded,     // R16, memory that a slot gave up as it went on to a disk
+  SlotStaysWhileHeld,         // R16, a copy that uses its memory is being enqueued
+  SlotHeldUntilIoDone,        // R16, a slot that is released while it is written or read
   NoteUseAtPack,              // R3
   NoteUseAtJoin,              // R3, a later save on another stream
   NoteUseAtUnpack,            // R3
@@ -63,6 +69,7 @@ enum class Mutant : uint8_t {
   EndedTaskGivesUp,            // R14
   FailedTaskIsNoticed,         // R14
   FailedWriteKeepsRecord,      // a write to the disk that failed
+  FailedSpillStaysInMemory,    // R16, the same for a slot that is in host memory
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
   ParameterStaysByStorage,       // design.md, Pack

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 
 #include "core/ledger.h"
@@ -13,7 +14,11 @@ namespace torchoffload {
 
 class TapeRecords {
  public:
-  TapeRecords(Ledger& ledger, TapeId id) : ledger_(ledger), id_(id), tape_(ledger.tape(id)) {}
+  // Is the record's slot in memory? Asked of records in slots; null: each slot is.
+  using IsHere = std::function<bool(RecordId)>;
+
+  TapeRecords(Ledger& ledger, TapeId id, const IsHere* is_here = nullptr)
+      : ledger_(ledger), id_(id), tape_(ledger.tape(id)), is_here_(is_here) {}
 
   uint64_t first_save() const { return tape_.first_save; }
 
@@ -21,7 +26,9 @@ class TapeRecords {
     const RecordId id = tape_.save(save).record;
     if (!ledger_.is_live(id)) return {id, Rests::Neither, 0};
     const Record& record = ledger_.record(id);
-    return {id, rests(record), record.nbytes()};
+    const Rests where = rests(record);
+    const bool is_away = where == Rests::InSlot && is_here_ != nullptr && !(*is_here_)(id);
+    return {id, is_away ? Rests::OnItsWay : where, record.nbytes()};
   }
 
   std::optional<uint64_t> bytes_behind(RecordId id, uint64_t save) const {
@@ -41,6 +48,7 @@ class TapeRecords {
   Ledger& ledger_;
   const TapeId id_;
   const Tape& tape_;
+  const IsHere* const is_here_;
 };
 
 }  // namespace torchoffload

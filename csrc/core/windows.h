@@ -35,6 +35,7 @@ struct WindowBytes {
 // Where the bytes of a record are, so far as it matters for reloading ahead.
 enum class Rests : uint8_t {
   InSlot,    // they left the device: the record can be reloaded
+  OnItsWay,  // they left the device, and are on a disk or on the way from there: a reload would have to wait
   AtSource,  // the record is to move and its source is still here, whether its copy was enqueued or not
   Neither,   // the record was kept, is on its way back or back already, or was released
 };
@@ -141,10 +142,10 @@ class Windows {
   uint64_t reload_bytes() const { return reload_bytes_; }
 
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
-  // search ends before the first record that does not fit in the tape's reload window any more, beside what is reloaded
-  // and not yet asked for, what is being started, what was taken by this call, and `kept_bytes`. `records` answers
-  // questions about the tape: `first_save()` is the number of its first save that is not forgotten, and `at(save)` is
-  // the SavedRecord there.
+  // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
+  // more, beside what is reloaded and not yet asked for, what is being started, what was taken by this call, and
+  // `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that is
+  // not forgotten, and `at(save)` is the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;
@@ -156,6 +157,7 @@ class Windows {
     uint64_t held_bytes = reload_bytes_ + starting_bytes_ + kept_bytes;
     for (uint64_t& place = of(tape).reload_place; place > first_save; --place) {
       const SavedRecord saved = records.at(place - 1);
+      if (saved.rests == Rests::OnItsWay) break;  // a later search goes on with it
       if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
       if (saved.rests != Rests::InSlot || is_taken(saved.id)) continue;
       if (held_bytes + saved.nbytes > window_bytes) break;

@@ -12,6 +12,11 @@ std::vector<BackendKind*>& kinds() {
   return *leaked;
 }
 
+std::optional<SpillPlan>& spill_plan_of_tests() {
+  static auto* const leaked = new std::optional<SpillPlan>;
+  return *leaked;
+}
+
 BackendWrapper& wrapper_in_use() {
   static BackendWrapper known = nullptr;
   return known;
@@ -64,6 +69,16 @@ GraphPools* graph_pools() {
   }
   return nullptr;
 }
+
+std::optional<SpillPlan> spill_plan(const Place& place) {
+  const auto directories = [&] { return std::vector<std::string>(place.disk_dirs.begin(), place.disk_dirs.end()); };
+  if (place.tier == Placement::Disk) return SpillPlan{directories(), {kPassingBytes, /*writes_at_once=*/true}};
+  if (place.spills) return SpillPlan{directories(), {place.budget_bytes, /*writes_at_once=*/false}};
+  if (spill_plan_of_tests() && !place.budget_bytes) return spill_plan_of_tests();
+  return std::nullopt;
+}
+
+void set_spill_plan(std::optional<SpillPlan> plan) { spill_plan_of_tests() = std::move(plan); }
 
 RegisterBackendWrapper::RegisterBackendWrapper(BackendWrapper wrapper) { wrapper_in_use() = wrapper; }
 

@@ -10,6 +10,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +21,7 @@
 #include "device/graph_pools.h"
 #include "device/memory.h"
 #include "storage/pinned_chunk.h"
+#include "storage/spilling_stores.h"
 
 namespace torchoffload {
 
@@ -29,7 +32,9 @@ struct Place {
   MemoryRef memory;
   Placement tier = Placement::Host;
   bool use_pin_memory = true;
-  std::string_view disk_dir;  // with Placement::Disk
+  std::span<const std::string> disk_dirs;  // with Placement::Disk, and where slots spill
+  bool spills = false;                     // what the budget has no room for goes on to disks
+  std::optional<uint64_t> budget_bytes;
 };
 
 // Who uses the backends, as a kind asks before it gives up what a backend has from the system: the engines.
@@ -102,12 +107,18 @@ PinnedMemory pinned_memory();
 // Of the kind that knows CUDA graphs; null: there is none in this build.
 GraphPools* graph_pools();
 
+// How slots of an accelerator's tensors go on to disks; nullopt: they stay in host memory.
+std::optional<SpillPlan> spill_plan(const Place& place);
+
 // ---- what the test build puts in between ----
 
 // What a kind that has just put a backend together hands out for it: what the wrapper makes of it, or the backend
 // itself where none was set. `backend` has to live for the process.
 using BackendWrapper = const Backend& (*)(const Backend& backend, int device_index);
 const Backend& wrapped(const Backend& backend, int device_index);
+
+// While a test has set a plan, slots of contexts without a budget go on to disks by that plan, whatever their options.
+void set_spill_plan(std::optional<SpillPlan> plan);
 
 class RegisterBackendWrapper {
  public:

@@ -381,6 +381,12 @@ StreamId make_urgent_cuda_stream(int device_index) {
 
 cudaStream_t raw_cuda_stream(StreamId stream) { return StreamTable::instance().at(stream).raw(); }
 
+bool cuda_has_reached(Point point) {
+  const cudaError_t status = cudaEventQuery(StreamTable::instance().at(point.stream).event_of(point.serial));
+  if (status != cudaErrorNotReady) C10_CUDA_CHECK(status);
+  return status == cudaSuccess;
+}
+
 void cuda_synchronize(Point point) {
   if (point.is_beginning()) return;
   C10_CUDA_CHECK(cudaEventSynchronize(StreamTable::instance().at(point.stream).event_of(point.serial)));

@@ -34,6 +34,14 @@ Backend cuda_backend(int device_index, SlotStore& store);
 // Blocks the host until a point of any CUDA stream is reached.
 void cuda_synchronize(Point point);
 
+// Has a point of any CUDA stream been reached? For threads that are not the program's.
+bool cuda_has_reached(Point point);
+
+// Blocks a thread that is not the program's own until a point is reached, or for some milliseconds. Returns whether it
+// was. It asks from time to time, and does not take a core for it; it disturbs no capture of another thread, and makes
+// no context on a device that has none.
+bool cuda_wait_in_background(Point point);
+
 // One more stream of ours, of the highest priority. It lives for the process.
 StreamId make_urgent_cuda_stream(int device_index);
 cudaStream_t raw_cuda_stream(StreamId stream);

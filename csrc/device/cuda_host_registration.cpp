@@ -1,12 +1,14 @@
-// How the pinned arena's memory is made known to CUDA's driver.
+// What threads of ours ask of CUDA's driver: how the pinned arena's memory is made known to it, and waits for points.
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <chrono>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "device/cuda_backend.h"
 #include "system/numa.h"
@@ -21,7 +23,7 @@ std::string reason(cudaError_t error) {
   return cudaGetErrorString(error);
 }
 
-// For driver calls of the arena's thread, which has no current device and may run while another thread captures a CUDA
+// For driver calls of a thread of ours, which has no current device and may run while another thread captures a CUDA
 // graph. Its scope has a device with a context as the current one, since the call would otherwise create a context on
 // the first device. And it declares that the call is no part of a capture, which would otherwise be invalidated: see
 // cudaThreadExchangeStreamCaptureMode.
@@ -54,7 +56,22 @@ std::optional<int> node_of_devices_in_use() {
   return node;
 }
 
+// Between two questions whether a point was reached: short beside a copy, and long beside a question.
+constexpr std::chrono::microseconds kBetweenQuestions{50};
+constexpr int kMostQuestions = 100;
+
 }  // namespace
+
+bool cuda_wait_in_background(Point point) {
+  if (point.is_beginning()) return true;
+  const ApartFromCaptures apart;
+  for (int question = 0; question < kMostQuestions; ++question) {
+    if (cuda_has_reached(point)) return true;
+    (void)cudaGetLastError();  // that it was not reached is no error
+    std::this_thread::sleep_for(kBetweenQuestions);
+  }
+  return false;
+}
 
 HostRegistration cuda_host_registration() {
   return {

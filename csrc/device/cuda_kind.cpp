@@ -3,6 +3,9 @@
 #include <c10/cuda/CUDAMacros.h>
 
 #include <array>
+#include <map>
+#include <optional>
+#include <utility>
 
 #include "device/backends.h"
 #include "device/cuda_backend.h"
@@ -20,24 +23,22 @@ class CudaKind final : public BackendKind {
 
   const Backend* find(const Place& place, const BackendUsers&) override {
     const bool is_cuda = place.device_type == static_cast<int8_t>(c10::DeviceType::CUDA);
-    if (!is_cuda || place.tier != Placement::Host) return nullptr;
+    if (!is_cuda) return nullptr;
     OfMemory& of_memory = place.use_pin_memory ? pinned_ : plain_;
-    const Backend*& backend = of_memory.backends.at(static_cast<size_t>(place.device_index));
-    if (backend == nullptr) {
+    if (of_memory.arena == nullptr) {
       const HostRegistration registration = place.use_pin_memory ? host_registration() : HostRegistration{};
-      if (of_memory.arena == nullptr) of_memory.arena = new PinnedArena(registration, cuda_synchronize);
-      auto* const made = new Backend(cuda_backend(place.device_index, *of_memory.arena));
-      if (place.use_pin_memory) made->coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
-      backend = &wrapped(*made, place.device_index);
+      of_memory.arena = new PinnedArena(registration, cuda_synchronize);
     }
-    return backend;
+    if (const std::optional<SpillPlan> plan = spill_plan(place)) {
+      TieredStore& store = stores_.of(*of_memory.arena, *plan);
+      return made_once(spilling_[{&store, place.device_index}], place, store);
+    }
+    return made_once(of_memory.backends.at(static_cast<size_t>(place.device_index)), place, *of_memory.arena);
   }
 
   bool is_available() const override { return cuda_available(); }
 
-  void note_entry(Placement tier) override {
-    if (tier == Placement::Host) note_entry_on_cuda();
-  }
+  void note_entry(Placement) override { note_entry_on_cuda(); }
 
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 
@@ -55,8 +56,18 @@ class CudaKind final : public BackendKind {
     std::array<const Backend*, C10_COMPILE_TIME_MAX_GPUS> backends{};
   };
 
+  static const Backend* made_once(const Backend*& backend, const Place& place, SlotStore& store) {
+    if (backend != nullptr) return backend;
+    auto* const made = new Backend(cuda_backend(place.device_index, store));
+    if (place.use_pin_memory) made->coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
+    backend = &wrapped(*made, place.device_index);
+    return backend;
+  }
+
   OfMemory pinned_;
   OfMemory plain_;
+  SpillingStores stores_{{.wait_for_point = cuda_wait_in_background}};
+  std::map<std::pair<TieredStore*, int>, const Backend*> spilling_;
 };
 
 const RegisterBackendKind cuda_is_registered(*new CudaKind);

@@ -1,6 +1,5 @@
 // The disk tier as a kind of backend: one backend for each directory that CPU tensors are offloaded to.
-#include <c10/core/Device.h>
-#include <c10/util/Exception.h>
+#include <c10/core/DeviceType.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,10 +34,9 @@ class DiskKind final : public BackendKind {
 
   const Backend* find(const Place& place, const BackendUsers& users) override {
     if (place.tier != Placement::Disk) return nullptr;
-    const c10::Device device(static_cast<c10::DeviceType>(place.device_type), place.device_index);
-    TORCH_CHECK(!device.is_cuda(), "torchoffload: tier=\"disk\" offloads CPU tensors, and this one is on ", device,
-                ". Use tier=\"host\" for CUDA tensors.");
-    return device.is_cpu() ? turn_to(place.disk_dir, users) : nullptr;
+    const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
+    // Their spill file is one file: of several directories it is in the first.
+    return is_cpu ? turn_to(place.disk_dirs.front(), users) : nullptr;
   }
 
   // While this waits, another thread may turn to further directories: it goes through a copy.

@@ -11,6 +11,8 @@ bool Engine::prepare_coding(const ContextOptions& options) {
   const bool is_wanted =
       options.compress == Compress::On || (options.compress == Compress::Auto && lessons_.expects_coding());
   if (!is_wanted || !options.use_streams || !coded_.exists() || is_inherited()) return false;
+  // The GPU's kernels write to the slots themselves.
+  if (!slots_.require_locked()) return false;
   const bool can_allocate = !backend_.streams.is_capturing() && streams_.is_lasting(backend_.streams.current_stream());
   if (!coded_.is_ready() && can_allocate) {
     std::optional<CodedLink::Staging> staging;
@@ -53,11 +55,14 @@ void Engine::count_coded(RecordId id, codec::Code code) {
 void Engine::learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
   if (is_inherited()) return;
   const auto& [used, candidate, tag] = held.code;
-  if (candidate && codec::looks_codable(*candidate, held.slot.address, dropped.nbytes))
+  if (!used && !candidate) return;
+  const std::optional<HeldSlot> here = slots_.try_hold(held.slot);
+  if (!here) return;  // on a disk
+  const std::byte* const address = here->slot().address;
+  if (candidate && codec::looks_codable(*candidate, address, dropped.nbytes))
     lessons_.learn_suits_candidate(dropped.tape, held.number);
   if (!used) return;
-  const codec::Pieces pieces = coded_.pieces(*used, dropped.nbytes);
-  const auto found = codec::sample_exceptions(held.slot.address, pieces, tag);
+  const auto found = codec::sample_exceptions(address, coded_.pieces(*used, dropped.nbytes), tag);
   if (!found || found->seen == 0) return;
   lessons_.learn_exceptions(dropped.tape, held.number,
                             static_cast<double>(found->count) / static_cast<double>(found->seen));

@@ -18,7 +18,8 @@
 
 namespace torchoffload {
 
-enum class OnFull : uint8_t { Keep, Error };
+// What becomes of saved tensors that the budget has no room for.
+enum class OnFull : uint8_t { Keep, Error, Disk };
 
 // Is what crosses the link coded? Auto: in steps that the link is known to bind, where that is known to be worth it.
 enum class Compress : uint8_t { Off, Auto, On };
@@ -31,7 +32,7 @@ struct ContextOptions {
   bool learn = true;
   uint64_t min_offload_size = 0;  // in bytes
   WindowOptions windows;
-  std::string disk_dir;  // with Placement::Disk
+  std::vector<std::string> disk_dir;  // with Placement::Disk and OnFull::Disk
   std::optional<uint64_t> budget_bytes;
   OnFull on_full = OnFull::Keep;
   Compress compress = Compress::Off;
@@ -41,7 +42,7 @@ struct ContextOptions {
 };
 
 // A context gives each of these warnings at most once.
-enum class Warning : uint8_t { NoEngine, Full, WriteFailed, kCount };
+enum class Warning : uint8_t { NoEngine, Full, WriteFailed, Trouble, kCount };
 
 // The windows of one module of offload_modules, where they are its own.
 struct ModuleWindows {

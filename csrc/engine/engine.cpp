@@ -21,6 +21,7 @@ void Engine::fit_store(ContextState& context) {
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
   learn_times();
+  slots_.tell_trouble(*context);
   const bool codes = prepare_coding(context->options);
   const TapeId tape = ledger_.open_tape();
   tapes_.grow_to(tape.index + size_t{1});
@@ -50,6 +51,7 @@ void Engine::close_tape(TapeId id) {
     held(save.record).wrappers.clear();
   }
   windows_.close(id, ledger_.tape(id).end_save());
+  tapes_[id.index].fetch_place = ledger_.tape(id).end_save();
   if (ledger_.close_tape(id).gone) tape_is_gone(id);
   if (!is_inherited()) timeline_.note_close(number);  // may block
 }

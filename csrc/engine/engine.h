@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "core/chunked_vector.h"
-#include "core/extent.h"
 #include "core/ledger.h"
 #include "core/mutant.h"
 #include "core/windows.h"
@@ -37,6 +36,7 @@
 #include "engine/lessons.h"
 #include "engine/operation.h"
 #include "engine/program.h"
+#include "engine/saved_bytes.h"
 #include "engine/slot_budget.h"
 #include "engine/statistics.h"
 #include "engine/stream_order.h"
@@ -48,25 +48,6 @@
 #include "system/process.h"
 
 namespace torchoffload {
-
-// One handle's share in a record.
-struct RecordHandle {
-  RecordId record;
-  uint64_t save = 0;        // the number of the handle's save in its tape
-  uint32_t seen_epoch = 0;  // the reload whose bytes the handle was given last; see Ledger::mark_seen
-};
-
-// One save of a tensor, as the engine is told of it.
-struct SavedBytes {
-  MemoryRef memory;
-  Span span;                        // the bytes of the memory that the saved tensor reaches
-  Extent extent = Extent::Storage;  // whether a record must stand for all of the memory, or for `span` at least
-  uint64_t itemsize = 1;
-  uint8_t dtype = 0;  // PyTorch's number for the dtype
-  uint8_t dim = 0;    // the number of dimensions
-  VersionRef version;
-  VersionRef wrapper;  // the version of the wrapper subclass that the tensor is an inner tensor of, or none
-};
 
 class Engine {
  public:
@@ -153,7 +134,8 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
-    bool codes = false;  // its records are coded, where they can be
+    bool codes = false;        // its records are coded, where they can be
+    uint64_t fetch_place = 0;  // where slots may be on a disk: those of saves from here on were looked at
   };
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with it, however it ends.
   struct AskingTask {
@@ -287,8 +269,10 @@ class Engine {
   bool prefetch_for(Ask& ask, const AlsoWait& also = {});
   std::optional<DeviceBytes> unpack_source(Ask& ask);  // Resident or Offloading
   std::optional<DeviceBytes> unpack_away(Ask& ask);    // Offloaded
-  void wait_for_reload(Ask& ask);                      // Reloading
-  std::optional<DeviceBytes> unpack_here(Ask& ask);    // Reloaded
+  // The record's slot with its bytes in memory. Blocks while they are on a disk. Throws where they cannot be read.
+  HeldSlot hold_slot(RecordId id);
+  void wait_for_reload(Ask& ask);                    // Reloading
+  std::optional<DeviceBytes> unpack_here(Ask& ask);  // Reloaded
   // Returns the bytes after the allocator was told that the current stream uses them. Never blocks.
   DeviceBytes hand_out(RecordId id, const DeviceBytes& bytes);
   // Keeps a record whose source was resized while its copy was under way (R10). Throws where the source has become too
@@ -303,7 +287,8 @@ class Engine {
   // Starts the reloads of those records that are Offloaded. May block.
   void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {});
   // What the calls that enqueue the copy need, read with the GIL held.
-  ReloadCopy plan_reload(const Windows::Ahead& wanted, StreamId consumer);
+  // nullopt: the record's slot is not in memory.
+  std::optional<ReloadCopy> plan_reload(const Windows::Ahead& wanted, StreamId consumer);
   // Allocates the buffers; of what is loaded ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
@@ -328,6 +313,8 @@ class Engine {
   void prefetch_coming(uint64_t kept_bytes);
   // Starts reloads of one tape as far as the window goes. Returns whether all of the tape was looked at. May block.
   bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also = {});
+  // Where slots may be on a disk: begins to read those that are reloaded next, as far as there is room in memory.
+  void fetch_ahead(TapeId tape);
   // Passes by what the consumer, now at `place`, has left behind it by more than the reload window (R11). May block.
   void let_pass(TapeId tape, uint64_t place);
   // Returns a record that was reloaded ahead to its slot, unused: its buffer is retired. May block.

@@ -230,6 +230,8 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   HeldRecord& held = this->held(id);
   const uint64_t nbytes = copy.nbytes;
   held.slot = copy.slot;
+  if (slots_.moves_slots()) held.slot.address = nullptr;  // from here on the slot has one while it is held
+  slots_.note_filled(held.slot, copy.progress.end);
   Statistics::global().slot_acquired(copy.slot.nbytes());
   held.offload_end = held.bytes.busy_until = copy.progress.end;
   if (copy.time.is_wanted) {
@@ -266,11 +268,13 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
       const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
       keep(id, Reason::TierFull);
       const bool is_disk = context->options.tier == Placement::Disk;
+      const bool is_on_disk = is_disk || context->options.on_full == OnFull::Disk;
       SlotBudget::refuse(*context, full.what(),
-                         is_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
+                         is_on_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
       return std::nullopt;
     }
     backend_.observer.saw_growth();
+    slots_.tell_trouble(context(id));
     if (!is_pending(id)) return std::nullopt;
     slot = slots_.try_acquire(nbytes, guards);
   }

@@ -33,10 +33,28 @@ void Engine::prefetch(TapeId tape, const AlsoWait& also) {
 
 bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also) {
   if (windows_.reload_place(id) == ledger_.tape(id).first_save) return true;
-  auto wanted = windows_.take_reloads(id, kept_bytes, at_source, TapeRecords(ledger_, id));
+  const TapeRecords::IsHere is_here = [this](RecordId record) { return slots_.is_here(held(record).slot); };
+  if (slots_.moves_slots()) fetch_ahead(id);
+  const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
+  auto wanted = windows_.take_reloads(id, kept_bytes, at_source, records);
   std::erase_if(wanted, [&](const Windows::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
+}
+
+// What the reloads will come to next may have gone to the disk again after it was looked at.
+void Engine::fetch_ahead(TapeId id) {
+  const Tape& tape = ledger_.tape(id);
+  const auto begin_fetch = [&](uint64_t save) {
+    const RecordId record = tape.save(save).record;
+    if (!ledger_.is_live(record) || ledger_.record(record).state != RecordState::Offloaded) return true;
+    return slots_.begin_fetch(held(record).slot);
+  };
+  const uint64_t next = windows_.reload_place(id);
+  uint64_t& place = tapes_[id.index].fetch_place;
+  place = std::min(place, next);
+  if (place < next && next > tape.first_save && !begin_fetch(next - 1)) return;
+  while (place > tape.first_save && begin_fetch(place - 1)) --place;
 }
 
 // Reloads the ends of the tapes whose backwards come next, as far as the window goes. The search stops at a tape whose

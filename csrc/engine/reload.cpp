@@ -17,8 +17,8 @@ namespace torchoffload {
 struct Engine::ReloadCopy {
   Windows::Ahead wanted;
   Hold hold;
+  HeldSlot here;
   StreamId stream = kNoStream;
-  Slot slot = {};
   uint64_t nbytes = 0;
   uint64_t address_modulo = 0;
   std::optional<Point> offload_end = {};      // set where the copy's stream has to wait for it
@@ -31,14 +31,15 @@ struct Engine::ReloadCopy {
   CopyTime time = {};
 };
 
-Engine::ReloadCopy Engine::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
+std::optional<Engine::ReloadCopy> Engine::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
   const RecordId id = wanted.record;
   const HeldRecord& held = this->held(id);
-  ReloadCopy copy{wanted, Hold(*this, id)};
+  std::optional<HeldSlot> here = slots_.try_hold(held.slot);
+  if (!here) return std::nullopt;
+  ReloadCopy copy{wanted, Hold(*this, id), std::move(*here)};
   copy.stream = context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
   copy.code = held.code.used;
   copy.writes_on = copy.code ? coded_.decode_stream() : copy.stream;
-  copy.slot = held.slot;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
   if (streams_.must_wait(Rule::ReloadWaitsForOffload, copy.stream, held.offload_end))
@@ -60,8 +61,8 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
   std::pmr::vector<ReloadCopy> copies(&memory);
   copies.reserve(wanted.size());
   for (const Windows::Ahead& one : wanted) {
-    if (ledger_.is_live(one.record) && ledger_.record(one.record).state == RecordState::Offloaded)
-      copies.push_back(plan_reload(one, consumer));
+    if (!ledger_.is_live(one.record) || ledger_.record(one.record).state != RecordState::Offloaded) continue;
+    if (auto copy = plan_reload(one, consumer)) copies.push_back(std::move(*copy));
   }
   if (copies.empty()) return;
   uint64_t starting_bytes = 0;
@@ -84,8 +85,10 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
     if (!copy.progress.has_begun) break;
     if (copy.progress.end.is_beginning()) {  // the copy will end at a time that cannot be known
       held(copy.wanted.record).is_slot_lost = true;
+      copy.here.lose();
       (void)copy.buffer.release();
     } else {
+      copy.here.let_go(copy.progress.end);
       reload_is_enqueued(copy, consumer, why);
     }
   }
@@ -119,10 +122,10 @@ void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
   if (copy.code) {
     const codec::Pieces pieces = coded_.pieces(*copy.code, copy.nbytes);
-    coded_.copy_in(copy.buffer.mutable_data(), copy.slot, pieces, waits, copy.time, copy.progress);
+    coded_.copy_in(copy.buffer.mutable_data(), copy.here.slot(), pieces, waits, copy.time, copy.progress);
   } else {
     copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-    backend_.link.copy_in(copy.buffer.mutable_data(), copy.slot, copy.nbytes, copy.stream);
+    backend_.link.copy_in(copy.buffer.mutable_data(), copy.here.slot(), copy.nbytes, copy.stream);
     copy.progress.has_begun = copy.progress.is_whole = true;
     copy.progress.end = end_of_copy(backend_.streams, copy.stream);
   }

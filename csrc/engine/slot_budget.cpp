@@ -5,6 +5,7 @@
 
 #include "core/mutant.h"
 #include "engine/operation.h"
+#include "storage/tiered_store.h"
 #include "system/host_memory.h"
 #include "system/local_world.h"
 
@@ -24,29 +25,36 @@ constexpr uint32_t kStepsUntilKnown = 3;
 
 bool SlotBudget::fits(ContextState& context, uint64_t nbytes) {
   if (mutated(Mutant::BudgetHonoured)) return true;
+  const bool is_of_disk = context.options.tier == Placement::Disk;
+  if (store_.limits_itself() && !is_of_disk) return true;  // what is beyond the budget goes on to the disk
   const uint64_t slot_bytes = nbytes == 0 ? 0 : store_.slot_bytes(nbytes);
   if (context.options.budget_bytes) return context.charged_bytes + slot_bytes <= *context.options.budget_bytes;
-  if (context.options.tier == Placement::Disk) return true;  // the disk itself says when it is full
+  if (is_of_disk) return true;  // the disk itself says when it is full
   const uint64_t capacity_bytes = store_.capacity_bytes();
   if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
     default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);
     budget_read_at_capacity_ = capacity_bytes;
   }
-  return host_charged_bytes + slot_bytes <= *default_budget_bytes_;
+  return host_charged_bytes + spill_memory_bytes() + slot_bytes <= *default_budget_bytes_;
 }
 
 uint64_t SlotBudget::charge(ContextState& context, uint64_t nbytes) {
   const uint64_t charged_bytes = store_.slot_bytes(nbytes);
   context.charged_bytes += charged_bytes;
-  if (context.options.tier == Placement::Host) host_charged_bytes += charged_bytes;
+  if (is_in_default_budget(context)) host_charged_bytes += charged_bytes;
   Statistics::global().charged_bytes += charged_bytes;
   return charged_bytes;
 }
 
 void SlotBudget::uncharge(ContextState& context, uint64_t charged_bytes) {
   context.charged_bytes -= charged_bytes;
-  if (context.options.tier == Placement::Host) host_charged_bytes -= charged_bytes;
+  if (is_in_default_budget(context)) host_charged_bytes -= charged_bytes;
   Statistics::global().charged_bytes -= charged_bytes;
+}
+
+// Of slots that may be on a disk the store itself knows how many are in memory.
+bool SlotBudget::is_in_default_budget(const ContextState& context) const {
+  return context.options.tier == Placement::Host && !store_.limits_itself();
 }
 
 void SlotBudget::refuse(ContextState& context, const std::string& why, const std::string& remedy) {
@@ -66,6 +74,26 @@ std::optional<Slot> SlotBudget::try_acquire(uint64_t nbytes, std::vector<Point>&
 void SlotBudget::grow(uint64_t nbytes) {
   const BlockingSection blocking;
   store_.grow(nbytes);
+}
+
+// ---- slots that may be on a disk ----
+
+std::optional<HeldSlot> SlotBudget::try_hold(const Slot& slot) {
+  if (!moves_slots_) return HeldSlot(nullptr, slot);
+  const std::optional<Slot> held = store_.try_hold(slot);
+  if (!held) return std::nullopt;
+  return HeldSlot(&store_, *held);
+}
+
+HeldSlot SlotBudget::hold(const Slot& slot) {
+  if (std::optional<HeldSlot> held = try_hold(slot)) return std::move(*held);
+  const BlockingSection blocking;
+  return {&store_, store_.hold(slot)};
+}
+
+void SlotBudget::tell_trouble(ContextState& context) {
+  const std::string trouble = store_.take_trouble();
+  if (!trouble.empty()) context.warn_once(Warning::Trouble, "torchoffload: " + trouble + ".");
 }
 
 // ---- the store's size ----
@@ -94,6 +122,7 @@ void SlotBudget::hold_growth() {
 
 uint64_t SlotBudget::most_capacity_bytes(ContextState& context) {
   (void)fits(context, 0);
+  if (store_.limits_itself()) return store_.limit_bytes();
   if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;
   return default_budget_bytes_.value_or(0);
 }

@@ -17,9 +17,34 @@
 
 namespace torchoffload {
 
+// HeldSlot: keeps a slot at its address while a copy that uses it is being enqueued. Of a store that leaves its slots
+// where they are it is the slot alone.
+class HeldSlot {
+ public:
+  HeldSlot() = default;
+  // `slot`: held by the caller, whose hold this takes over; or of a store that does not move it, which `store` is not.
+  HeldSlot(SlotStore* store, const Slot& slot) : store_(store), slot_(slot) {}
+  HeldSlot(HeldSlot&& other) noexcept : store_(std::exchange(other.store_, nullptr)), slot_(other.slot_) {}
+  HeldSlot& operator=(HeldSlot&&) = delete;
+  ~HeldSlot() { let_go(std::nullopt); }
+
+  const Slot& slot() const { return slot_; }
+
+  // `until`: the end of the copy; absent: there was none.
+  void let_go(std::optional<Point> until) {
+    if (SlotStore* const store = std::exchange(store_, nullptr)) store->let_go(slot_, until);
+  }
+  // It is not known when the copy ends: the slot stays held for ever.
+  void lose() { store_ = nullptr; }
+
+ private:
+  SlotStore* store_ = nullptr;
+  Slot slot_;
+};
+
 class SlotBudget {
  public:
-  explicit SlotBudget(SlotStore& store) : store_(store) {}
+  explicit SlotBudget(SlotStore& store) : store_(store), moves_slots_(store.moves_slots()) {}
 
   // ---- the budget ----
 
@@ -46,6 +71,23 @@ class SlotBudget {
   // Returns a slot to the store. `guards`: the points after which it may be written again. Never blocks.
   void release(const Slot& slot, const std::vector<Point>& guards) { store_.release(slot, guards); }
 
+  // ---- slots that may be on a disk; see SlotStore::moves_slots() ----
+
+  bool moves_slots() const { return moves_slots_; }
+  bool is_here(const Slot& slot) const { return !moves_slots_ || store_.is_here(slot); }
+  // nullopt: the slot is not in memory. Never blocks.
+  std::optional<HeldSlot> try_hold(const Slot& slot);
+  // Brings it to memory first. Blocks. Throws std::runtime_error where it cannot be read.
+  HeldSlot hold(const Slot& slot);
+  void note_filled(const Slot& slot, Point end) {
+    if (moves_slots_) store_.note_filled(slot, end);
+  }
+  bool begin_fetch(const Slot& slot) { return store_.begin_fetch(slot); }
+  bool require_locked() { return store_.require_locked(); }
+
+  // Notes a warning where the store has something to tell.
+  void tell_trouble(ContextState& context);
+
   // ---- the store's size ----
 
   // Call it between steps, while no tape is alive. Once several steps in a row have had the same number of bytes in
@@ -60,11 +102,13 @@ class SlotBudget {
   void hold_growth();
 
  private:
+  bool is_in_default_budget(const ContextState& context) const;
   // How large the store may become under this context's budget. Reads the default budget anew where the store's size
   // has changed.
   uint64_t most_capacity_bytes(ContextState& context);
 
   SlotStore& store_;
+  const bool moves_slots_;
   std::optional<uint64_t> default_budget_bytes_;
   uint64_t budget_read_at_capacity_ = 0;
   uint64_t step_bytes_ = 0;  // the most bytes that were in slots at once in the last step

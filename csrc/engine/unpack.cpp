@@ -1,5 +1,6 @@
 // Unpack: a consumer asks for the bytes of a record, wherever they are.
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "engine/engine.h"
@@ -100,6 +101,7 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
   }
   const Windows::Ahead only[] = {{id, ask.handle.save}};
   try {
+    const HeldSlot here = hold_slot(id);
     start_reloads(only, Reload::AskedFor);
   } catch (const std::exception& error) {
     // This is PyTorch's own error, and the failed call has changed nothing.
@@ -109,8 +111,20 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
     ask.has_made_room = ask.is_prefetched_for = true;
     return std::nullopt;
   }
-  if (ask.in_backward) windows_.consumer_missed(ledger_.record(id).tape, ask.handle.save, ask.place);
+  if (ask.in_backward) {
+    const TapeId tape = ledger_.record(id).tape;
+    windows_.consumer_missed(tape, ask.handle.save, ask.place);
+    tapes_[tape.index].fetch_place = windows_.reload_place(tape);
+  }
   return std::nullopt;
+}
+
+HeldSlot Engine::hold_slot(RecordId id) {
+  try {
+    return slots_.hold(held(id).slot);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(std::string("torchoffload: a saved tensor could not be read back: ") + error.what());
+  }
 }
 
 void Engine::wait_for_reload(Ask& ask) {

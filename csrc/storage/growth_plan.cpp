@@ -50,10 +50,18 @@ void GrowthPlan::saw_chunks_given_back() {
 }
 
 uint64_t GrowthPlan::bytes_on_need(uint64_t request_bytes, uint64_t capacity_bytes) const {
-  uint64_t nbytes = policy_.chunk_bytes(request_bytes, capacity_bytes, page_bytes_);
-  if (limit_bytes_) nbytes = std::min(nbytes, *limit_bytes_ - std::min(capacity_bytes, *limit_bytes_));
+  uint64_t nbytes = within_limit(policy_.chunk_bytes(request_bytes, capacity_bytes, page_bytes_), capacity_bytes);
   if (was_refused(nbytes)) nbytes = 0;
   return std::max(nbytes, least_bytes(request_bytes));
+}
+
+uint64_t GrowthPlan::bytes_unlocked(uint64_t request_bytes, uint64_t capacity_bytes) const {
+  const uint64_t nbytes = policy_.chunk_bytes(request_bytes, capacity_bytes, page_bytes_);
+  return std::max(within_limit(nbytes, capacity_bytes), least_bytes(request_bytes));
+}
+
+uint64_t GrowthPlan::within_limit(uint64_t nbytes, uint64_t capacity_bytes) const {
+  return limit_bytes_ ? std::min(nbytes, *limit_bytes_ - std::min(capacity_bytes, *limit_bytes_)) : nbytes;
 }
 
 uint64_t GrowthPlan::least_bytes(uint64_t request_bytes) const {

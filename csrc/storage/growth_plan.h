@@ -38,6 +38,8 @@ class GrowthPlan {
   // Where as much was refused, the least that will do: it is not asked for with every record.
   uint64_t bytes_on_need(uint64_t request_bytes, uint64_t capacity_bytes) const;
   uint64_t least_bytes(uint64_t request_bytes) const;
+  // The same where the memory is not to be locked, of which nothing was refused.
+  uint64_t bytes_unlocked(uint64_t request_bytes, uint64_t capacity_bytes) const;
 
   // The chunk to take ahead of need, now; 0 for none. None where as much was refused, until the system gave as much or
   // was given something back.
@@ -50,6 +52,7 @@ class GrowthPlan {
 
  private:
   uint64_t chunk_bytes(uint64_t capacity_bytes) const;
+  uint64_t within_limit(uint64_t nbytes, uint64_t capacity_bytes) const;
   bool was_refused(uint64_t nbytes) const { return refused_bytes_ > 0 && nbytes >= refused_bytes_; }
   uint64_t most_bytes(uint64_t needed_bytes) const;
 

@@ -116,32 +116,80 @@ void PinnedArena::grow(uint64_t nbytes) {
   if (!turn.is_mine()) return;  // another thread has made room meanwhile
   uint64_t request_bytes = 0;
   uint64_t least_bytes = 0;
+  uint64_t unlocked_bytes = 0;
   {
     std::lock_guard lock(mutex_);
     if (is_stopped_) throw StoreFull(kStopped);
     request_bytes = plan_.bytes_on_need(nbytes, ranges_.capacity_bytes());
     least_bytes = plan_.least_bytes(nbytes);
+    unlocked_bytes = plan_.bytes_unlocked(nbytes, ranges_.capacity_bytes());
   }
   try {
-    take_chunk(request_bytes);
-  } catch (const StoreFull&) {
-    if (least_bytes == request_bytes) throw;
-    take_chunk(least_bytes);
+    try {
+      take_chunk(request_bytes);
+    } catch (const StoreFull&) {
+      if (least_bytes == request_bytes) throw;
+      take_chunk(least_bytes);
+    }
+  } catch (const LockRefused& refused) {
+    if (!may_be_unlocked()) throw;
+    take_unlocked_chunk(unlocked_bytes, refused.what());
   }
+}
+
+void PinnedArena::add_chunk(const PinnedChunk& chunk) {
+  grow_count_.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard lock(mutex_);
+  chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
+  if (chunk.is_locked || registration_.register_memory == nullptr) plan_.saw_chunk(chunk.nbytes);
 }
 
 void PinnedArena::take_chunk(uint64_t nbytes) {
   try {
-    const PinnedChunk chunk = take_pinned_chunk(nbytes, page_bytes_, registration_);
-    grow_count_.fetch_add(1, std::memory_order_relaxed);
-    std::lock_guard lock(mutex_);
-    chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
-    plan_.saw_chunk(nbytes);
+    add_chunk(take_pinned_chunk(nbytes, page_bytes_, registration_));
   } catch (...) {
     std::lock_guard lock(mutex_);
     plan_.saw_refusal(nbytes);
     throw;
   }
+}
+
+// ---- memory that is not locked ----
+
+void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
+  add_chunk(take_plain_chunk(nbytes, page_bytes_, registration_));
+  std::lock_guard lock(mutex_);
+  if (std::exchange(has_told_trouble_, true)) return;
+  trouble_ =
+      std::string(refusal) +
+      ". Saved tensors go to host memory that is not page-locked: copies to it are several times slower, and the "
+      "program waits for them. Allow more locked memory (ulimit -l, or the container's limit) to avoid that";
+}
+
+bool PinnedArena::may_be_unlocked() const {
+  std::lock_guard lock(mutex_);
+  return !requires_locked_;
+}
+
+bool PinnedArena::require_locked() {
+  if (fork_guard_.inherited() || registration_.register_memory == nullptr) return false;
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, chunk] : chunks_) {
+    if (!chunk.is_locked) return false;
+  }
+  requires_locked_ = true;
+  return true;
+}
+
+void PinnedArena::allow_unlocked() {
+  std::lock_guard lock(mutex_);
+  requires_locked_ = has_told_trouble_ = false;
+}
+
+std::string PinnedArena::take_trouble() {
+  if (fork_guard_.inherited()) return {};
+  std::lock_guard lock(mutex_);
+  return std::exchange(trouble_, {});
 }
 
 bool PinnedArena::fits(uint64_t nbytes) const {

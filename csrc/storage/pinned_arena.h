@@ -1,4 +1,5 @@
-// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes.
+// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes. Where the driver
+// refuses to page-lock memory, some of it is plain memory; see Note [Memory that is not locked].
 // Ownership:     hands out slots, which are values; the memory stays the arena's until trim() or shrink().
 // Thread safety: every method, any thread. Taking a chunk and giving some back take turns, and hold up no other method
 //                while they ask the system or the driver. See Note [Growing ahead].
@@ -19,6 +20,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -50,6 +52,14 @@ namespace torchoffload {
 // If the system refuses a chunk ahead, no error is raised: the refusal is remembered, and nothing more is taken ahead.
 // A copy that finds no room then asks the system itself, and is told the reason.
 
+// Note [Memory that is not locked]
+// Some systems let no memory be page-locked, or only a little: WSL, containers, a low RLIMIT_MEMLOCK. Copies to and
+// from plain memory are right as well: the driver makes them in pieces, by way of memory of its own, and the thread
+// that enqueues one waits meanwhile. That costs time, but what the program saves still leaves the device. So where the
+// driver refuses even the least that a copy needs, the arena takes plain memory, and tells once why and what it costs.
+// The GPU's own kernels cannot reach such memory. Who needs them to calls require_locked() first; then a refusal makes
+// the arena full, as where the system itself refuses.
+
 class PinnedArena final : public SlotStore {
  public:
   // `synchronize` blocks the host until a point is reached. `page_bytes`: of chunks; smaller in tests.
@@ -77,6 +87,10 @@ class PinnedArena final : public SlotStore {
   uint64_t take_peak_bytes() override;
   uint64_t shrink(uint64_t needed_bytes) override;
   void stop() override;
+  bool require_locked() override;
+  std::string take_trouble() override;
+
+  void allow_unlocked();  // for tests: require_locked() was not called
 
   // Is a chunk being taken, or wanted ahead? False in a forked child.
   bool is_growing() const;
@@ -101,6 +115,10 @@ class PinnedArena final : public SlotStore {
 
   // Takes a chunk from the system and adds it. Blocks. Throws StoreFull.
   void take_chunk(uint64_t nbytes);
+  // The same of memory that is not locked, after a refusal to lock some.
+  void take_unlocked_chunk(uint64_t nbytes, const char* refusal);
+  void add_chunk(const PinnedChunk& chunk);
+  bool may_be_unlocked() const;
   bool should_shrink(uint64_t needed_bytes) const;
   bool is_stopped() const;
   // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
@@ -126,6 +144,9 @@ class PinnedArena final : public SlotStore {
   bool is_turn_taken_ = false;  // a thread is adding or removing blocks
   uint32_t waiting_count_ = 0;  // how many threads wait for a turn
   bool is_stopped_ = false;
+  bool requires_locked_ = false;
+  bool has_told_trouble_ = false;
+  std::string trouble_;  // that was not told yet
   std::optional<pthread_t> thread_;
 
   std::atomic<uint64_t> grow_count_{0};

@@ -88,23 +88,29 @@ std::optional<cpu_set_t> place(const PinnedChunk& chunk, const HostRegistration&
 
 }  // namespace
 
-PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration) {
+PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration) {
   const PinnedChunk chunk{map_aligned(nbytes, page_bytes), nbytes};
   // Fewer pages to fault in and to register. A kernel without huge pages refuses, and small ones do as well.
   madvise(chunk.address, nbytes, MADV_HUGEPAGE);
   // A child that shared these pages copy-on-write would move them away under a copy in flight.
   madvise(chunk.address, nbytes, MADV_DONTFORK);
   touch_in_parallel(chunk.address, nbytes, place(chunk, registration));
+  return chunk;
+}
+
+PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration) {
+  PinnedChunk chunk = take_plain_chunk(nbytes, page_bytes, registration);
   if (registration.register_memory == nullptr) return chunk;
   const std::string refusal = registration.register_memory(chunk.address, nbytes);
-  if (refusal.empty()) return chunk;
+  chunk.is_locked = refusal.empty();
+  if (chunk.is_locked) return chunk;
   munmap(chunk.address, nbytes);
-  throw StoreFull("the driver refused to pin " + std::to_string(nbytes) + " bytes of host memory: " + refusal +
-                  limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
+  throw LockRefused("the driver refused to pin " + std::to_string(nbytes) + " bytes of host memory: " + refusal +
+                    limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
 }
 
 bool give_back(const PinnedChunk& chunk, const HostRegistration& registration) {
-  if (registration.unregister_memory != nullptr && !registration.unregister_memory(chunk.address).empty()) return false;
+  if (chunk.is_locked && !registration.unregister_memory(chunk.address).empty()) return false;
   munmap(chunk.address, chunk.nbytes);
   return true;
 }

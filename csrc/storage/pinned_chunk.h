@@ -30,11 +30,20 @@ struct HostRegistration {
 struct PinnedChunk {
   std::byte* address = nullptr;
   uint64_t nbytes = 0;
+  bool is_locked = false;  // the driver knows it
+};
+
+// The driver does not page-lock the memory. The system itself would have given it.
+struct LockRefused : StoreFull {
+  using StoreFull::StoreFull;
 };
 
 // `nbytes`: a multiple of `page_bytes`, at a multiple of which the chunk begins. Throws StoreFull with the reason, and
-// with the limit of this process that may be behind it.
+// with the limit of this process that may be behind it; LockRefused where that is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
+
+// The same memory, which no driver is told of. Throws StoreFull.
+PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // False: the driver refused, and the memory is leaked.
 bool give_back(const PinnedChunk& chunk, const HostRegistration& registration);

@@ -1,5 +1,7 @@
-// SlotStore: where a record's bytes rest. A slot is a range of pinned memory, or of a spill file.
-// Ownership:     a slot is a value; whoever acquired it releases it exactly once.
+// SlotStore: where a record's bytes rest. A slot is a range of pinned memory, or of a spill file, or now one and now
+// the other.
+// Ownership:     a slot is a value; whoever acquired it releases it exactly once, and lets go of it before that as
+//                often as it was held.
 // Thread safety: every method, any thread.
 // Stream order:  release() is in host time; the guards say after which points the range may be written again.
 // Shutdown:      stores live for the process; see Note [No CUDA after main].
@@ -18,7 +20,7 @@ namespace torchoffload {
 
 struct Slot {
   Range range;
-  std::byte* address = nullptr;  // null when the slot rests in a file
+  std::byte* address = nullptr;  // null when the slot rests in a file, or may rest in one by now
   uint64_t nbytes() const { return range.nbytes; }
 };
 
@@ -29,6 +31,8 @@ struct StoreFull : std::runtime_error {
 
 class SlotStore {
  public:
+  static constexpr uint64_t kNoLimit = UINT64_MAX;
+
   virtual ~SlotStore() = default;
 
   // What a slot for `nbytes` takes.
@@ -67,6 +71,44 @@ class SlotStore {
   // Once the need is known, and best while no slot is in use: brings the capacity to what is needed, and at most 5%
   // more, as far as idle blocks allow. Once for a need. Returns the bytes given back. May block.
   virtual uint64_t shrink(uint64_t /*needed_bytes*/) { return 0; }
+
+  // ---- slots that move on to a disk: what follows says nothing of a store that leaves its slots where they are ----
+
+  // Does the store move its slots between memory and a disk? The same answer each time. A slot of such a store has an
+  // address that can be used while the slot is held: from try_acquire() to note_filled() or release(), and from hold()
+  // or try_hold() to let_go().
+  virtual bool moves_slots() const { return false; }
+
+  // The copy that fills the slot ends at `end`. Its bytes may be written to the disk then, and its address changes.
+  virtual void note_filled(const Slot& /*slot*/, Point /*end*/) {}
+
+  // Are the slot's bytes in memory? If so, try_hold() gives the slot its address at once.
+  virtual bool is_here(const Slot& /*slot*/) const { return true; }
+  virtual std::optional<Slot> try_hold(const Slot& slot) { return slot; }
+
+  // The same for any slot. Blocks while its bytes are read from the disk, and while there is no room for them. Throws
+  // std::runtime_error where they cannot be read.
+  virtual Slot hold(const Slot& slot) { return slot; }
+
+  // `until`: where the copy that used the address ends; absent: there was none. Never blocks.
+  virtual void let_go(const Slot& /*slot*/, std::optional<Point> /*until*/) {}
+
+  // Begins to read the slot's bytes from the disk, if they are not in memory. Returns false where there is no room for
+  // them now. Never blocks.
+  virtual bool begin_fetch(const Slot& /*slot*/) { return true; }
+
+  // ---- what a store tells of itself ----
+
+  // Does the store itself see to it that its memory stays within a budget?
+  virtual bool limits_itself() const { return false; }
+  virtual uint64_t limit_bytes() const { return kNoLimit; }  // the capacity that this budget allows, now
+
+  // From here on all memory that the store takes is page-locked, or else it is full. Returns false where some of what
+  // it has is not.
+  virtual bool require_locked() { return true; }
+
+  // What the user should be told, as a sentence; empty: nothing. It is told once.
+  virtual std::string take_trouble() { return {}; }
 
   // The process is about to end: once this returns nothing more is taken or given back, by any thread. Waits for what
   // is being taken.

@@ -197,6 +197,32 @@ std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
   return result.complete ? std::string() : describe("read", span, result);
 }
 
+std::string SpillFile::write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes) {
+  if (fork_guard_.inherited()) return kSpillFileInherited;
+  const auto [file, span] = locate(slot, nbytes);
+  IoResult result;
+  if (file->uses_direct_io) {
+    result = write_fully(file->direct.get(), source, span);
+    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("write", span, result);
+    file->uses_direct_io.store(false, std::memory_order_relaxed);
+  }
+  result = write_cached(*file, source, span);
+  return result.complete ? std::string() : describe("write", span, result);
+}
+
+std::string SpillFile::read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes) {
+  if (fork_guard_.inherited()) return kSpillFileInherited;
+  const auto [file, span] = locate(slot, nbytes);
+  IoResult result;
+  if (file->uses_direct_io) {
+    result = read_fully(file->direct.get(), target, span);
+    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("read", span, result);
+    file->uses_direct_io.store(false, std::memory_order_relaxed);
+  }
+  result = read_cached(*file, target, span);
+  return result.complete ? std::string() : describe("read", span, result);
+}
+
 bool SpillFile::try_write_direct(File& file, const std::byte* source, Span span, IoResult& result) {
   if (!file.uses_direct_io) return false;
   std::byte* buffer = file.buffers.try_acquire();

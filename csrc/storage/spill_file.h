@@ -77,6 +77,11 @@ class SpillFile final : public SlotStore {
   std::string write(const Slot& slot, const void* source, uint64_t nbytes);
   std::string read(void* target, const Slot& slot, uint64_t nbytes);
 
+  // The same for memory that begins at a multiple of 4096 bytes, and for such a number of bytes: they go past the page
+  // cache as they are, without a buffer. The caller owns the memory, and nobody unmaps it meanwhile.
+  std::string write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes);
+  std::string read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes);
+
   const std::string& directory() const { return directory_; }
   bool is_open() const;
   bool uses_direct_io() const;  // false where no file is open

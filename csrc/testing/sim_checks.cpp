@@ -126,6 +126,17 @@ void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
   end_call();
 }
 
+void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
+  Lock lock(mutex_);
+  begin_call();
+  if (running_) {
+    Stream& host = streams_[*disk_threads_];
+    access(host, is_out ? AccessKind::SpillReads : AccessKind::FetchWrites, MemoryOwner::Slot, address, nbytes);
+    host_clock_.join(host.clock);  // what the host enqueues from now on comes after it
+  }
+  end_call();
+}
+
 void SimWorld::fill(const void* address, uint64_t nbytes, StreamId id) {
   Lock lock(mutex_);
   begin_call();
@@ -158,6 +169,7 @@ void* SimWorld::allocate(uint64_t nbytes, int device, MemoryOwner owner) {
   Lock lock(mutex_);
   begin_call();
   const SimBlock& block = heap_.allocate(nbytes, device, id, owner, running_ ? simulation_ : 0);
+  accesses_.forget(block.span());  // host memory that was not registered may have been there before
   access(stream(id), AccessKind::MemoryAllocated, owner, block.address, block.nbytes);
   return block.address;
 }

@@ -43,6 +43,10 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
       return "decoding writes " + memory;
     case AccessKind::UnpackReads:
       return "unpack reads " + memory;
+    case AccessKind::SpillReads:
+      return "a disk's thread reads slot";
+    case AccessKind::FetchWrites:
+      return "a disk's thread writes slot";
     case AccessKind::MemoryFreed:
       return memory + " memory is freed";
   }
@@ -53,7 +57,7 @@ namespace {
 
 bool is_read(AccessKind kind) {
   return kind == AccessKind::CopyOutReads || kind == AccessKind::CopyInReads || kind == AccessKind::EncodeReads ||
-         kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads;
+         kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads || kind == AccessKind::SpillReads;
 }
 
 // Does it read what operators have made, for the sake of a record?

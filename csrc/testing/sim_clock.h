@@ -40,6 +40,8 @@ enum class AccessKind : uint8_t {
   DecodeReads,
   DecodeWrites,
   UnpackReads,
+  SpillReads,   // a slot on its way to a disk
+  FetchWrites,  // a slot on its way back
   MemoryFreed,
 };
 

@@ -1,8 +1,14 @@
 // The simulated devices as a kind of backend. They serve the CPU tensors whose memory is theirs.
 #include <c10/core/DeviceType.h>
 
+#include <map>
+#include <optional>
+#include <utility>
+
 #include "device/backends.h"
+#include "testing/logging_backend.h"
 #include "testing/sim_backend.h"
+#include "testing/sim_transfers.h"
 
 namespace torchoffload {
 
@@ -15,7 +21,10 @@ class SimKind final : public BackendKind {
   const Backend* find(const Place& place, const BackendUsers&) override {
     const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
     if (!is_cpu || place.tier != Placement::Host) return nullptr;
-    return simulated_backend_for(place.memory.data());
+    const auto device_index = SimWorld::instance().device_index_of(place.memory.data());
+    if (!device_index) return nullptr;
+    const std::optional<SpillPlan> plan = spill_plan(place);
+    return plan ? spilling_backend(*device_index, *plan) : &simulated_backend(*device_index);
   }
 
   bool is_available() const override { return active_simulation() != nullptr; }
@@ -25,6 +34,31 @@ class SimKind final : public BackendKind {
   PinnedMemory pinned_memory() const override {
     return {simulated_arena().capacity_bytes(), simulated_arena().used_bytes()};
   }
+
+ private:
+  const Backend* spilling_backend(int device_index, const SpillPlan& plan) {
+    TieredStore& store = stores_.of(simulated_arena(), plan);
+    auto& made = spilling_[{&store, device_index}];
+    if (made == nullptr) {
+      auto* const logged = new LoggingBackend(simulated_device(device_index).with(store), device_index);
+      made = new Backend(logged->parts());
+    }
+    return made;
+  }
+
+  SpillingStores stores_{{
+      .wait_for_point =
+          [](Point point) {
+            SimWorld::instance().synchronize(point);
+            return true;
+          },
+      .make_transfers = SimTransfers::make,
+      .saw_transfer =
+          [](IoDirection direction, const void* memory, uint64_t nbytes) {
+            SimWorld::instance().saw_transfer(direction == IoDirection::Out, memory, nbytes);
+          },
+  }};
+  std::map<std::pair<TieredStore*, int>, const Backend*> spilling_;
 };
 
 const RegisterBackendKind sim_is_registered(*new SimKind);

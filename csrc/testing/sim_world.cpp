@@ -46,6 +46,7 @@ void SimWorld::start(const SimOptions& options) {
     added.decode = add_stream(index, StreamRole::Decode, "decode" + suffix);
     devices_.push_back(added);
   }
+  if (!disk_threads_) disk_threads_ = add_stream(0, StreamRole::Host, "the host");
   for (Device& device : devices_) device.compute_in_use = 1;
   tells_origins_ = true;
   for (Stream& stream : streams_) {
@@ -83,6 +84,16 @@ bool SimWorld::is_running() const {
 int SimWorld::device_count() const {
   Lock lock(mutex_);
   return running_ ? options_.device_count : 0;
+}
+
+SimMode SimWorld::mode() const {
+  Lock lock(mutex_);
+  return running_ ? options_.mode : SimMode::Early;
+}
+
+uint64_t SimWorld::draw(uint64_t choices) {
+  Lock lock(mutex_);
+  return random_() % choices;
 }
 
 uint32_t SimWorld::add_stream(int device, StreamRole role, const std::string& name) {
@@ -143,6 +154,7 @@ StreamId SimWorld::stream_of(int index, StreamRole role) {
   const Device& found = device(index);
   switch (role) {
     case StreamRole::Compute:
+    case StreamRole::Host:
       break;
     case StreamRole::Offload:
       return streams_[found.offload].id;

@@ -39,7 +39,8 @@ struct RaceError : std::runtime_error {
 // after some later call, in an order that the waits allow and the seed picks.
 enum class SimMode : uint8_t { Early, Late, Seeded };
 
-enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode };
+// Host: the threads of disks, which touch slots at the moment of the call.
+enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host };
 
 struct SimOptions {
   SimMode mode = SimMode::Late;
@@ -57,6 +58,8 @@ class SimWorld {
   void stop();
   bool is_running() const;
   int device_count() const;
+  SimMode mode() const;             // Early while none is running
+  uint64_t draw(uint64_t choices);  // a number below `choices` by the seed
 
   // Streams. A device's ids are the same in every simulation.
   StreamId stream_of(int device, StreamRole role);
@@ -83,6 +86,8 @@ class SimWorld {
   void synchronize(Point point);
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
+  // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for what comes before.
+  void saw_transfer(bool is_out, const void* address, uint64_t nbytes);
   // The calling thread is inside no operator: what it packed has been written.
   void end_operators();
 
@@ -187,6 +192,7 @@ class SimWorld {
   SimHeap heap_;
   AccessMap accesses_;
   VectorClock host_clock_;
+  std::optional<uint32_t> disk_threads_;  // the index of the stream that stands for them
   std::vector<PendingWrite> pending_;
   std::map<void*, uint64_t> host_memory_;  // registered
   std::vector<std::string> races_;

@@ -146,7 +146,9 @@ def test_counts_and_byte_sizes_have_a_least_and_a_greatest_value(name, least):
         OffloadActivations(**{name: 2**63})
 
 
-@pytest.mark.parametrize(("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_full", "'keep' or 'error'")])
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("tier", "'host' or 'disk'"), ("on_full", "'keep' or 'error' or 'disk'")]
+)
 def test_choices_name_what_is_allowed(name, allowed):
     with pytest.raises(ValueError, match=f"^{name} must be {allowed}, got 'cpu'$"):
         OffloadActivations(**{name: "cpu"})
@@ -167,9 +169,46 @@ def test_model_is_a_module():
         OffloadActivations(model=torch.nn.Linear)
 
 
-def test_disk_dir_belongs_to_the_disk_tier(tmp_path):
-    with pytest.raises(ValueError, match=r'^disk_dir is for tier="disk" only, got .* with tier=\'host\'$'):
+def test_disk_dir_belongs_to_a_context_that_uses_a_disk(tmp_path):
+    text = r'^disk_dir is for tier="disk" and on_full="disk" only, got .* with tier=\'host\' and on_full=\'keep\'$'
+    with pytest.raises(ValueError, match=text):
         OffloadActivations(disk_dir=str(tmp_path))
+
+
+def test_several_directories_are_kept_in_their_order(tmp_path, monkeypatch):
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    for options in (options_for(tier="disk", disk_dir=["b", "a"]), options_for(on_full="disk", disk_dir=("b", "a"))):
+        assert options.disk_dir == (str(tmp_path / "b"), str(tmp_path / "a"))
+        assert type(options)(**options.as_keywords()) == options
+
+
+@pytest.mark.parametrize("value", [[], ()])
+def test_no_directory_at_all_is_told(value):
+    with pytest.raises(ValueError, match=r"^disk_dir must name at least one directory"):
+        OffloadActivations(on_full="disk", disk_dir=value)
+
+
+def test_a_directory_named_twice_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"^disk_dir names a directory twice"):
+        OffloadActivations(on_full="disk", disk_dir=[tmp_path, str(tmp_path)])
+
+
+def test_each_of_several_directories_is_checked(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^disk_dir '.*/gone' does not exist"):
+        OffloadActivations(on_full="disk", disk_dir=[tmp_path, tmp_path / "gone"])
+
+
+def test_a_budget_of_zero_is_for_a_context_that_goes_on_to_a_disk(tmp_path):
+    assert options_for(on_full="disk", disk_dir=tmp_path, budget_bytes=0).budget_bytes == 0
+    with pytest.raises(ValueError, match=r"^budget_bytes must be a whole number of bytes of at least 1"):
+        OffloadActivations(budget_bytes=0)
+
+
+def test_what_goes_to_the_disk_cannot_go_on_to_it(tmp_path):
+    with pytest.raises(ValueError, match=r'^on_full="disk" is for tier="host"'):
+        OffloadActivations(tier="disk", on_full="disk", disk_dir=tmp_path)
 
 
 def test_disk_dir_defaults_to_that_of_tempfile(tmp_path, monkeypatch):
@@ -184,9 +223,10 @@ def test_disk_dir_is_made_absolute_at_construction(tmp_path, monkeypatch):
     assert options_for(tier="disk", disk_dir=pathlib.Path("spill")).disk_dir == str(tmp_path / "spill")
 
 
-@pytest.mark.parametrize("value", [1, b"/tmp", ["/tmp"], True])
-def test_disk_dir_is_a_path(value):
-    with pytest.raises(TypeError, match=r"^disk_dir must be a path \(str or os.PathLike\) or None, got "):
+@pytest.mark.parametrize("value", [1, b"/tmp", [1], ["/tmp", None], True])
+def test_disk_dir_is_a_path_or_several(value):
+    text = r"^disk_dir must be a path \(str or os.PathLike\), a list or tuple of paths, or None, got "
+    with pytest.raises(TypeError, match=text):
         OffloadActivations(tier="disk", disk_dir=value)
 
 

@@ -18,9 +18,10 @@ from torchoffload.integrations.trl import install
 model = torch.nn.Linear(2, 2)
 
 torchoffload.OffloadActivations(tier="disk", on_full="error", disk_dir="/var/tmp", budget_bytes=1 << 30)
+torchoffload.OffloadActivations(on_full="disk", disk_dir=["/var/tmp", "/tmp"], budget_bytes=1 << 30)
 torchoffload.OffloadActivations(tier="dsik")  # wrong: expected "Literal['host', 'disk']"
 torchoffload.OffloadActivations(teir="disk")  # wrong: expected "Never"
-torchoffload.OffloadActivations(on_full="raise")  # wrong: expected "Literal['keep', 'error']"
+torchoffload.OffloadActivations(on_full="raise")  # wrong: expected "Literal['keep', 'error', 'disk']"
 torchoffload.OffloadActivations(budget_bytes=1e9)  # wrong: incompatible type "float"
 torchoffload.OffloadOptions(tier="dsik")  # wrong: expected "Literal['host', 'disk']"
 torchoffload.OffloadOptions(teir="disk")  # wrong: Unexpected keyword argument "teir"

@@ -252,6 +252,9 @@ void bind_simulated_testing(py::module_& m) {
   m.def("clear_seam_faults", &clear_seam_faults);
 
   m.def("refuse_registration", &refuse_registration);
+  m.def("require_locked", [](bool required) {
+    required ? (void)simulated_arena().require_locked() : simulated_arena().allow_unlocked();
+  });
   m.def("code_everything", &code_everything);
   m.def("code_as_on_cuda", &code_as_on_cuda);
   m.def("refuse_coding", &refuse_coding);

@@ -12,6 +12,7 @@ void bind_plan_testing(py::module_& module);
 void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
 void bind_codec_testing(py::module_& module);
+void bind_tiered_testing(py::module_& module);
 
 void bind_testing(py::module_& module) {
   py::module_ testing = module.def_submodule("testing", "For tests only.");
@@ -20,6 +21,7 @@ void bind_testing(py::module_& module) {
   bind_storage_testing(testing);
   bind_simulated_testing(testing);
   bind_codec_testing(testing);
+  bind_tiered_testing(testing);
   testing.def("check_invariants", [] {
     for (const Engine* const engine : all_engines()) engine->ledger().check_invariants();
   });

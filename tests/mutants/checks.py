@@ -13,7 +13,7 @@ from simulated import simulated_device
 RIGHT_GRADIENT = "the right gradient"
 
 
-def _gradient_name(gradient: torch.Tensor, values: torch.Tensor) -> str:
+def gradient_name(gradient: torch.Tensor, values: torch.Tensor) -> str:
     if torch.equal(gradient, values.cos()):
         return RIGHT_GRADIENT
     return "a gradient at zeros" if torch.equal(gradient, torch.ones(NUMEL)) else "another gradient"
@@ -93,7 +93,7 @@ def a_storage_is_given_back_before_its_copy_is_enqueued(stage: Stage) -> str:
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
         h.copy_(values)  # in time for backward, as FSDP2 does
     y.sum().backward()
-    return f"{moved_count} moved: {_gradient_name(x.grad, values)}"
+    return f"{moved_count} moved: {gradient_name(x.grad, values)}"
 
 
 _OF_OTHER_BYTES = "a gradient at what it held no more"
@@ -117,7 +117,7 @@ def a_storage_is_given_back_with_its_copy_in_flight(stage: Stage) -> str:
     del taken
     y.sum().backward()
     del z
-    name = _gradient_name(x.grad, torch.zeros_like(x))
+    name = gradient_name(x.grad, torch.zeros_like(x))
     return "a gradient at zeros" if name == RIGHT_GRADIENT else _OF_OTHER_BYTES
 
 
@@ -140,7 +140,7 @@ def a_storage_gets_other_memory_at_the_same_address_with_its_copy_in_flight(stag
         h.zero_()
     y.sum().backward()
     del z
-    name = _gradient_name(x.grad, torch.zeros_like(x))
+    name = gradient_name(x.grad, torch.zeros_like(x))
     return "a gradient at zeros" if name == RIGHT_GRADIENT else _OF_OTHER_BYTES
 
 
@@ -185,7 +185,7 @@ def the_disk_refuses_a_write(stage: Stage) -> str:
     with stage.context():
         y = x.sin()
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    return _gradient_name(gradient, x.detach())
+    return gradient_name(gradient, x.detach())
 
 
 _UNREADABLE = "a saved tensor could not be read back"
@@ -212,7 +212,7 @@ def backward_uses_a_source_whose_write_fails_later(stage: Stage) -> str:
     time.sleep(0.3)
     for _ in range(3):
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    return _gradient_name(gradient, x.detach())
+    return gradient_name(gradient, x.detach())
 
 
 @scenario("IoMemoryHeldUntilDone", right="untouched", wrong="written to", on_disk=True)

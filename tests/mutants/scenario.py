@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import pathlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,3 +163,24 @@ def outcome_of(
         if played.on_disk:
             return play_on_disk(played.program, directory)
         return play_simulated(played.program, directory, *order)
+
+
+@contextlib.contextmanager
+def another_thread_inside(call: str, work: Callable[[], None]) -> Iterator[None]:
+    """`work` runs on another thread in the middle of this thread's first such call."""
+    this_thread = threading.get_ident()
+    is_over = []
+
+    def hook(name: str) -> None:
+        if threading.get_ident() != this_thread or name != call or is_over:
+            return
+        is_over.append(True)
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+
+    testing.set_seam_hook(hook)
+    try:
+        yield
+    finally:
+        testing.set_seam_hook(None)

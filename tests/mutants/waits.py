@@ -1,11 +1,7 @@
 """The scenarios of waits, guards and notes, R2 to R9: on the simulated device, where one that is missing is a race."""
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
-
 import torch
-from scenario import AMPLE_BYTES, Stage, race, scenario, testing
+from scenario import AMPLE_BYTES, Stage, another_thread_inside, race, scenario
 
 import torchoffload
 
@@ -139,33 +135,12 @@ def _pack_on_device_1(stage: Stage) -> None:
     del y
 
 
-@contextlib.contextmanager
-def _another_thread_inside(call: str, work: Callable[[], None]) -> Iterator[None]:
-    """`work` runs on another thread in the middle of this thread's first such call."""
-    this_thread = threading.get_ident()
-    is_over = []
-
-    def hook(name: str) -> None:
-        if threading.get_ident() != this_thread or name != call or is_over:
-            return
-        is_over.append(True)
-        other = threading.Thread(target=work)
-        other.start()
-        other.join()
-
-    testing.set_seam_hook(hook)
-    try:
-        yield
-    finally:
-        testing.set_seam_hook(None)
-
-
 def _drop_as_it_is_copied(stage: Stage) -> None:
     """A record's last handle dies on another thread while its copy is being enqueued."""
     graphs = []
     with stage.context(offload_window_bytes=AMPLE_BYTES):
         graphs.append((stage.leaf() * 2).sin())
-        with _another_thread_inside("copy_out", graphs.clear):
+        with another_thread_inside("copy_out", graphs.clear):
             stage.next_operator()
 
 
@@ -203,7 +178,7 @@ def two_threads_reload_a_record_at_once(stage: Stage) -> None:
         with stage.simulation.stream(second):
             torch.autograd.grad(outputs[1].sum(), x, retain_graph=True)
 
-    with _another_thread_inside("copy_in", on_the_second):
+    with another_thread_inside("copy_in", on_the_second):
         torch.autograd.grad(outputs[0].sum(), x, retain_graph=True)
     outputs.clear()
     torchoffload.trim()  # the slot's memory goes back to the system

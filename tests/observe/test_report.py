@@ -47,6 +47,14 @@ def test_a_report_names_units_and_reasons():
     assert "marked" not in text
 
 
+def test_a_report_tells_what_went_on_to_a_disk():
+    text = _report.format_stats(
+        made(bytes_spilled=3 << 30, bytes_fetched=1 << 30, disk_waits=7, disk_wait_s=0.25, records_offloaded=1)
+    )
+    assert re.search(r"on to the disk +3.0 GiB written, 1.0 GiB read back; 7 waits for it, 0.250 s", text)
+    assert "on to the disk" not in _report.format_stats(made(records_offloaded=1))
+
+
 def test_a_report_on_nothing_says_how_to_begin():
     assert "Enter OffloadActivations around forward" in _report.format_stats(made())
 

@@ -118,6 +118,7 @@ def test_trim_waits_for_the_guards_and_gives_idle_chunks_back():
 
 def test_a_driver_that_refuses_leaves_the_arena_full_with_its_reason():
     arena = testing.PinnedArena(driver="counting")
+    assert arena.require_locked()
     testing.driver_refuses(True)
     with pytest.raises(testing.StoreFull, match=r"refused to pin 2097152 bytes.*out of pinnable memory"):
         arena.grow(1)
@@ -125,6 +126,26 @@ def test_a_driver_that_refuses_leaves_the_arena_full_with_its_reason():
     testing.driver_refuses(False)
     arena.grow(1)
     assert arena.try_acquire(1) is not None
+
+
+def test_an_arena_that_may_have_plain_memory_takes_it_where_the_driver_refuses_and_tells_that_once():
+    arena = testing.PinnedArena(driver="counting")
+    registered = testing.registered_bytes()
+    testing.driver_refuses(True)
+    arena.grow(1)
+    slot, _ = arena.try_acquire(arena.capacity_bytes)
+    ctypes.memset(slot.address, 1, slot.nbytes)
+    assert testing.registered_bytes() == registered
+    assert "out of pinnable memory" in arena.take_trouble()
+    arena.grow(1)
+    assert arena.take_trouble() == ""
+    assert not arena.require_locked(), "some of its memory is not locked"
+    arena.release(slot)
+    assert arena.trim() > 0, "the driver is not asked to give back what it does not know"
+    assert arena.capacity_bytes == 0
+    assert arena.require_locked()
+    with pytest.raises(testing.StoreFull, match="refused to pin"):
+        arena.grow(1)
 
 
 def test_memory_that_the_driver_will_not_let_go_is_not_unmapped():

@@ -29,6 +29,9 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
 }
 DEVICE_NAMES = tuple(WINDOWS)
 CODED_NAME = "simulated-seeded"  # on which some suites let copies be coded, of any dtype
+SPILLED_NAME = "simulated-early"  # on which some suites let slots go on to a disk, soon
+SPILL_MEMORY_BYTES = 1 << 14  # of host memory, before they do
+NOT_SPILLED = {"tier", "disk_dir", "budget_bytes", "on_full"}  # options that say themselves where slots go
 NOT_CODED = {"use_streams", "use_pin_memory", "tier", "disk_dir"}  # options that compress=True excludes
 
 
@@ -45,13 +48,18 @@ class Device:
         The legal order that "simulated-seeded" takes.
     codes : bool
         Its contexts have ``compress=True``, unless other options exclude that.
+    spills : bool
+        Its contexts have ``on_full="disk"`` and little host memory, unless other options exclude that.
     """
 
-    def __init__(self, name: str, directory: pathlib.Path, seed: int = 0, *, codes: bool = False) -> None:
+    def __init__(
+        self, name: str, directory: pathlib.Path, seed: int = 0, *, codes: bool = False, spills: bool = False
+    ) -> None:
         self.name = name
         self.directory = directory
         self.seed = seed
         self.codes = codes
+        self.spills = spills
         self.torch_device = torch.device("cuda" if name == "cuda" else "cpu")
 
     @property
@@ -88,6 +96,8 @@ class Device:
         chosen["reload_window_bytes"] = reload_window_bytes
         if self.codes and not options.keys() & NOT_CODED:
             chosen["compress"] = True
+        if self.spills and not options.keys() & NOT_SPILLED:
+            chosen |= {"on_full": "disk", "budget_bytes": SPILL_MEMORY_BYTES, "disk_dir": str(self.directory)}
         if self.tier == "disk":
             chosen["disk_dir"] = str(self.directory)
         return torchoffload.OffloadActivations(**(chosen | options))
@@ -103,6 +113,15 @@ def codes_everything(name: str) -> bool:
     return True
 
 
+def spill_everything(name: str, directory: pathlib.Path) -> None:
+    """TORCHOFFLOAD_TEST_SPILLED=1 has all slots on CUDA go on to a disk at once. Needs the test build."""
+    if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_SPILLED") != "1":
+        return
+    from torchoffload._C_testing import testing
+
+    testing.spill_everything(str(directory), memory_bytes=1 << 20)
+
+
 def require_cuda() -> None:
     """Skip, or with TORCHOFFLOAD_REQUIRE_CUDA=1 fail, where torch sees no CUDA device."""
     if torch.cuda.is_available():
@@ -112,10 +131,12 @@ def require_cuda() -> None:
     pytest.skip("no CUDA device")
 
 
-def make_device(name: str, directory: pathlib.Path, test_name: str, *, codes: bool = False) -> Device:
+def make_device(
+    name: str, directory: pathlib.Path, test_name: str, *, codes: bool = False, spills: bool = False
+) -> Device:
     """The device `name`, or a skip where it cannot be had."""
     if name == "cuda":
         require_cuda()
     if name.startswith("simulated") and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
         pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
-    return Device(name, directory, seed=zlib.crc32(test_name.encode()), codes=codes)
+    return Device(name, directory, seed=zlib.crc32(test_name.encode()), codes=codes, spills=spills)

@@ -5,12 +5,14 @@ and ``tests/contexts/test_typing.py`` runs mypy over right and wrong calls.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-__all__ = ["Compress", "ContextKeywords", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
+__all__ = ["Compress", "ContextKeywords", "DiskDir", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
 
 Tier = Literal["host", "disk"]
-OnFull = Literal["keep", "error"]
+OnFull = Literal["keep", "error", "disk"]
+DiskDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Compress = Literal["auto"] | bool
 
 
@@ -27,7 +29,7 @@ class OwnKeywords(TypedDict, total=False):
     """The options of a context that torchoffload alone has, except ``model``: functions that take these know it."""
 
     tier: Tier
-    disk_dir: str | os.PathLike[str] | None
+    disk_dir: DiskDir | None
     budget_bytes: int | None
     on_full: OnFull
     offload_window_bytes: int | None

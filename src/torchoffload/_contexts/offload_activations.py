@@ -1,7 +1,6 @@
 """The contexts that a training loop enters, and the functions that go with them: never_offload() and trim()."""
 
 import contextlib
-import os
 import threading
 import weakref
 from typing import Any, Never, Self, Unpack
@@ -12,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._contexts import heads
 from torchoffload._contexts.disabling import is_disabled
-from torchoffload._contexts.keywords import Compress, ContextKeywords, OnFull, Tier
+from torchoffload._contexts.keywords import Compress, ContextKeywords, DiskDir, OnFull, Tier
 from torchoffload._contexts.options import (
     OffloadOptions,
     check_bool,
@@ -63,15 +62,21 @@ class OffloadActivations(saved_tensors_hooks):
         A model whose parameters and buffers are never moved. Parameters are recognised without it, buffers are not. The
         context reads them when it is first entered, and holds only a weak reference to the model.
     tier : {"host", "disk"}, default "host"
-        Where the tensors go. ``"host"`` moves CUDA tensors to host memory, ``"disk"`` moves CPU tensors to a file.
-    disk_dir : str or os.PathLike, optional
-        The directory in which that file is made, for ``tier="disk"`` only. Default: ``tempfile.gettempdir()``.
+        Where the tensors go. ``"host"`` moves CUDA tensors to host memory. ``"disk"`` moves CPU tensors to a file, and
+        CUDA tensors as well, by way of at most 1 GiB of host memory.
+    disk_dir : str, os.PathLike, or a list or tuple of them, optional
+        The directory in which that file is made, for ``tier="disk"`` and ``on_full="disk"`` only. Several directories,
+        best on several disks, share what CUDA tensors put there; CPU tensors use the first one. Default:
+        ``tempfile.gettempdir()``.
     budget_bytes : int, optional
         The most bytes that saved tensors of this context may occupy on the tier. Default: for host memory,
-        ``host_memory().default_budget_bytes``, shared by all contexts; for the file, no limit.
-    on_full : {"keep", "error"}, default "keep"
+        ``host_memory().default_budget_bytes``, shared by all contexts; for the file, no limit. With ``on_full="disk"``
+        it is how much host memory is used before the disk is, shared by all contexts of the same budget and
+        directories, and may be 0.
+    on_full : {"keep", "error", "disk"}, default "keep"
         What happens when the budget, host memory or the disk is used up: ``"keep"`` leaves the tensor on the device and
-        warns once, ``"error"`` raises RuntimeError.
+        warns once, ``"error"`` raises RuntimeError, and ``"disk"`` has what was saved first go on from host memory to a
+        file in ``disk_dir``, and keeps tensors where that is full as well.
     offload_window_bytes : int, optional
         The most bytes that may be on their way out while their device memory is still occupied. The compute stream
         waits when the window is full. 0 uses the least memory. Default: chosen from the sizes and times of earlier
@@ -132,7 +137,7 @@ class OffloadActivations(saved_tensors_hooks):
         min_offload_size: int | None = None,
         model: nn.Module | None = None,
         tier: Tier = "host",
-        disk_dir: str | os.PathLike[str] | None = None,
+        disk_dir: DiskDir | None = None,
         budget_bytes: int | None = None,
         on_full: OnFull = "keep",
         offload_window_bytes: int | None = None,

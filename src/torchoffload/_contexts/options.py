@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from torchoffload._contexts.keywords import Compress, OnFull, Tier
+from torchoffload._contexts.keywords import Compress, DiskDir, OnFull, Tier
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -152,7 +152,10 @@ def is_in_ram(directory: str) -> bool:
 def _checked_disk_dir(disk_dir: object) -> str:
     """Return the absolute path of ``disk_dir``, after checking that a spill file can be made in it."""
     if not isinstance(disk_dir, (str, os.PathLike)) or not isinstance(os.fspath(disk_dir), str):
-        raise TypeError(f"disk_dir must be a path (str or os.PathLike) or None, got {described(disk_dir)}")
+        raise TypeError(
+            "disk_dir must be a path (str or os.PathLike), a list or tuple of paths, or None, "
+            f"got {described(disk_dir)}"
+        )
     given = os.fspath(disk_dir)
     if not given or "\0" in given:
         raise ValueError(f"disk_dir must be the path of a directory, got {given!r}")
@@ -181,6 +184,18 @@ def _checked_disk_dir(disk_dir: object) -> str:
     return path
 
 
+def _checked_disk_dirs(disk_dir: object) -> str | tuple[str, ...]:
+    """Return the absolute path of one directory, or those of several as a tuple, after checking each of them."""
+    if not isinstance(disk_dir, (list, tuple)):
+        return _checked_disk_dir(disk_dir)
+    if not disk_dir:
+        raise ValueError("disk_dir must name at least one directory, got an empty list")
+    checked = tuple(_checked_disk_dir(each) for each in disk_dir)
+    if len(set(checked)) < len(checked):
+        raise ValueError(f"disk_dir names a directory twice: {short(list(checked))}")
+    return checked
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
     """The checked options of one offloading context. ``OffloadActivations`` says what each of them means.
@@ -189,8 +204,8 @@ class OffloadOptions:
     options before there is a model or a device: ``OffloadActivations(**options.as_keywords())`` takes them as they are.
     Options with equal fields are equal, and the fields cannot be set afterwards.
 
-    The fields have the values that were given, except ``disk_dir``: with ``tier="disk"`` it is an absolute path, also
-    if it was not given, and with ``tier="host"`` it is None.
+    The fields have the values that were given, except ``disk_dir``: where a disk is used it is an absolute path, also
+    if it was not given, or a tuple of them if several were given. It is None elsewhere.
 
     Raises
     ------
@@ -206,7 +221,7 @@ class OffloadOptions:
     max_fwd_stash_size: int | None = None
     min_offload_size: int | None = None
     tier: Tier = "host"
-    disk_dir: str | os.PathLike[str] | None = None
+    disk_dir: DiskDir | None = None
     budget_bytes: int | None = None
     on_full: OnFull = "keep"
     offload_window_bytes: int | None = None
@@ -220,8 +235,9 @@ class OffloadOptions:
         _check_count("max_fwd_stash_size", self.max_fwd_stash_size, least=1, unit="saved tensors")
         _check_count("min_offload_size", self.min_offload_size, least=0, unit="bytes")
         _check_choice("tier", self.tier, _TIERS)
-        _check_count("budget_bytes", self.budget_bytes, least=1, unit="bytes")
         _check_choice("on_full", self.on_full, _ON_FULL)
+        goes_on_to_disk = self.on_full == "disk"
+        _check_count("budget_bytes", self.budget_bytes, least=0 if goes_on_to_disk else 1, unit="bytes")
         _check_count("offload_window_bytes", self.offload_window_bytes, least=0, unit="bytes")
         _check_count("reload_window_bytes", self.reload_window_bytes, least=0, unit="bytes")
         if self.max_fwd_stash_size is not None and self.offload_window_bytes is not None:
@@ -230,12 +246,15 @@ class OffloadOptions:
                 f"max_fwd_stash_size={self.max_fwd_stash_size} and offload_window_bytes={self.offload_window_bytes}"
             )
         self._check_compress()
-        if self.tier == "disk":
+        if goes_on_to_disk and self.tier == "disk":
+            raise ValueError('on_full="disk" is for tier="host": with tier="disk" everything goes to the disk anyway')
+        if goes_on_to_disk or self.tier == "disk":
             disk_dir = default_disk_dir() if self.disk_dir is None else self.disk_dir
-            object.__setattr__(self, "disk_dir", _checked_disk_dir(disk_dir))
+            object.__setattr__(self, "disk_dir", _checked_disk_dirs(disk_dir))
         elif self.disk_dir is not None:
             raise ValueError(
-                f'disk_dir is for tier="disk" only, got {described(self.disk_dir)} with tier={self.tier!r}'
+                f'disk_dir is for tier="disk" and on_full="disk" only, got {described(self.disk_dir)} with '
+                f"tier={self.tier!r} and on_full={self.on_full!r}"
             )
 
     def _check_compress(self) -> None:

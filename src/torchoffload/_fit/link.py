@@ -36,7 +36,7 @@ class Link:
 def measure_link(device: torch.device, options: OffloadOptions) -> Link:
     """Measure the link that saved tensors of ``device`` move over. Takes some milliseconds, and 64 MiB of memory."""
     if options.tier == "disk":
-        return _disk(str(options.disk_dir))
+        return _disk(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
     if device.type != "cuda":
         return Link(1e10, 1e10, 1e-5)  # a simulated device, whose copies take no time that could be measured
     return _cuda(device)

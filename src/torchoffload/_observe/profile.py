@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Self
 
 from torchoffload._core import core
-from torchoffload._observe.rows import kept_lines, moved_line, timing_lines
+from torchoffload._observe.rows import disk_lines, kept_lines, moved_line, timing_lines
 from torchoffload._observe.stats import OffloadStats, TapeStats, at_reset, stats
 from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, sum_up, sum_up_tapes
 from torchoffload._observe.trace import write_trace
@@ -133,10 +133,17 @@ class Profile:
             f"torchoffload, inside of this profile(){f', {len(self._tapes)} tapes' if self._has_times else ''}:",
             moved_line("offloaded", counts.bytes_offloaded, counts.records_offloaded),
             moved_line("reloaded", counts.bytes_reloaded, counts.records_reloaded),
+            *self._disk_lines(),
             *kept_lines(counts),
             *(timing_lines(self._total) if self._has_times else [_NO_TIMES_LINE]),
         ]
         return "\n".join(lines)
+
+    def _disk_lines(self) -> list[str]:
+        names = ("bytes_spilled", "bytes_fetched", "disk_waits", "disk_wait_s")
+        now, then = self._stats, self._before
+        was_reset = now.handles < then.handles
+        return disk_lines(*(getattr(now, name) - (0 if was_reset else getattr(then, name)) for name in names))
 
     def _check(self, *, times: bool) -> None:
         if self._state is not _State.OVER:

@@ -52,7 +52,10 @@ REASONS = {
     ),
     "tier_full": Reason(
         meaning="budget_bytes, host memory or the disk was used up",
-        advice='Raise budget_bytes (see host_memory()), or with tier="disk" free space in disk_dir.',
+        advice=(
+            'Raise budget_bytes (see host_memory()), let the rest go on to a disk (on_full="disk"), or free space in '
+            "disk_dir."
+        ),
     ),
     "resized": Reason(
         meaning="on a storage that was resized before or during its copy (FSDP2, compiled graphs)",

@@ -10,7 +10,7 @@ from torchoffload._core import core
 from torchoffload._observe.module_stats import idle_advice, module_lines
 from torchoffload._observe.profile import latest_timing
 from torchoffload._observe.reasons import REASONS
-from torchoffload._observe.rows import kept_lines, moved_line, row, timing_lines
+from torchoffload._observe.rows import disk_lines, kept_lines, moved_line, row, timing_lines
 from torchoffload._observe.stats import OffloadStats, TapeStats, stats
 from torchoffload._observe.units import human_bytes
 
@@ -173,6 +173,7 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
         moved_line("reloaded", seen.bytes_reloaded, seen.records_reloaded),
         moved_line("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
         *_coded_lines(seen),
+        *disk_lines(seen.bytes_spilled, seen.bytes_fetched, seen.disk_waits, seen.disk_wait_s),
         *kept_lines(seen),
         *_loss_lines(seen.tapes),
         row("waits", str(seen.window_waits), f"for a full offload window; {seen.passed_by} reloads came too early"),

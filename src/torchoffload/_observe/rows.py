@@ -5,7 +5,7 @@ from torchoffload._observe.stats import OffloadStats, TapeStats
 from torchoffload._observe.timing import Timing, Transfers
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["kept_lines", "moved_line", "row", "timing_lines"]
+__all__ = ["disk_lines", "kept_lines", "moved_line", "row", "timing_lines"]
 
 
 def row(name: str, value: str, rest: str) -> str:
@@ -27,6 +27,14 @@ def kept_lines(seen: TapeStats | OffloadStats) -> list[str]:
         if records:
             lines.append(f"{moved_line(f'kept: {reason}', nbytes, records)}; {REASONS[reason].meaning}")
     return lines
+
+
+def disk_lines(bytes_spilled: int, bytes_fetched: int, waits: int, wait_s: float) -> list[str]:
+    """Return the line on slots that went on to a disk; none if nothing did, and nobody waited."""
+    if not (bytes_spilled or bytes_fetched or waits):
+        return []
+    rest = f"written, {human_bytes(bytes_fetched)} read back; {waits} waits for it, {wait_s:.3f} s"
+    return [row("on to the disk", human_bytes(bytes_spilled), rest)]
 
 
 def _rate(name: str, way: Transfers) -> str:

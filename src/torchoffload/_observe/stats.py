@@ -91,6 +91,13 @@ class OffloadStats(_Counts):
         The part of ``pinned_bytes`` that slots occupy now.
     peak_offload_window_bytes, peak_reload_window_bytes : int
         The most bytes that were in flight in each direction.
+    bytes_spilled, bytes_fetched : int
+        What was written from host memory to a disk, and read back: for CUDA tensors with ``on_full="disk"`` or
+        ``tier="disk"``. Counted in blocks of 4096 bytes.
+    disk_waits : int
+        How often the program waited for that disk: for bytes that backward asked for, or for room in host memory.
+    disk_wait_s : float
+        How long it did, in seconds.
     budget_bytes_used : int
         Bytes that count against the budget now.
     staging_bytes : int
@@ -113,6 +120,10 @@ class OffloadStats(_Counts):
     pinned_bytes_used: int
     peak_offload_window_bytes: int
     peak_reload_window_bytes: int
+    bytes_spilled: int
+    bytes_fetched: int
+    disk_waits: int
+    disk_wait_s: float
     budget_bytes_used: int
     staging_bytes: int
     coding_obstacles: dict[str, str]

@@ -1,0 +1,250 @@
+// TieredStore: slots in host memory that go on to disks when the memory is used up, and come back to be read.
+// Ownership:     the slots' bytes, wherever they are; it owns its spill files, and borrows an arena, which outlives it
+//                and may serve other stores. A slot in use has no fixed address: see SlotStore::moves_slots().
+// Thread safety: every method, any thread. grow(), hold(), trim() and stop() block: call them without the GIL. No lock
+//                is held while the system, a disk or a device is waited for.
+// Stream order:  its threads wait for points of the device on the host: for the copy that fills a slot before the slot
+//                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
+//                that a slot gives up carries the points of the copies that used it, as a released range of the arena
+//                does.
+// Shutdown:      leaked on purpose, with its threads; see Note [No CUDA after main]. After stop() nothing is written or
+//                read, and the device is not asked. In a forked child it is full; see Note [Forked children].
+// Not handled:   compression, encryption, writing a part of a slot.
+//
+// Note [Where a slot is]
+//
+//   try_acquire     note_filled    begin_write      written        memory is wanted
+//   -> BeingFilled ---> InMemory ---> BeingWritten ---> InBoth ------------------------> OnDisk
+//                          ^_____ failed ___/             ^ fetched                        |
+//                                                         \___________ BeingFetched <______/ begin_fetch
+//                                                                           \___ failed ___>
+//
+// The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
+// places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
+// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
+//   the disk is no change to it, so that may go on.
+// - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
+//   back by the thread that ran it.
+// - A thread that waits for room holds no slot. Where nothing can leave the memory, because all slots in it are held by
+//   other threads, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too,
+//   and no two threads wait for each other.
+// - A write that fails leaves the slot in memory, and its disk is not written to any more, until a slot is released
+//   there.
+// - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "storage/pinned_arena.h"
+#include "storage/slot_store.h"
+#include "storage/spill_file.h"
+#include "storage/transfer_queue.h"
+
+namespace torchoffload {
+
+// How much memory a TieredStore uses, and when it writes.
+struct SpillPolicy {
+  std::optional<uint64_t> memory_bytes;  // the most in slots; absent: the default budget of host memory
+  bool writes_at_once = false;           // each slot is written once it is filled, and not only where room runs short
+};
+
+// What a TieredStore is given from outside.
+struct SpillHooks {
+  // Blocks the calling thread, one of the store's own, until a point is reached, or for some milliseconds. Returns
+  // whether it was reached: the store asks again, and not any more once it is stopped.
+  std::function<bool(Point)> wait_for_point;
+  MakeTransferQueue make_transfers = ThreadedTransfers::make;
+  // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
+  void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
+};
+
+// What all TieredStores of the process have written to disks and read back, and what was waited for.
+struct SpillCounts {
+  uint64_t spilled_bytes = 0;
+  uint64_t fetched_bytes = 0;
+  uint64_t wait_count = 0;  // how often a caller waited for a disk: for a slot to come back, or for room in memory
+  double wait_s = 0;
+};
+SpillCounts spill_counts();
+void reset_spill_counts();
+
+// What the slots of all TieredStores of the process have of host memory now.
+uint64_t spill_memory_bytes();
+
+class TieredStore final : public SlotStore {
+ public:
+  // Makes a spill file in each directory. Throws std::runtime_error where one cannot be made.
+  TieredStore(PinnedArena& arena, const std::vector<std::string>& directories, SpillPolicy policy, SpillHooks hooks);
+
+  // Waits for its transfers: for tests, since the stores of a process are never destroyed.
+  ~TieredStore() override;
+  TieredStore(const TieredStore&) = delete;
+  TieredStore& operator=(const TieredStore&) = delete;
+
+  uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
+  std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
+  // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it.
+  void grow(uint64_t nbytes) override;
+  void release(const Slot& slot, const std::vector<Point>& guards) override;
+  uint64_t trim() override;  // also waits for transfers of slots that were released meanwhile
+  uint64_t capacity_bytes() const override { return arena_.capacity_bytes(); }
+  uint64_t used_bytes() const override;  // in memory
+  uint64_t grow_count() const override { return arena_.grow_count(); }
+
+  void grow_ahead(uint64_t limit_bytes) override { arena_.grow_ahead(limit_bytes); }
+  void reserve(uint64_t capacity_bytes) override { arena_.reserve(capacity_bytes); }
+  void grow_on_need() override { arena_.grow_on_need(); }
+  uint64_t take_peak_bytes() override { return arena_.take_peak_bytes(); }
+  uint64_t shrink(uint64_t needed_bytes) override { return arena_.shrink(needed_bytes); }
+  void stop() override;
+
+  bool moves_slots() const override { return true; }
+  void note_filled(const Slot& slot, Point end) override;
+  bool is_here(const Slot& slot) const override;
+  std::optional<Slot> try_hold(const Slot& slot) override;
+  Slot hold(const Slot& slot) override;
+  void let_go(const Slot& slot, std::optional<Point> until) override;
+  bool begin_fetch(const Slot& slot) override;
+  bool limits_itself() const override { return true; }
+  bool require_locked() override { return arena_.require_locked(); }
+  std::string take_trouble() override;
+
+  uint64_t limit_bytes() const override;  // with what other stores have in the arena
+  uint64_t disk_used_bytes() const;       // in slots
+
+  // For tests: throws std::logic_error where a slot is in no place that its state allows, or a count is wrong.
+  void check_invariants() const;
+
+ private:
+  enum class Place : uint8_t { BeingFilled, InMemory, BeingWritten, InBoth, OnDisk, BeingFetched };
+
+  struct Resting {
+    uint64_t nbytes = 0;
+    Place place = Place::BeingFilled;
+    Slot memory;                    // of the arena, and larger than `nbytes`; empty where the slot is on the disk alone
+    std::byte* address = nullptr;   // in `memory`, at a multiple of kDiskBlockBytes
+    Point filled;                   // the end of the copy that filled it
+    std::vector<Point> busy_until;  // the ends of the copies that used the memory: the latest of each stream
+    std::vector<Point> fetch_guards;  // while it is being fetched: the memory's former users
+    size_t disk = 0;
+    std::optional<Slot> on_disk;
+    uint32_t hold_count = 1;
+    bool is_released = false;          // while a transfer was under way
+    uint64_t fetch_number = 0;         // counts the fetches that were begun
+    uint64_t failed_fetch_number = 0;  // the latest one that failed
+    std::string fetch_failure;         // of that one
+
+    bool is_in_memory() const { return place != Place::OnDisk && place != Place::BeingFetched; }
+    bool is_in_transfer() const { return place == Place::BeingWritten || place == Place::BeingFetched; }
+  };
+  using Slots = std::map<uint64_t, Resting>;  // by number
+
+  struct Disk {
+    std::unique_ptr<SpillFile> file;
+    uint64_t queued_bytes = 0;
+    uint64_t slot_bytes = 0;  // of slots on it
+    std::string refusal;      // why nothing more is written there; empty: it is
+  };
+
+  // Slots by number, with their bytes of memory.
+  class BySize {
+   public:
+    void set(uint64_t number, uint64_t nbytes, bool is_member);
+    bool empty() const { return members_.empty(); }
+    uint64_t first() const { return members_.begin()->first; }
+    bool contains(uint64_t number) const { return members_.contains(number); }
+    uint64_t nbytes() const { return nbytes_; }
+
+   private:
+    std::map<uint64_t, uint64_t> members_;
+    uint64_t nbytes_ = 0;
+  };
+
+  // May a slot take memory beyond the limit where nothing can be written?
+  enum class Beyond : uint8_t { No, Yes };
+
+  // ---- tiered_store.cpp; called with the lock held ----
+
+  Resting& at(const Slot& slot) { return slots_.at(slot.range.offset); }
+  const Resting& at(const Slot& slot) const { return slots_.at(slot.range.offset); }
+  static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
+  uint64_t limit_locked() const;
+  uint64_t others_bytes() const;  // of the arena, in slots of other stores
+  bool fits(uint64_t nbytes) const { return memory_bytes_ + nbytes <= limit_locked() || beyond_bytes_ >= nbytes; }
+  // Has the arena as much memory as this store and the others in it may use?
+  bool is_arena_full() const;
+  // Gives a slot memory of the arena. Slots in both places, with numbers below `before`, give theirs up for it, oldest
+  // first. Returns false where that is not enough.
+  bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before);
+  void give_up_memory(Resting& resting);
+  bool drop_oldest(uint64_t before);
+  // Lists the slot, by its state, among those that can be written and those that can give up their memory.
+  void sort_in(uint64_t number, const Resting& resting);
+  static void add_point(std::vector<Point>& points, Point point);
+  // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull where nothing can.
+  void make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond);
+  Slot held(const Slot& slot, Resting& resting);
+  void free_slot(uint64_t number, const std::vector<Point>& guards);
+  // Waits for transfers until `is_done`, and counts that.
+  void wait_for_disk(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done);
+
+  // ---- tiered_transfers.cpp ----
+
+  // With the lock held:
+  // Begins to write the oldest slots, as far as memory without I/O left to do is short.
+  void write_ahead();
+  bool begin_write_of_oldest();
+  bool begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
+  std::optional<size_t> disk_to_write_to() const;
+  std::string disk_refusal() const;
+  void throw_if_stopped() const;
+  void note_refusal(Disk& disk, const std::string& why);
+
+  // Without it, on a thread of the store:
+  void run(const SlotTransfer& transfer);
+  void write(uint64_t number);
+  void fetch(uint64_t number);
+  void ended(uint64_t number, std::unique_lock<std::mutex>& lock);
+  void wait_for_device(const std::vector<Point>& points);
+  bool wait_for_point(Point point);  // false: it was not reached yet
+  static Slot acquire_on(SpillFile& file, uint64_t nbytes);
+
+  PinnedArena& arena_;
+  const SpillPolicy policy_;
+  const SpillHooks hooks_;
+  const ForkGuard fork_guard_;
+
+  mutable std::mutex mutex_;  // guards all below
+  mutable std::condition_variable changed_;
+  Slots slots_;
+  std::vector<Disk> disks_;
+  uint64_t last_number_ = 0;
+  BySize dirty_;                 // InMemory
+  BySize clean_;                 // InBoth, and held by nobody
+  uint64_t memory_bytes_ = 0;    // of all slots that have memory
+  uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
+  uint64_t fetching_bytes_ = 0;  // of those that are BeingFetched: they will be clean
+  uint32_t transfer_count_ = 0;  // under way
+  uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
+  uint64_t change_count_ = 0;    // of events that may have made room
+  uint64_t beyond_bytes_ = 0;    // the next slot of at most so much may exceed the limit
+  uint64_t largest_bytes_ = 0;   // of a slot's memory
+  uint32_t device_calls_ = 0;    // of hooks_.wait_for_point, under way
+  bool is_stopped_ = false;
+  bool has_told_trouble_ = false;
+  std::string trouble_;  // that was not told yet
+  mutable std::optional<uint64_t> default_budget_bytes_;
+  mutable uint64_t budget_read_at_capacity_ = 0;
+
+  std::unique_ptr<TransferQueue> transfers_;  // destroyed first: its threads use all of the above
+};
+
+}  // namespace torchoffload

@@ -1,0 +1,268 @@
+// What a TieredStore writes to its disks and reads back, and when.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "core/mutant.h"
+#include "storage/tiered_store.h"
+
+namespace torchoffload {
+namespace {
+
+std::atomic<uint64_t> spilled_bytes{0};
+std::atomic<uint64_t> fetched_bytes{0};
+std::atomic<uint64_t> wait_count{0};
+std::atomic<int64_t> wait_ns{0};
+
+// While less memory than this share of the limit is free or can be given up without I/O, the oldest slots are written:
+// room for two slots at least.
+constexpr uint64_t kShareAhead = 8;
+constexpr uint64_t kMostBytesAhead = uint64_t{4} << 30;
+
+}  // namespace
+
+SpillCounts spill_counts() { return {spilled_bytes, fetched_bytes, wait_count, static_cast<double>(wait_ns) * 1e-9}; }
+
+void reset_spill_counts() {
+  spilled_bytes = fetched_bytes = wait_count = 0;
+  wait_ns = 0;
+}
+
+void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done) {
+  if (is_done()) return;
+  const auto begin = std::chrono::steady_clock::now();
+  transfers_->wait(lock, changed_, is_done);
+  ++wait_count;
+  wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// ---- beginning ----
+
+void TieredStore::write_ahead() {
+  if (is_stopped_ || dirty_.empty()) return;
+  const uint64_t limit_bytes = limit_locked();
+  const uint64_t ahead_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
+  const uint64_t wanted_bytes = std::min(limit_bytes, std::max(ahead_bytes, 2 * largest_bytes_));
+  const auto is_short = [&] {
+    const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
+    return policy_.writes_at_once || free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < wanted_bytes;
+  };
+  while (is_short() && begin_write_of_oldest()) {
+  }
+}
+
+std::optional<size_t> TieredStore::disk_to_write_to() const {
+  std::optional<size_t> best;
+  const auto load = [&](size_t disk) { return std::pair(disks_[disk].queued_bytes, disks_[disk].slot_bytes); };
+  for (size_t disk = 0; disk < disks_.size(); ++disk) {
+    if (disks_[disk].refusal.empty() && (!best || load(disk) < load(*best))) best = disk;
+  }
+  return best;
+}
+
+bool TieredStore::begin_write_of_oldest() {
+  const std::optional<size_t> disk = is_stopped_ || dirty_.empty() ? std::nullopt : disk_to_write_to();
+  if (!disk) return false;
+  const uint64_t number = dirty_.first();
+  try {
+    transfers_->submit({IoDirection::Out, number, *disk});
+  } catch (const std::runtime_error& error) {
+    note_refusal(disks_[*disk], error.what());
+    return false;
+  }
+  Resting& resting = slots_.at(number);
+  resting.place = Place::BeingWritten;
+  resting.disk = *disk;
+  disks_[*disk].queued_bytes += resting.nbytes;
+  writing_bytes_ += resting.memory.nbytes();
+  ++transfer_count_;
+  sort_in(number, resting);
+  return true;
+}
+
+bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {
+  throw_if_stopped();
+  std::vector<Point> guards;
+  if (!take_memory(resting, guards, before)) return false;
+  ++resting.fetch_number;
+  try {
+    transfers_->submit({IoDirection::In, number, resting.disk});
+  } catch (const std::runtime_error&) {
+    resting.busy_until = guards;
+    give_up_memory(resting);
+    resting.address = nullptr;
+    throw;
+  }
+  resting.fetch_guards = std::move(guards);
+  resting.place = Place::BeingFetched;
+  fetching_bytes_ += resting.memory.nbytes();
+  ++transfer_count_;
+  return true;
+}
+
+// ---- running, on a thread of the store ----
+
+void TieredStore::run(const SlotTransfer& transfer) {
+  transfer.direction == IoDirection::Out ? write(transfer.slot) : fetch(transfer.slot);
+}
+
+void TieredStore::write(uint64_t number) {
+  std::unique_lock lock(mutex_);
+  Resting& resting = slots_.at(number);
+  Disk& disk = disks_[resting.disk];
+  const Point filled = resting.filled;
+  const std::byte* const address = resting.address;
+  const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
+  lock.unlock();
+  std::optional<Slot> place;
+  std::string failure;
+  if (!is_in_vain) {
+    try {
+      // The I/O thread waits for the copy out: the slot's bytes are complete only then (R16).
+      if (!mutated(Mutant::SpillWaitsForOffload)) wait_for_device({filled});
+      place = acquire_on(*disk.file, resting.nbytes);
+      if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::Out, address, resting.nbytes);
+      failure = disk.file->write_blocks(*place, address, resting.nbytes);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+  }
+  lock.lock();
+  disk.queued_bytes -= resting.nbytes;
+  writing_bytes_ -= std::min(writing_bytes_, resting.memory.nbytes());
+  if (place && (failure.empty() || mutated(Mutant::FailedSpillStaysInMemory))) {
+    resting.on_disk = place;
+    resting.place = Place::InBoth;
+    disk.slot_bytes += resting.nbytes;
+    spilled_bytes += resting.nbytes;
+  } else {
+    if (place) disk.file->release(*place, {});
+    resting.place = Place::InMemory;
+    if (!is_in_vain && !is_stopped_) note_refusal(disk, failure);
+  }
+  ended(number, lock);
+}
+
+void TieredStore::fetch(uint64_t number) {
+  std::unique_lock lock(mutex_);
+  Resting& resting = slots_.at(number);
+  Disk& disk = disks_[resting.disk];
+  const std::vector<Point> guards = resting.fetch_guards;
+  std::byte* const address = resting.address;
+  const Slot place = resting.on_disk.value_or(Slot());  // a slot that is fetched has one
+  const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
+  lock.unlock();
+  std::string failure = is_in_vain ? "its record was released" : "";
+  if (!is_in_vain) {
+    try {
+      // The I/O thread waits for the memory's former users: they read or write it until then (R16).
+      if (!mutated(Mutant::FetchWaitsForGuards)) wait_for_device(guards);
+      if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::In, address, resting.nbytes);
+      failure = disk.file->read_blocks(address, place, resting.nbytes);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+  }
+  lock.lock();
+  resting.fetch_guards.clear();
+  fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
+  if (failure.empty()) {
+    resting.place = Place::InBoth;
+    fetched_bytes += resting.nbytes;
+  } else {
+    for (const Point& guard : guards) add_point(resting.busy_until, guard);
+    give_up_memory(resting);
+    resting.address = nullptr;
+    resting.place = Place::OnDisk;
+    resting.failed_fetch_number = resting.fetch_number;
+    resting.fetch_failure = failure;
+  }
+  ended(number, lock);
+}
+
+void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
+  --transfer_count_;
+  ++change_count_;
+  if (slots_.at(number).is_released) {
+    --released_count_;
+    free_slot(number, {});
+  } else {
+    sort_in(number, slots_.at(number));
+  }
+  write_ahead();
+  changed_.notify_all();
+  lock.unlock();
+}
+
+void TieredStore::wait_for_device(const std::vector<Point>& points) {
+  for (const Point& point : points) {
+    while (!point.is_beginning() && !wait_for_point(point)) {
+    }
+  }
+}
+
+bool TieredStore::wait_for_point(Point point) {
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_stopped();
+    ++device_calls_;
+  }
+  bool is_reached = false;
+  std::exception_ptr failure;
+  try {
+    is_reached = hooks_.wait_for_point(point);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    --device_calls_;
+    changed_.notify_all();
+  }
+  if (failure) std::rethrow_exception(failure);
+  return is_reached;
+}
+
+Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
+  std::vector<Point> none;  // nothing but this store touches the file, and no transfer is left when a slot is released
+  std::optional<Slot> place;
+  while (!(place = file.try_acquire(nbytes, none))) file.grow(nbytes);
+  return *place;
+}
+
+// ---- the end ----
+
+void TieredStore::stop() {
+  if (fork_guard_.inherited()) return;
+  arena_.stop();
+  std::unique_lock lock(mutex_);
+  is_stopped_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return device_calls_ == 0; });
+}
+
+void TieredStore::throw_if_stopped() const {
+  if (is_stopped_) throw StoreFull("the process is about to end, and nothing is written to a disk or read any more");
+}
+
+// ---- refusals ----
+
+void TieredStore::note_refusal(Disk& disk, const std::string& why) {
+  disk.refusal = why;
+  if (!std::exchange(has_told_trouble_, true)) {
+    trouble_ = "saved tensors stay in host memory, because writing them to a disk failed: " + why +
+               ". Once the budget of host memory is used up, others stay on the device";
+  }
+}
+
+std::string TieredStore::disk_refusal() const {
+  for (const Disk& disk : disks_) {
+    if (!disk.refusal.empty()) return disk.refusal;
+  }
+  return "no slot can be written to a disk";
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,73 @@
+// TransferQueue: where a TieredStore has its transfers to and from disks run.
+// Ownership:     borrows the store that runs the transfers, which outlives it. ThreadedTransfers owns its threads.
+// Thread safety: submit() and wait() are called with the store's lock held, and let other threads have it only while
+//                wait() waits. make_progress() and end_idle_threads() are called without it.
+// Failures:      submit() throws std::runtime_error where no thread can be started.
+// Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
+//
+// The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
+// so that a test sees each order of events that it wants to see.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "storage/io_queue.h"
+
+namespace torchoffload {
+
+// A transfer of one slot, by the slot's number.
+struct SlotTransfer {
+  IoDirection direction = IoDirection::Out;
+  uint64_t slot = 0;
+  size_t disk = 0;
+};
+
+class TransferQueue {
+ public:
+  virtual ~TransferQueue() = default;
+
+  // The transfer is run later: on one disk those of one direction begin in the order of submission.
+  virtual void submit(const SlotTransfer& transfer) = 0;
+
+  // Waits until `is_done`, which is asked with the store's lock held, returns true. `changed` is notified when a
+  // transfer has ended.
+  virtual void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+                    const std::function<bool()>& is_done) = 0;
+
+  // Called at the end of each call of the store.
+  virtual void make_progress() {}
+
+  // Blocks until threads without work are gone. The next transfer starts them anew.
+  virtual void end_idle_threads() {}
+};
+
+using RunTransfer = std::function<void(const SlotTransfer&)>;
+using MakeTransferQueue = std::unique_ptr<TransferQueue> (*)(size_t disk_count, const RunTransfer& run);
+
+// Two threads for each disk and direction.
+class ThreadedTransfers final : public TransferQueue {
+ public:
+  ThreadedTransfers(size_t disk_count, const RunTransfer& run);
+
+  void submit(const SlotTransfer& transfer) override;
+  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+            const std::function<bool()>& is_done) override;
+  void end_idle_threads() override;
+
+  static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
+
+ private:
+  struct OfDisk {
+    std::unique_ptr<IoQueue> out;
+    std::unique_ptr<IoQueue> in;
+  };
+  std::vector<OfDisk> disks_;
+};
+
+}  // namespace torchoffload

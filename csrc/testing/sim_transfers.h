@@ -1,0 +1,48 @@
+// SimTransfers: the disks' threads of the simulated devices. No thread runs: a transfer runs when the mode says so.
+// Ownership:     the transfers that have not run. The store that runs them outlives it.
+// Thread safety: as TransferQueue.
+// Stream order:  Late: a transfer runs when a caller waits for one, in the order of submission. Early: at the end of
+//                the call that submitted it. Seeded: at the end of some later call, in an order that the seed picks.
+// Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
+//
+// It is part of the test build only.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "storage/transfer_queue.h"
+
+namespace torchoffload {
+
+class SimTransfers final : public TransferQueue {
+ public:
+  explicit SimTransfers(RunTransfer run) : run_(std::move(run)) {}
+
+  void submit(const SlotTransfer& transfer) override;
+  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
+            const std::function<bool()>& is_done) override;
+  void make_progress() override;
+
+  void run_when_waited_for() { runs_when_waited_for_ = true; }
+  // Runs the next transfer. Returns whether there was one.
+  bool run_next();
+
+  static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
+
+ private:
+  std::optional<SlotTransfer> take(size_t place);
+  size_t queued_count();
+
+  const RunTransfer run_;
+  bool runs_when_waited_for_ = false;
+  std::mutex mutex_;  // guards the queue; taken under the store's lock, and never held while a transfer runs
+  std::deque<SlotTransfer> queue_;
+};
+
+// While true, transfers run only where a caller waits for one, whatever the mode is.
+void set_transfers_wait(bool wait);
+
+}  // namespace torchoffload

@@ -1,0 +1,153 @@
+// tiered_testing: the store of host memory and disks, as Python tests it, and the plan by which all contexts spill.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "counting_driver.h"
+#include "device/backends.h"
+#include "storage/tiered_store.h"
+#include "testing/sim_transfers.h"
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+namespace {
+
+using NoGilCall = py::call_guard<py::gil_scoped_release>;
+using PointOf = std::pair<StreamId, uint64_t>;
+
+SimTransfers* last_made_transfers = nullptr;
+
+// A store with an arena of its own. Its transfers run on threads, or one by one when the test says so.
+struct TestedStore {
+  std::mutex mutex;
+  std::vector<PointOf> waited;  // the points that its threads waited for
+  std::unique_ptr<PinnedArena> arena;
+  std::unique_ptr<TieredStore> store;
+  SimTransfers* transfers = nullptr;
+
+  void saw_wait(Point point) {
+    const std::lock_guard lock(mutex);
+    waited.emplace_back(point.stream, point.serial);
+  }
+};
+
+std::unique_ptr<TestedStore> make_store(const std::vector<std::string>& directories,
+                                        std::optional<uint64_t> memory_bytes, bool writes_at_once, bool by_hand) {
+  auto made = std::make_unique<TestedStore>();
+  const auto saw_wait = [tested = made.get()](Point point) { tested->saw_wait(point); };
+  made->arena =
+      std::make_unique<PinnedArena>(kCountingDriver, saw_wait, ChunkPolicy{kMiB / 16, kMiB / 4}, uint64_t{1} << 14);
+  SpillHooks hooks;
+  hooks.wait_for_point = [saw_wait](Point point) {
+    saw_wait(point);
+    return true;
+  };
+  if (by_hand) {
+    hooks.make_transfers = [](size_t, const RunTransfer& run) -> std::unique_ptr<TransferQueue> {
+      auto transfers = std::make_unique<SimTransfers>(run);
+      transfers->run_when_waited_for();
+      last_made_transfers = transfers.get();
+      return transfers;
+    };
+  }
+  made->store = std::make_unique<TieredStore>(*made->arena, directories, SpillPolicy{memory_bytes, writes_at_once},
+                                              std::move(hooks));
+  if (by_hand) made->transfers = last_made_transfers;
+  return made;
+}
+
+std::optional<Slot> acquire_slot(TestedStore& tested, uint64_t nbytes, int value, bool may_wait) {
+  std::vector<Point> guards;
+  std::optional<Slot> slot = tested.store->try_acquire(nbytes, guards);
+  while (!slot && may_wait) {
+    tested.store->grow(nbytes);
+    slot = tested.store->try_acquire(nbytes, guards);
+  }
+  if (slot) std::memset(slot->address, value, nbytes);
+  return slot;
+}
+
+py::bytes bytes_at(uintptr_t address, uint64_t nbytes) {
+  return {reinterpret_cast<const char*>(address), static_cast<size_t>(nbytes)};
+}
+
+std::optional<Point> to_point(const std::optional<PointOf>& point) {
+  return point ? std::optional(Point{point->first, point->second}) : std::nullopt;
+}
+
+}  // namespace
+
+void bind_tiered_testing(py::module_& m) {
+  using Self = TestedStore;
+  py::class_<Self>(m, "TieredStore")
+      .def(py::init(&make_store), py::arg("directories"), py::kw_only(), py::arg("memory_bytes") = std::nullopt,
+           py::arg("writes_at_once") = false, py::arg("by_hand") = true)
+      // Acquires a slot and fills it with `value`.
+      .def("acquire", &acquire_slot, py::arg("nbytes"), py::arg("value"), py::kw_only(), py::arg("may_wait") = true,
+           NoGilCall())
+      .def(
+          "grow", [](Self& self, uint64_t nbytes) { self.store->grow(nbytes); }, NoGilCall())
+      .def(
+          "note_filled",
+          [](Self& self, const Slot& slot, PointOf end) { self.store->note_filled(slot, {end.first, end.second}); },
+          NoGilCall())
+      .def(
+          "release",
+          [](Self& self, const Slot& slot, const std::vector<PointOf>& guards) {
+            std::vector<Point> points;
+            for (const auto& [stream, serial] : guards) points.push_back({stream, serial});
+            self.store->release(slot, points);
+          },
+          py::arg("slot"), py::arg("guards") = std::vector<PointOf>(), NoGilCall())
+      .def("is_here", [](Self& self, const Slot& slot) { return self.store->is_here(slot); })
+      .def(
+          "try_hold", [](Self& self, const Slot& slot) { return self.store->try_hold(slot); }, NoGilCall())
+      .def(
+          "hold", [](Self& self, const Slot& slot) { return self.store->hold(slot); }, NoGilCall())
+      .def(
+          "let_go",
+          [](Self& self, const Slot& slot, const std::optional<PointOf>& until) {
+            self.store->let_go(slot, to_point(until));
+          },
+          py::arg("slot"), py::arg("until") = std::nullopt, NoGilCall())
+      .def(
+          "begin_fetch", [](Self& self, const Slot& slot) { return self.store->begin_fetch(slot); }, NoGilCall())
+      .def(
+          "trim", [](Self& self) { return self.store->trim(); }, NoGilCall())
+      .def(
+          "stop", [](Self& self) { self.store->stop(); }, NoGilCall())
+      .def("take_trouble", [](Self& self) { return self.store->take_trouble(); })
+      .def("check_invariants", [](Self& self) { self.store->check_invariants(); })
+      // Of a store whose transfers run by hand: runs the next one. Returns whether there was one.
+      .def(
+          "run_next", [](Self& self) { return self.transfers->run_next(); }, NoGilCall())
+      .def_property_readonly("memory_bytes", [](Self& self) { return self.store->used_bytes(); })
+      .def_property_readonly("limit_bytes", [](Self& self) { return self.store->limit_bytes(); })
+      .def_property_readonly("disk_bytes", [](Self& self) { return self.store->disk_used_bytes(); })
+      .def_property_readonly("arena_bytes", [](Self& self) { return self.arena->capacity_bytes(); })
+      .def_property_readonly("waited", [](Self& self) {
+        const std::lock_guard lock(self.mutex);
+        return self.waited;
+      });
+  m.def("bytes_at", bytes_at);
+  m.def("spill_memory_bytes", spill_memory_bytes);
+  m.def("set_transfers_wait", set_transfers_wait);
+  m.def(
+      "spill_everything",
+      [](const std::optional<std::string>& directory, uint64_t memory_bytes, bool writes_at_once) {
+        if (!directory) return set_spill_plan(std::nullopt);
+        set_spill_plan(SpillPlan{{*directory}, {memory_bytes, writes_at_once}});
+      },
+      py::arg("directory").none(true), py::kw_only(), py::arg("memory_bytes") = 0, py::arg("writes_at_once") = true);
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,134 @@
+"""The scenarios of slots that go on to a disk, R16: on the simulated device, whose disk threads run when it says so."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from checks import RIGHT_GRADIENT, gradient_name
+from scenario import AMPLE_BYTES, Stage, another_thread_inside, race, scenario, testing
+
+import torchoffload
+
+ROOM = 4096 + 3584  # what a slot takes of host memory
+
+
+def _spilling(stage: Stage, slots: int, **options: Any) -> torchoffload.OffloadActivations:
+    """A context with host memory for so many slots, and a disk."""
+    return stage.context(on_full="disk", disk_dir=str(stage.directory), budget_bytes=slots * ROOM, **options)
+
+
+@contextlib.contextmanager
+def _transfers_that_wait() -> Iterator[None]:
+    """The disk's threads do nothing until somebody waits for them, in every mode."""
+    testing.set_transfers_wait(True)
+    try:
+        yield
+    finally:
+        testing.set_transfers_wait(False)
+
+
+@scenario(
+    "SpillWaitsForOffload",
+    wrong=race("copy out writes slot @ offload_stream[0]", "a disk's thread reads slot @ the host"),
+)
+def a_slot_makes_room_for_the_next_one(stage: Stage) -> None:
+    x = stage.leaf()
+    with _spilling(stage, 0):
+        y = x.sin().exp()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
+@scenario(
+    "FetchWaitsForGuards",
+    wrong=race("copy in reads slot @ reload_stream[0]", "a disk's thread writes slot @ the host"),
+)
+def a_slot_comes_back_to_memory_that_another_one_was_just_read_from(stage: Stage) -> None:
+    x = stage.leaf()
+    with _spilling(stage, 0):
+        y = x.sin().exp()
+    y.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
+@scenario(
+    "ReloadWaitsForFetch",
+    wrong=race("copy in reads slot @ reload_stream[0]", "a disk's thread writes slot @ the host"),
+)
+def backward_asks_for_what_is_on_the_disk(stage: Stage) -> None:
+    x = stage.leaf()
+    with _spilling(stage, 0), _transfers_that_wait():
+        y, z = x.sin(), (x * 2).sin()
+        stage.next_operator()
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        _further = stage.leaf().sin()  # which waits for the disk's thread
+        stage.next_operator()
+    del z
+
+
+@scenario(
+    "SpilledMemoryIsGuarded",
+    wrong=race("copy in reads slot @ reload_stream[0]", "copy out writes slot @ offload_stream[0]"),
+)
+def a_slot_that_was_loaded_ahead_makes_room_for_one_of_a_stream_that_knows_nothing_of_it(stage: Stage) -> None:
+    first, last = stage.leaf(), stage.leaf()
+    with _spilling(stage, 2, reload_window_bytes=AMPLE_BYTES):
+        from_first, from_last = first.sin(), last.sin()
+    from_last.sum().backward(retain_graph=True)  # loads the first record ahead
+    side = stage.simulation.new_stream()
+    with stage.simulation.stream(side):
+        x = stage.leaf()
+        with _spilling(stage, 2):
+            y = x.sin()
+    del y, from_first
+
+
+@scenario(
+    "SlotStaysWhileHeld",
+    wrong=race("copy out writes slot @ offload_stream[0]", "copy in reads slot @ reload_stream[0]"),
+)
+def another_thread_wants_room_while_a_slot_is_read(stage: Stage) -> None:
+    x = stage.leaf()
+    with _spilling(stage, 0):
+        y, z = x.sin(), (x * 2).sin()
+    graphs = [z]
+    del z
+
+    def save_more() -> None:
+        with _spilling(stage, 0):
+            graphs.append(stage.leaf().sin())
+
+    with another_thread_inside("copy_in", save_more):
+        torch.autograd.grad(y.sum(), x)
+
+
+@scenario(
+    "SlotHeldUntilIoDone",
+    wrong=race("copy out writes slot @ offload_stream[0]", "a disk's thread reads slot @ the host"),
+)
+def a_graph_is_dropped_while_its_slot_is_written(stage: Stage) -> None:
+    with _transfers_that_wait():
+        with _spilling(stage, 1):
+            y = stage.leaf().sin()
+        del y
+        with _spilling(stage, 1):
+            y = stage.leaf().sin()
+            z = stage.leaf().sin()
+    del y, z
+
+
+@scenario("FailedSpillStaysInMemory", right=RIGHT_GRADIENT, wrong="a gradient at zeros")
+def the_disk_refuses_a_slot(stage: Stage) -> str:
+    x, further = stage.leaf(), stage.leaf()
+    testing.inject_io_fault("pwrite", errno=errno.EIO)
+    try:
+        with _spilling(stage, 0):
+            y = x.sin()
+            z = further.sin()
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    finally:
+        testing.clear_io_faults()
+    del z
+    return gradient_name(gradient, x.detach())
