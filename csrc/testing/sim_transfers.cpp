@@ -10,12 +10,16 @@ namespace torchoffload {
 namespace {
 
 std::atomic<bool> transfers_wait{false};
+std::atomic<bool> has_disk_threads{false};
 
 }  // namespace
 
 void set_transfers_wait(bool wait) { transfers_wait = wait; }
 
-std::unique_ptr<TransferQueue> SimTransfers::make(size_t /*disk_count*/, const RunTransfer& run) {
+void set_disk_threads(bool has_threads) { has_disk_threads = has_threads; }
+
+std::unique_ptr<TransferQueue> SimTransfers::make(size_t disk_count, const RunTransfer& run) {
+  if (has_disk_threads) return ThreadedTransfers::make(disk_count, run);
   return std::make_unique<SimTransfers>(run);
 }
 

@@ -45,4 +45,7 @@ class SimTransfers final : public TransferQueue {
 // While true, transfers run only where a caller waits for one, whatever the mode is.
 void set_transfers_wait(bool wait);
 
+// While true, stores that are made have threads, as they have on a GPU, and run their transfers when they come to it.
+void set_disk_threads(bool has_threads);
+
 }  // namespace torchoffload

@@ -141,6 +141,7 @@ void bind_tiered_testing(py::module_& m) {
   m.def("bytes_at", bytes_at);
   m.def("spill_memory_bytes", spill_memory_bytes);
   m.def("set_transfers_wait", set_transfers_wait);
+  m.def("set_disk_threads", set_disk_threads);
   m.def(
       "spill_everything",
       [](const std::optional<std::string>& directory, uint64_t memory_bytes, bool writes_at_once) {

@@ -212,6 +212,40 @@ def test_threads_share_a_budget(device_under_test: Device, tmp_path: Path):
     assert_same_gradients(program, device=device_under_test, moved_bytes=9 * DEPTH * NBYTES)
 
 
+# ---- with threads, as on a GPU: what the simulated device otherwise does at a time that its mode says ----
+
+
+@pytest.fixture
+def disk_threads() -> Iterator[None]:
+    testing.set_disk_threads(True)
+    yield
+    testing.set_disk_threads(False)
+
+
+@pytest.mark.usefixtures("disk_threads")
+@pytest.mark.parametrize("slots", [0, 3])
+@pytest.mark.parametrize("compress", [False, True])
+def test_threads_of_the_disk_change_no_bit(device_under_test: Device, tmp_path: Path, slots: int, compress: bool):
+    def program(run: Run) -> Any:
+        x = run.leaf(SIDE, SIDE)
+        for _ in range(4):
+            with spilling(run, tmp_path, slots, compress=compress):
+                y, unused = chain(x), chain(x, 3)
+            del unused
+            y.sum().backward()
+            run.check(gradient=x.grad)
+        return x.grad
+
+    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=4 * (DEPTH + 2) * NBYTES)
+    assert stats.bytes_spilled > 0
+    assert stats.bytes_fetched > 0
+
+
+@pytest.mark.usefixtures("disk_threads")
+def test_threads_of_the_program_and_of_the_disk(device_under_test: Device, tmp_path: Path):
+    test_threads_share_a_budget(device_under_test, tmp_path)
+
+
 # ---- waits ----
 
 
