@@ -116,7 +116,8 @@ mutants: build  ## leave out each wait and check in turn: its scenario has to no
 # What runs under which sanitizers, FUZZ_SECONDS each and two at a time.
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 1
-FUZZ_RUNS := core_fuzz:address,undefined storage_stress:thread storage_stress:address,undefined
+FUZZ_RUNS := core_fuzz:address,undefined storage_stress:thread storage_stress:address,undefined \
+	tiers_stress:thread tiers_stress:address,undefined
 .PHONY: fuzz
 fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: random lives, beside models
 	@mkdir -p build/fuzz

@@ -40,6 +40,7 @@ def stores_made_while_trim_waits() -> None:
     """``trim()`` waits in the first of a few stores while many more are made, so that their list is moved."""
     for number in range(3):
         use(f"{DIRECTORY}/{number}")
+    torchoffload.trim()  # waits for their writes: the next one is the one that is held
     testing.hold_next_io("pwrite")
     x = torch.ones(1 << 16, requires_grad=True)
     with context(f"{DIRECTORY}/0"):
