@@ -70,6 +70,7 @@ class World {
  public:
   World(Kind kind, uint64_t seed)
       : kind_(kind),
+        locks_all_(seed % 4 < 2),
         offload("offload-io", 3, [this](const IoJob& job) { return transfer(job); }),
         reload("reload-io", 3, [this](const IoJob& job) { return transfer(job); }) {
     faults().begin(seed);
@@ -77,6 +78,7 @@ class World {
     const auto wait = [this](Point point) { queue(point.stream).wait_for(point.serial); };
     if (kind == Kind::Arena) {
       arena_ = std::make_unique<PinnedArena>(kWatchedDriver, wait, ChunkPolicy{1 << 17, 1 << 19}, kArenaPageBytes);
+      if (locks_all_) arena_->require_locked();
     } else {
       spill_ = std::make_unique<SpillFile>(std::filesystem::temp_directory_path(), wait, ChunkPolicy{1 << 16, 1 << 17});
     }
@@ -105,7 +107,7 @@ class World {
       coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
     store().trim();
     expect(kind_ == Kind::Arena || !spill_->is_open(), "an empty spill file is still open after trim()");
-    if (kind_ == Kind::Arena) growth().finish(store().capacity_bytes(), coverage);
+    if (kind_ == Kind::Arena) growth().finish(store().capacity_bytes(), locks_all_, coverage);
     expect(is_stopped_ || store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
     coverage.saw(kind_ == Kind::Arena ? "arena round" : "spill round");
     faults().report(coverage);
@@ -125,6 +127,7 @@ class World {
   }
 
   const Kind kind_;
+  const bool locks_all_;  // else it takes plain memory where the driver refuses to lock some
   std::atomic<bool> is_stopped_{false};
   std::unique_ptr<PinnedArena> arena_;
   std::unique_ptr<SpillFile> spill_;
