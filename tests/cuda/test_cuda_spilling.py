@@ -12,15 +12,14 @@ import torch
 
 import torchoffload
 from devices import Device
-from functions import SavesInput
 from gradients import Run, assert_same_gradients
+from spilling_contexts import DEPTH, chain
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices("cuda")]
 
 MIB = 1 << 20
 SIDE = 512
 NBYTES = 4 * SIDE * SIDE  # 1 MiB
-DEPTH = 12
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +29,6 @@ def from_zero() -> Iterator[None]:
     torchoffload.reset_stats()
     yield
     gc.collect()
-
-
-def chain(x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
-    for _ in range(depth):
-        x = SavesInput.apply(x) * 0.5
-    return x
 
 
 def spilling(run: Run, directory: Path, budget_bytes: int = 3 * MIB, **options: Any) -> Any:

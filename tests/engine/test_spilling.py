@@ -11,38 +11,18 @@ import torch
 
 import torchoffload
 from devices import Device
-from functions import SavesInput
 from gradients import Run, assert_same_gradients
+from spilling_contexts import DEPTH, NBYTES, ROOM, SIDE, chain, sound_disks, spilling
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build").testing
 
 SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
 pytestmark = pytest.mark.devices(*SIMULATED)
 
-SIDE = 64
-NBYTES = 4 * SIDE * SIDE  # of a record
-ROOM = NBYTES + 3584  # what it takes of host memory
-DEPTH = 12
-
 
 @pytest.fixture(autouse=True)
 def _sound_disks() -> Iterator[None]:
-    gc.collect()
-    torchoffload.trim()
-    torchoffload.reset_stats()
-    yield
-    testing.clear_io_faults()
-    testing.set_transfers_wait(False)
-
-
-def spilling(run: Run, directory: Path, slots: float = 3, **options: Any) -> Any:
-    return run.offload(on_full="disk", disk_dir=str(directory), budget_bytes=int(slots * ROOM), **options)
-
-
-def chain(x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
-    for _ in range(depth):
-        x = SavesInput.apply(x) * 0.5
-    return x
+    yield from sound_disks()
 
 
 @pytest.mark.parametrize("slots", [0, 1, 3, DEPTH - 2])

@@ -99,8 +99,6 @@ struct CallWindows {
   uint64_t offload_bytes = 0;  // while its forward runs
   uint64_t reload_bytes = 0;   // while its backward runs
   uint64_t ahead_bytes = 0;    // what of the reload window calls before it can have
-
-  friend bool operator==(const CallWindows&, const CallWindows&) = default;
 };
 
 struct JointPlan {
