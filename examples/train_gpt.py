@@ -4,7 +4,7 @@ The second run moves what its blocks save, with ``OffloadActivations``. The thir
 what stays, what moves and what is computed again, within about half of what the plain run took (``--fit-memory-mib``).
 All runs start from the same seed, each in a process of its own. The table at the end shows what each cost and saved,
 and says "identical" only after every parameter was compared bit for bit; otherwise the exit status is 1. Fit takes 8 to
-18 steps until it settles, and the steps after that are timed.
+18 steps until it settles, on CUDA up to 24, and the steps after that are timed.
 
     python examples/train_gpt.py                  # CUDA with pinned memory when it is there, else CPU with a spill file
     python examples/train_gpt.py --tier disk --disk-dir /var/tmp --steps 100

@@ -247,7 +247,7 @@ class Driver:
         self.candidates, self.settled = Candidates(), None
         self._has_learned = step is not self._surveyed
         self.budget.share(self.agreement, self.meter)
-        plans = plans_to_try(step, self.budget.room_bytes(step))
+        plans = plans_to_try(step, self.budget.room_bytes(step), has_allocator=self.meter.measures_memory)
         if plans and after is Excess.OUT_OF_MEMORY:  # one that runs is known then, whatever the others do
             self.candidates.add(step, least_plan(step))
         for plan in plans:
