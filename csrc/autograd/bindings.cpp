@@ -6,6 +6,7 @@
 
 #include "autograd/absent_tensor.h"
 #include "autograd/context.h"
+#include "autograd/forward_mode.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/object_contents.h"
@@ -234,7 +235,7 @@ StepOfBlocks parse_step(const py::handle& given) {
   step.least_moved_bytes = given.attr("least_moved_bytes").cast<uint64_t>();
   step.tier_bytes = given.attr("tier_bytes").cast<uint64_t>();
   step.may_move = given.attr("may_move").cast<bool>();
-  step.has_even_windows = given.attr("has_even_windows").cast<bool>();
+  step.leaves_room = given.attr("leaves_room").cast<bool>();
   step.link.out_bytes_per_s = given.attr("out_bytes_per_s").cast<double>();
   step.link.in_bytes_per_s = given.attr("in_bytes_per_s").cast<double>();
   step.link.latency_s = given.attr("latency_s").cast<double>();
@@ -260,6 +261,8 @@ py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_by
   dict["loss_bytes"] = plan->loss_bytes;
   dict["kept_bytes"] = plan->kept_bytes;
   dict["moved_bytes"] = plan->moved_bytes;
+  dict["forward_spare_bytes"] = plan->forward_spare_bytes;
+  dict["backward_spare_bytes"] = plan->backward_spare_bytes;
   dict["window_bytes"] = plan->window_bytes;
   dict["loss_window_bytes"] = plan->loss_window_bytes;
   return dict;
@@ -354,6 +357,14 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());
+  m.def(
+      "forward_notes",
+      [](const py::object& call, const py::tuple& operators, const py::bytes& special, const py::object& classify,
+         const py::object& note) {
+        return taken(forward_notes(call.ptr(), operators.ptr(), special.ptr(), classify.ptr(), note.ptr()));
+      },
+      py::arg("call"), py::arg("operators"), py::arg("special"), py::arg("classify"), py::arg("note"), py::pos_only());
+  m.attr("forward_dispatch") = taken(forward_dispatch());
   m.def(
       "object_contents",
       [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {

@@ -8,7 +8,15 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <vector>
+
 namespace torchoffload {
+
+// Whether all tensors of a nest were found; Unknown: something in it may hold tensors that were not.
+enum class Found : uint8_t { All, Unknown };
+
+// Appends the addresses of the storages of all tensors in a nest of tuples, lists and dicts.
+Found find_storages(PyObject* value, std::vector<void*>& addresses);
 
 // Returns a set of the addresses of the storages (`UntypedStorage._cdata`) of all tensors in a nest of tuples, lists
 // and dicts, or None if something in it is neither a plain tensor, nor such a container, nor a value without tensors.

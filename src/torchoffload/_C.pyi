@@ -124,6 +124,19 @@ def storage_addresses(value: object, /) -> set[int] | None:
     None: there is something in it that is neither a plain tensor, nor such a container, nor a value without tensors.
     """
 
+forward_dispatch: Callable[..., Any]
+"""The method ``__torch_dispatch__`` of the mode of a planned block's forward."""
+
+def forward_notes(
+    call: object,
+    operators: tuple[Any, ...],
+    special: bytes,
+    classify: Callable[[Any], tuple[Any, int]],
+    note: Callable[..., None],
+    /,
+) -> object:
+    """Return what ``forward_dispatch`` reads from the attribute ``_notes`` of a mode. See ``forward_mode.h``."""
+
 def object_contents(
     roots: list[Any], left_out: set[Any], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], most: int, /
 ) -> list[tuple[Any, list[Any]]] | None:

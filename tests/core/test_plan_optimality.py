@@ -20,7 +20,6 @@ from plan_oracle import (
     best_without_moving,
     kept_of,
     moved_of,
-    of_call,
     pages,
     seconds,
     windows_of,
@@ -107,7 +106,8 @@ def planned(step: Step, memory_bytes: int) -> StepPlan:
     """The plan, once it is certain that it fits and takes as long as it says."""
     plan = plan_step(step, memory_bytes)
     assert plan is not None
-    windows = windows_of(step, plan.calls, plan.window_bytes, memory_bytes)
+    spare = (plan.forward_spare_bytes, plan.backward_spare_bytes)
+    windows = windows_of(step, plan.calls, plan.window_bytes, memory_bytes, spare)
     assert windows is not None
     own = [(call.offload_bytes, call.reload_bytes) for call in plan.calls]
     assert own == list(zip(windows.offload, windows.reload, strict=True))
@@ -323,15 +323,34 @@ def test_a_loss_that_takes_much_does_not_make_the_windows_of_blocks_small():
     assert distance(step, 2000 * MIB, best_of_all(step, 2000 * MIB)) <= NEAR
 
 
-def test_even_windows_have_the_same_room_at_each_moment():
-    step = dataclasses.replace(loss_step(500), has_even_windows=True)
-    for memory in range(1500, 1900, 50):
-        plan = planned(step, memory * MIB)
-        moved = 0
-        for number, call in enumerate(plan.calls):
-            moved += sum(nbytes for nbytes, _ in moved_of(step, of_call(step, number), call))
-            assert call.offload_bytes == call.reload_bytes == min(plan.window_bytes, moved)
-        assert plan.loss_window_bytes == min(plan.window_bytes, moved)
+def in_blocks(step: Step, plan: StepPlan) -> int:
+    """The most that calls of blocks take with their windows, beside what is kept."""
+    calls = zip(step.calls, plan.calls, strict=True)
+    return max(
+        max(call.forward_bytes + own.offload_bytes, call.backward_bytes + own.reload_bytes) for call, own in calls
+    )
+
+
+def test_windows_are_no_larger_than_is_of_use():
+    """The loss leaves room for eight times what suffices to keep the link busy."""
+    step = Step(
+        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 16, loss_bytes=3000 * MIB,
+        out_bytes_per_s=20e9, in_bytes_per_s=20e9,
+    )  # fmt: skip
+    plan = planned(step, 3000 * MIB)
+    assert plan.moved_bytes == 16 * 64 * MIB
+    assert plan.window_bytes >= 64 * MIB
+    assert in_blocks(step, plan) <= 1256 * MIB
+
+
+@pytest.mark.parametrize("loss_mib", [300, 500, 1000])
+def test_a_plan_that_leaves_room_takes_less_memory_in_blocks_and_hardly_longer(loss_mib: int):
+    step = loss_step(loss_mib)
+    leaving = dataclasses.replace(step, leaves_room=True)
+    for memory in range(1000 + loss_mib, 1900, 100):
+        plan, other = planned(step, memory * MIB), planned(leaving, memory * MIB)
+        assert other.step_s <= plan.step_s * 1.031
+        assert in_blocks(step, other) + other.kept_bytes <= in_blocks(step, plan) + plan.kept_bytes
 
 
 def test_a_plan_that_was_made_for_other_times_has_the_times_of_the_step():
@@ -340,7 +359,8 @@ def test_a_plan_that_was_made_for_other_times_has_the_times_of_the_step():
     for memory in budgets(step, (0.05, 0.3, 0.7)):
         plan = plan_step(slow, memory, timed_as=step)
         assert plan is not None
-        windows = windows_of(slow, plan.calls, plan.window_bytes, memory)
+        spare = (plan.forward_spare_bytes, plan.backward_spare_bytes)
+        windows = windows_of(slow, plan.calls, plan.window_bytes, memory, spare)
         assert windows is not None
         assert plan.step_s == pytest.approx(seconds(step, plan.calls, windows), rel=1e-9)
         best = plan_step(step, memory)

@@ -179,8 +179,13 @@ class Windows(NamedTuple):
     peak_bytes: int
 
 
-def windows_of(step: Step, plans: Sequence[CallPlan], most: int, memory_bytes: int) -> Windows | None:
-    """The windows that are at most so large; see Note [Memory of a step of blocks]. None: the plan does not fit."""
+def windows_of(
+    step: Step, plans: Sequence[CallPlan], most: int, memory_bytes: int, spare: tuple[int, int] = (0, 0)
+) -> Windows | None:
+    """The windows that are at most so large; see Note [Memory of a step of blocks]. None: the plan does not fit.
+
+    ``spare``: what those of blocks leave of the room that they could have, in forward and in backward.
+    """
     kept, moved = [0], [0]
     for number, plan in enumerate(plans):
         kind = of_call(step, number)
@@ -195,8 +200,8 @@ def windows_of(step: Step, plans: Sequence[CallPlan], most: int, memory_bytes: i
         return None
     at_loss = min(most, room_at_loss)
     left = [max(0, at_loss - passed) for passed in out]
-    rooms = [room - going_out for room, going_out in zip(in_backward, left, strict=True)]
-    offload = [min(most, room, moved[number + 1]) for number, room in enumerate(in_forward)]
+    rooms = [max(0, room - going_out - spare[1]) for room, going_out in zip(in_backward, left, strict=True)]
+    offload = [min(most, max(0, room - spare[0]), moved[number + 1]) for number, room in enumerate(in_forward)]
     binding = [room if moved[number] > room else most for number, room in enumerate(rooms)]
     # What a call itself asks for counts in its window until it is there, and is part of what was measured.
     reload = [min(most, moved[number + 1], *binding[: number + 1]) for number in range(len(plans))]

@@ -199,14 +199,15 @@ bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   if (plan.moved_bytes == 0) plan.window_bytes = 0;
   if (!set_windows(plan, before, memory_bytes) || plan.moved_bytes > step_.tier_bytes) return false;
   plan.loss_bytes = kept + plan.loss_window_bytes;
-  plan.peak_bytes = step_.loss_bytes + plan.loss_bytes;
+  plan.blocks_bytes = 0;
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     const BlockCall& taken = step_.calls[call];
     const CallWindows& windows = plan.windows[call];
     const uint64_t in_backward = windows.ahead_bytes + still_going_out(call, plan.loss_window_bytes);
-    plan.peak_bytes = std::max({plan.peak_bytes, taken.forward_bytes + before[call + 1] + windows.offload_bytes,
-                                taken.backward_bytes + before[call] + in_backward});
+    plan.blocks_bytes = std::max({plan.blocks_bytes, taken.forward_bytes + before[call + 1] + windows.offload_bytes,
+                                  taken.backward_bytes + before[call] + in_backward});
   }
+  plan.peak_bytes = std::max(step_.loss_bytes + plan.loss_bytes, plan.blocks_bytes);
   return true;
 }
 
@@ -219,11 +220,11 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
     moved[call + 1] = moved[call] + static_cast<int64_t>(all - (before[call + 1] - before[call]));
   }
   plan.windows.assign(count, {});
-  bool is_even = true;
   const auto window_within = [&](int64_t moved_bytes, int64_t room) {
-    const int64_t wanted = std::min(window_bytes, moved_bytes);
-    is_even &= room >= wanted;
-    return static_cast<uint64_t>(std::min(wanted, room));
+    return static_cast<uint64_t>(std::min({window_bytes, moved_bytes, room}));
+  };
+  const auto without = [](int64_t room, uint64_t spare_bytes) {
+    return std::max<int64_t>(0, room - static_cast<int64_t>(std::min(spare_bytes, kMostMemory)));
   };
   // At the loss there is room for what is on its way out in the backwards behind it, too.
   int64_t at_loss = left(memory_bytes, step_.loss_bytes, before[count]);
@@ -231,7 +232,7 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
     const int64_t in_forward = left(memory_bytes, step_.calls[call].forward_bytes, before[call + 1]);
     const int64_t in_backward = left(memory_bytes, step_.calls[call].backward_bytes, before[call]);
     if (in_forward < 0 || in_backward < 0) return false;
-    plan.windows[call].offload_bytes = window_within(moved[call + 1], in_forward);
+    plan.windows[call].offload_bytes = window_within(moved[call + 1], without(in_forward, plan.forward_spare_bytes));
     const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
     at_loss =
         std::min(at_loss, in_backward + static_cast<int64_t>(std::min(out_bytes, static_cast<double>(kMostMemory))));
@@ -241,13 +242,14 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
   int64_t most = kMostMemory;  // that leaves room in the backwards that follow
   for (size_t call = 0; call < count; ++call) {
     const uint64_t going_out = still_going_out(call, plan.loss_window_bytes);
-    const int64_t room = left(memory_bytes, step_.calls[call].backward_bytes, before[call] + going_out);
+    const int64_t room = without(left(memory_bytes, step_.calls[call].backward_bytes, before[call] + going_out),
+                                 plan.backward_spare_bytes);
     if (moved[call] > room) most = std::min(most, room);
     // What the call itself asks for counts in the window until it is there, and is part of what was measured.
     plan.windows[call].reload_bytes = static_cast<uint64_t>(std::min({window_bytes, moved[call + 1], most}));
     plan.windows[call].ahead_bytes = window_within(moved[call], most);
   }
-  return is_even || !step_.has_even_windows;
+  return true;
 }
 
 std::vector<uint64_t> BlockPlans::moving_sizes(const JointPlan& plan) const {

@@ -31,6 +31,10 @@ constexpr double kNoGainS = 1e-9;
 // Copies slow down what runs beside them a little, which is in no simulation: so of plans whose times differ by no more
 // than this part the one that moves less is better.
 constexpr double kNoDifference = 1e-3;
+// So much longer a plan may take that leaves the allocator room.
+constexpr double kForRoom = 0.03;
+// What the windows of blocks leave free is tried in parts of the plan's memory.
+constexpr uint64_t kSpareParts = 32;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
 // A kind goes from one way to the next one.
@@ -128,15 +132,37 @@ class Search {
     if (best_.empty()) return std::nullopt;
     double least_s = std::numeric_limits<double>::infinity();
     for (const auto& [windows, plan] : best_) least_s = std::min(least_s, plan.step_s);
+    const double most_s = least_s * (1 + (step_.leaves_room ? kForRoom : kNoDifference));
     JointPlan* found = nullptr;
     for (auto& [windows, plan] : best_) {
-      const bool is_as_quick = plan.step_s <= least_s * (1 + kNoDifference);
-      if (is_as_quick && (found == nullptr || plan.moved_bytes < found->moved_bytes)) found = &plan;
+      if (plan.step_s > most_s) continue;
+      if (step_.leaves_room) leave_room(plan, most_s);
+      if (found == nullptr || cost_of(plan) < cost_of(*found)) found = &plan;
     }
+    if (!step_.leaves_room) leave_room(*found, most_s);
     return std::move(*found);
   }
 
  private:
+  // By what a plan is chosen among those that take nearly as long.
+  uint64_t cost_of(const JointPlan& plan) const { return step_.leaves_room ? plan.blocks_bytes : plan.moved_bytes; }
+
+  // Makes the windows of blocks smaller, as far as the step takes no more than this time.
+  void leave_room(JointPlan& plan, double most_s) const {
+    if (plan.moved_bytes == 0) return;
+    for (uint64_t JointPlan::* spare : {&JointPlan::forward_spare_bytes, &JointPlan::backward_spare_bytes}) {
+      for (uint64_t part = kSpareParts; part > 0; --part) {
+        JointPlan other = plan;
+        other.*spare = plan.peak_bytes / kSpareParts * part;
+        if (!plans_.sum_up(other, memory_bytes_)) continue;
+        plans_.time(other);
+        if (other.step_s > most_s) continue;
+        plan = std::move(other);
+        break;
+      }
+    }
+  }
+
   // All kinds go from their ways of least bytes to those of least time, by the time that a byte saves.
   void sweep() {
     std::vector<uint32_t> ways(step_.calls.size(), 0);

@@ -21,6 +21,10 @@
 // too, as far as anything is left then that could be ahead. In backward what was on its way out at the loss counts as
 // well, and less of it the later it is, since at least the backwards of the blocks behind have passed.
 //
+// PyTorch's allocator needs large pieces at the loss. It has to give memory back and map it anew, for which the device
+// waits, where what blocks hold has cut the free memory up. So in the end the windows of blocks are made as small as
+// they can be while the step takes as long: they leave a part of the room that they could have.
+//
 // Note [The search for a plan]
 // With nothing moving, the best plan is found by going through the calls and keeping for each amount that is kept the
 // best way to come there. With moving the plans that are looked at are these. The ways of a kind are the corners of its
@@ -84,7 +88,7 @@ struct StepOfBlocks {
   uint64_t least_moved_bytes = 0;  // what is smaller does not move
   uint64_t tier_bytes = 0;         // what the tier has room for
   bool may_move = false;
-  bool has_even_windows = false;  // a plan fits only if there is room for its windows at each moment
+  bool leaves_room = false;  // of plans that take nearly as long, the one that takes the least memory in its blocks
   LinkRates link;
 };
 
@@ -112,6 +116,10 @@ struct JointPlan {
   uint64_t kept_bytes = 0;  // of the blocks, on the device
   uint64_t moved_bytes = 0;
   uint64_t window_bytes = 0;  // the most that any window has
+  uint64_t blocks_bytes = 0;  // the most on the device while a block runs
+  // What the windows of blocks leave of the room that they could have.
+  uint64_t forward_spare_bytes = 0;
+  uint64_t backward_spare_bytes = 0;
 };
 
 // The plan of the least time whose peak is at most `memory_bytes`; nullopt if there is none.

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchoffload._core import core
@@ -76,6 +77,12 @@ class BlockPlan:
     final: frozenset[int] = frozenset()
     draws: frozenset[int] = frozenset()
     scalars: dict[int, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def special(self) -> bytes:
+        """For each operator 1 if forward has to do something about it, and else 0."""
+        numbers = self.kept | self.skipped | self.scalars.keys()
+        return bytes(number in numbers for number in range(len(self.operators)))
 
 
 @dataclass(frozen=True, kw_only=True)

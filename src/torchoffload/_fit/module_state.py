@@ -25,6 +25,11 @@ class ModuleState:
     ----------
     module : nn.Module
         The block.
+
+    Attributes
+    ----------
+    unnoted : list of tuple
+        What was written to since ``note_versions()``, each with the number of the operator that wrote.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,7 +41,7 @@ class ModuleState:
         # The version of each parameter and buffer, and those that it has behind the block's own writes to it, each with
         # the number of the operator that wrote.
         self._versions: dict[int, list[tuple[int, int]]] = {}
-        self._written: list[tuple[int, torch.Tensor]] = []
+        self.unnoted: list[tuple[int, torch.Tensor]] = []
         self._own: list[tuple[torch.Tensor, int]] = []
         for each in modules:
             for tensor in (*each._parameters.values(), *each._buffers.values()):
@@ -56,18 +61,18 @@ class ModuleState:
 
     def wrote(self, number: int, value: Any) -> None:
         """Note that the operator of this number wrote to the tensors in ``value``."""
-        self._written += [(number, tensor) for tensor in tensors(value)]
+        self.unnoted += [(number, tensor) for tensor in tensors(value)]
 
     def note_versions(self) -> None:
         """Note the versions of what was written to. Autograd raises them once the operator has returned."""
-        if not self._written:
+        if not self.unnoted:
             return
-        for number, tensor in self._written:
+        for number, tensor in self.unnoted:
             for storage in storages(tensor):
                 versions = self._versions.get(storage._cdata)
                 if versions is not None and not tensor.is_inference():
                     versions.append((number, tensor._version))
-        self._written.clear()
+        self.unnoted.clear()
 
     def check_unchanged(self, number: int, arguments: Any) -> None:
         """RuntimeError if a tensor in ``arguments`` is not what the operator of this number read in forward."""

@@ -25,6 +25,7 @@ __all__ = [
     "is_functional",
     "kind_of",
     "made_by",
+    "makes_alone",
     "scalars",
     "storages",
     "takes_generator",
@@ -141,12 +142,16 @@ _generators: dict[int, tuple[Any, bool]] = {}  # by the operator's address, as a
 
 def takes_generator(operator: Any, arguments: Any) -> bool:
     """Return whether a random number generator is among the arguments."""
+    return _may_take_generator(operator) and any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(arguments))
+
+
+def _may_take_generator(operator: Any) -> bool:
     known = _generators.get(id(operator))
     if known is None:
         schema = getattr(operator, "_schema", None)
         may_take = schema is None or any("Generator" in str(each.type) for each in schema.arguments)
         known = _generators[id(operator)] = (operator, may_take)
-    return known[1] and any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(arguments))
+    return known[1]
 
 
 def scalars(operator: Any, arguments: Any) -> tuple[Any, ...] | None:
@@ -223,6 +228,14 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     if names.in_training and any(given.get(name) for name in names.switches):
         found += [given[name] for name in names.in_training if given.get(name) is not None]
     return found
+
+
+def makes_alone(operator: Any) -> bool:
+    """Return whether an operator is counted in each call, and does nothing but make storages, as far as is known."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or kind_of(operator) is not Kind.COUNTED or operator is _TO_COPY:
+        return False
+    return not (communicates(operator) or _writes_of(operator, schema) or _may_take_generator(operator))
 
 
 class _Writes(NamedTuple):

@@ -1,5 +1,6 @@
 """What one call of a planned block did and keeps for its recomputation, and the mode that notes it in forward."""
 
+import enum
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -8,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchoffload._checkpoint.saved_outputs import Kept, Packed, PackHook, alias
+from torchoffload._core import core
 from torchoffload._fit.effects import Containers
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.module_state import ModuleState
@@ -24,6 +27,7 @@ from torchoffload._fit.operators import (
     is_counted,
     kind_of,
     made_by,
+    makes_alone,
     scalars,
     takes_generator,
     writes_unseen,
@@ -176,6 +180,10 @@ class Call:
         Operators that must not run again, because they wrote to a parameter or buffer or were given a generator.
     refusal : str or None
         Why the call cannot be computed again.
+    made : set of int
+        The addresses of the storages that operators of this call made.
+    unnoted : list of tuple
+        What was written to in the module and has new versions that were not noted yet.
     """
 
     def __init__(self, module: nn.Module, plan: BlockPlan, pack: PackHook | None, arguments: Any, watch: Watch) -> None:
@@ -193,14 +201,15 @@ class Call:
         self.refusal: str | None = None
         self.packed: list[Packed] = []  # in the order of forward
         self.runs = Runs()
+        self.made: set[int] = set()
+        self.unnoted = self.state.unnoted
         self._pack = pack
-        self._made: set[int] = set()  # storages that operators of this call made
         self._holders: defaultdict[int, list[tuple[int, Held]]] = defaultdict(list)  # by storage
 
     def note_uncounted(self, operator: Any, output: Any, arguments: Any) -> None:
         """Note an operator that has no number."""
         if kind_of(operator) is not Kind.VIEW:
-            self._made |= made_by(operator, output, arguments)
+            self.made |= made_by(operator, output, arguments)
         elif has_own_counter(operator) and self._holders:
             for leaf in tree_leaves(output):
                 for storage in addresses(leaf) & self._holders.keys():
@@ -216,12 +225,12 @@ class Call:
             self.watch.left_plan()
         targets = written(operator, args, kwargs)
         outside: set[int] = set()
-        self._made |= made_by(operator, output, arguments)
+        self.made |= made_by(operator, output, arguments)
         self.state.note_versions()
         if targets:
             storages = addresses(targets)
             self._drop(storages)
-            outside = storages - self._made
+            outside = storages - self.made
             if not all(map(self.state.owns, outside)):
                 self.refusal = _FOREIGN_WRITE.format(operator=operator)
             self.state.wrote(number, targets)
@@ -319,18 +328,41 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Forward(Mode):  # type: ignore[no-untyped-call]
-    """The mode of a block's forward: notes its operators, and keeps what the plan says."""
+    """The mode of a block's forward: notes its operators, and keeps what the plan says.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        keywords = kwargs or {}
-        output = func(*args, **keywords)
-        call = self._call
-        if call.runs.open:
-            return output  # forward asks for a gradient, and the block is computed again for it
-        if is_counted(func, args, call.inputs):
-            call.note(func, output, args, keywords)
-        else:
-            call.note_uncounted(func, output, (args, keywords))
-        return output
+    It is called for each operator, many of which take the device less time than Python needs for a function. So its
+    ``__torch_dispatch__`` is the core's, which calls ``_note`` for those alone that the plan says something about, and
+    for those that may write.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._notes = core.forward_notes(call, call.plan.operators, call.plan.special, _classify, _note)
+
+
+# Here and not in the class, where PyTorch would put a function around it that keeps torch.compile away.
+Forward.__torch_dispatch__ = core.forward_dispatch  # type: ignore[method-assign]
+
+
+class _Noting(enum.IntEnum):
+    """How an operator is noted; the core's ``Noting``."""
+
+    NEVER = 0
+    SIMPLE = 1
+    FULL = 2
+
+
+def _classify(operator: Any) -> tuple[Any, int]:
+    """Return what to call in the place of an operator, and how it is noted."""
+    called = operator._op if type(operator) is torch._ops.OpOverload else operator  # what it would call itself
+    if kind_of(operator) is Kind.VIEW and not has_own_counter(operator):
+        return called, _Noting.NEVER
+    return called, _Noting.SIMPLE if makes_alone(operator) else _Noting.FULL
+
+
+@_disable_dynamo
+def _note(call: Call, operator: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if is_counted(operator, args, call.inputs):
+        call.note(operator, output, args, kwargs)
+    else:
+        call.note_uncounted(operator, output, (args, kwargs))

@@ -131,8 +131,8 @@ class Step:
         What is smaller does not move; what the tier has room for.
     may_move : bool
         Whether anything may move.
-    has_even_windows : bool
-        Whether a plan has the same windows at each moment, and not larger ones where there is more room.
+    leaves_room : bool
+        Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
         The time of a copy is bytes / rate + latency.
     """
@@ -148,7 +148,7 @@ class Step:
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True
-    has_even_windows: bool = False
+    leaves_room: bool = False
     out_bytes_per_s: float = 1.0
     in_bytes_per_s: float = 1.0
     latency_s: float = 0.0
@@ -203,6 +203,8 @@ class StepPlan:
         The most that the offload window and the reload window of any call have; 0 if nothing moves.
     loss_window_bytes : int
         The offload window at the loss.
+    forward_spare_bytes, backward_spare_bytes : int
+        What the windows leave of the room that they could have while a block's forward and its backward run.
     """
 
     calls: tuple[CallPlan, ...]
@@ -214,6 +216,8 @@ class StepPlan:
     moved_bytes: int
     window_bytes: int
     loss_window_bytes: int
+    forward_spare_bytes: int
+    backward_spare_bytes: int
 
 
 def _plan(step: Step, memory_bytes: int | None, timed_as: Step | None = None) -> StepPlan | None:

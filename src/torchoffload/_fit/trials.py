@@ -145,15 +145,15 @@ class Candidates:
 def plans_to_try(step: Step, memory_bytes: int, *, has_allocator: bool = True) -> list[StepPlan]:
     """Return the best plans within a memory: as predicted, with some caution, and without moving anything.
 
-    Windows that take all the room there is may leave the device's allocator, if it has one, with pieces that it cannot
-    join. So one plan has the same windows at each moment then. Plans that take less memory come first, so that one is
-    known to run before the others are tried.
+    What is held while blocks run may leave the device's allocator, if it has one, with pieces that it cannot join. So
+    one plan takes as little memory there as it can then, and a little longer. Plans that take less memory come first,
+    so that one is known to run before the others are tried.
     """
     steps = [_cautious(step, recompute, rate) for recompute, rate in _CAUTIONS]
     if step.may_move:
         steps.append(dataclasses.replace(step, may_move=False))
         if has_allocator:
-            steps.append(dataclasses.replace(step, has_even_windows=True))
+            steps.append(dataclasses.replace(step, leaves_room=True))
     plans = [plan for each in steps if (plan := plan_step(each, memory_bytes, timed_as=step)) is not None]
     return sorted(plans, key=step.peak_bytes)
 
