@@ -5,7 +5,8 @@
 The hand-made ways: each decoder layer as it is, in a checkpoint, every second one in a checkpoint, or in a selective
 checkpoint that saves attention's outputs, or these and those of matrix products; each with and without torchoffload
 moving what is saved. The budgets lie between the least memory and that of stock, as ``Fitted.frontier`` predicts them.
-Times are medians of forward and backward together. ``best by hand`` is the fastest of the ways whose
+Times are medians of forward and backward together, of steps that follow each other as in training; ``alone_ms`` is that
+of steps that begin on an idle device, where the host has no lead. ``best by hand`` is the fastest of the ways whose
 allocated memory peaks no higher than that of fit, as measured or predicted. ``--cap`` sets the memory of the process to
 each budget, so that PyTorch's allocator gives back what it caches, as it does on a device of that size; the ways by
 hand are then measured once more under the same limit, the fastest first, until one has not run out of memory.
@@ -49,6 +50,7 @@ class Row:
 
     way: str
     step_ms: float
+    alone_ms: float
     loss_gib: float
     peak_gib: float
     reserved_gib: float
@@ -86,8 +88,7 @@ class Bench:
 
     def clear(self) -> None:
         """Set the gradients to zero."""
-        for parameter in self.model.parameters():
-            parameter.grad.zero_()
+        torch._foreach_zero_([parameter.grad for parameter in self.model.parameters()])
 
     def measure(self, way: str, context: Callable[[], Any], **more: Any) -> Row:
         """Some steps to warm up, then the median of the timed ones; the peak is that of the timed ones."""
@@ -99,22 +100,27 @@ class Bench:
         self.clear()
         self.step(context())
         torch.cuda.reset_peak_memory_stats()
-        taken = []
-        for _ in range(self.options.steps):
+        alone_ms, step_ms = self.time(context, waits=True), self.time(context, waits=False)
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        row = Row(way, step_ms, alone_ms, self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), **more)
+        print({name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()},
+              flush=True)  # fmt: skip
+        return row
+
+    def time(self, context: Callable[[], Any], *, waits: bool) -> float:
+        """The median time of some steps, which begin on an idle device or follow one that is left out."""
+        events = []
+        for number in range(self.options.steps + (not waits)):
             self.clear()
+            if waits or number == 0:
+                torch.cuda.synchronize()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             self.step(context())
             end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end))
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        row = Row(
-            way, statistics.median(taken), self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), **more
-        )
-        print({name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()},
-              flush=True)  # fmt: skip
-        return row
+            events.append((begin, end))
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events[not waits :])
 
     def is_same(self) -> bool:
         """Whether the gradients of the latest step are those of stock, bit for bit."""
