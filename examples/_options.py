@@ -39,7 +39,7 @@ def positive(text: str) -> int:
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """CUDA when it is there, except under the disk tier, which serves CPU tensors."""
+    """CUDA when it is there, except under the disk tier, which the examples use for CPU tensors."""
     return torch.device("cuda" if torch.cuda.is_available() and arguments.tier != "disk" else "cpu")
 
 

@@ -79,6 +79,20 @@ def test_the_disk_as_the_tier_takes_everything_and_host_memory_passes_it_on(devi
     assert stats.peak_pinned_bytes <= (1 << 30) + 320 * MIB
 
 
+def test_tensors_of_the_cpu_go_to_the_disk_beside_those_of_the_gpu(device_under_test: Device, tmp_path: Path):
+    def program(run: Run) -> Any:
+        x = run.leaf(SIDE, SIDE)
+        on_cpu = torch.linspace(-1, 1, SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
+        with run.offload(tier="disk", disk_dir=str(tmp_path)):
+            y = chain(x)
+            of_cpu = chain(on_cpu)
+        y.sum().backward()
+        of_cpu.sum().backward()
+        return x.grad, on_cpu.grad
+
+    assert_same_gradients(program, device=device_under_test, moved_bytes=2 * DEPTH * NBYTES)
+
+
 def test_two_directories(device_under_test: Device, tmp_path: Path):
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:

@@ -97,18 +97,6 @@ def test_no_accelerator_with_the_default_tier(tmp_path: Path):
     step_is_right(Device("disk", tmp_path))
 
 
-@pytest.mark.devices("cuda")
-def test_a_cuda_tensor_under_the_disk_tier(device_under_test: Device, tmp_path: Path):
-    x = torch.ones(32, 32, device="cuda", requires_grad=True)
-    with torchoffload.OffloadActivations(tier="disk", disk_dir=str(tmp_path), min_offload_size=0):
-        with pytest.raises(RuntimeError, match='tier="host"'):
-            x.exp()
-        host = torch.ones(32, 32, requires_grad=True)
-        y = host.exp()
-    y.sum().backward()
-    step_is_right(device_under_test)
-
-
 def test_a_loss_of_someone_elses_tensor_type_is_not_ours(device_under_test: Device):
     """backward on a tensor without a graph raises what it raises without us."""
 

@@ -18,9 +18,9 @@ __all__ = ["Profile", "latest_timing", "profile"]
 
 _NO_TIMES = (
     "torchoffload: this profile has no times: nothing was saved inside it on a device that tells time. CUDA does, the "
-    'disk tier (tier="disk") does not. What moved is in Profile.counts.'
+    'disk tier of a CPU (tier="disk") does not. What moved is in Profile.counts.'
 )
-_NO_TIMES_LINE = "  no times: nothing was saved on a device that tells time; CUDA does, the disk tier does not"
+_NO_TIMES_LINE = "  no times: nothing was saved on a device that tells time; CUDA does, the disk tier of a CPU does not"
 
 
 class _State(enum.Enum):
@@ -80,7 +80,7 @@ class Profile:
     RuntimeError
         On entering, if another profile is open in this process, if this one was entered before, or while a CUDA graph
         is being captured. On reading any attribute before the ``with`` block was left. On reading times if there are
-        none, because ``tier="disk"`` takes no times or nothing was saved; ``has_times`` tells.
+        none, because a CPU tells no times or nothing was saved; ``has_times`` tells.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def profile() -> Profile:
     """Measure when copies run, and how long the compute stream waits for them, while a ``with`` block runs.
 
     Only one profile may be open in a process. Inside it, each record that moves takes up to ten timing events; outside
-    of a profile there is no cost. ``tier="disk"`` takes no times, so there only the counts are available.
+    of a profile there is no cost. A CPU, with ``tier="disk"``, tells no times, so there only the counts are available.
 
     Returns
     -------
