@@ -97,8 +97,12 @@ PyObject* dispatch(PyObject* /*module*/, PyObject* const* given, Py_ssize_t coun
     return nullptr;
   }
   PyObject* const function = given[1];
-  THPObjectPtr args(count > 3 ? new_reference(given[3]) : PyTuple_New(0));
+  THPObjectPtr args(count > 3 ? PySequence_Tuple(given[3]) : PyTuple_New(0));  // a tuple is returned as it is
   PyObject* const kwargs = count > 4 && given[4] != Py_None ? given[4] : nullptr;
+  if (kwargs != nullptr && !PyDict_Check(kwargs)) {
+    PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes its keyword arguments in a dict");
+    return nullptr;
+  }
   THPObjectPtr capsule(PyObject_GetAttr(given[0], interned(name, "_notes")));
   if (!args || !capsule) return nullptr;
   auto* notes = static_cast<Notes*>(PyCapsule_GetPointer(capsule.get(), kCapsule));

@@ -138,6 +138,9 @@ def test_other_arguments_are_errors():
     mode = Forward(call)
     with pytest.raises(TypeError, match="takes a function"):
         mode.__torch_dispatch__(ATEN.exp.default)
+    with pytest.raises(TypeError, match="in a dict"):
+        mode.__torch_dispatch__(ATEN.exp.default, (), (torch.ones(1),), 3)
+    assert mode.__torch_dispatch__(ATEN.exp.default, (), [torch.zeros(1)]) == 1
     with pytest.raises(AttributeError):
         core.forward_notes(object(), (), b"", str, str)
     mode._notes = None
