@@ -304,6 +304,40 @@ Compress parse_compress(const py::handle& given) {
   return given.cast<bool>() ? Compress::On : Compress::Off;
 }
 
+// What `fit` calls, to plan blocks and to run them by a plan.
+void add_planned_blocks(py::module_& m) {
+  m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
+  m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::arg("timed_as") = py::none(),
+        py::pos_only());
+  m.def(
+      "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
+      py::arg("value"), py::pos_only());
+  m.def(
+      "forward_notes",
+      [](const py::object& call, const py::tuple& operators, const py::bytes& special, const py::object& classify,
+         const py::object& note) {
+        return taken(forward_notes(call.ptr(), operators.ptr(), special.ptr(), classify.ptr(), note.ptr()));
+      },
+      py::arg("call"), py::arg("operators"), py::arg("special"), py::arg("classify"), py::arg("note"), py::pos_only());
+  m.attr("forward_dispatch") = taken(forward_dispatch());
+  m.def(
+      "object_contents",
+      [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {
+        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr(), most));
+      },
+      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::arg("most"), py::pos_only());
+  m.def(
+      "changed_contents",
+      [](const py::list& before, const py::object& describe) {
+        return taken(changed_contents(before.ptr(), describe.ptr()));
+      },
+      py::arg("before"), py::arg("describe"), py::pos_only());
+  m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
+        py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
+  m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
+}
+
 }  // namespace
 
 ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
@@ -350,36 +384,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
     reset_spill_counts();
   });
   m.def("trim", trim);
-  m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
-  m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::arg("timed_as") = py::none(),
-        py::pos_only());
-  m.def(
-      "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
-      py::arg("value"), py::pos_only());
-  m.def(
-      "forward_notes",
-      [](const py::object& call, const py::tuple& operators, const py::bytes& special, const py::object& classify,
-         const py::object& note) {
-        return taken(forward_notes(call.ptr(), operators.ptr(), special.ptr(), classify.ptr(), note.ptr()));
-      },
-      py::arg("call"), py::arg("operators"), py::arg("special"), py::arg("classify"), py::arg("note"), py::pos_only());
-  m.attr("forward_dispatch") = taken(forward_dispatch());
-  m.def(
-      "object_contents",
-      [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {
-        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr(), most));
-      },
-      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::arg("most"), py::pos_only());
-  m.def(
-      "changed_contents",
-      [](const py::list& before, const py::object& describe) {
-        return taken(changed_contents(before.ptr(), describe.ptr()));
-      },
-      py::arg("before"), py::arg("describe"), py::pos_only());
-  m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
-        py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
-  m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
+  add_planned_blocks(m);
   m.def("start_profile", start_profile);
   m.def("stop_profile", end_profile);
   m.def("live_saves", live_saves);
