@@ -61,6 +61,41 @@ const OperatorTraits* traits_of(PyObject* function, Notes& notes) {
   return &place->second;
 }
 
+// While it is alive, torch.compile looks at no frame, as in PyTorch's own modes: what operators and notes run in Python
+// is not compiled, also where the mode is called beneath a frame that torch.compile has left to the interpreter.
+class WithoutCompiling {
+ public:
+  WithoutCompiling() : before_(set_callback(Py_None)) {}
+  WithoutCompiling(const WithoutCompiling&) = delete;
+  WithoutCompiling& operator=(const WithoutCompiling&) = delete;
+  ~WithoutCompiling() {
+    if (!before_) return;
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    THPObjectPtr replaced(set_callback(before_.get()));
+    if (!replaced) PyErr_WriteUnraisable(nullptr);
+    PyErr_Restore(type, value, traceback);
+  }
+
+  // False: an exception is set.
+  explicit operator bool() { return before_.get() != nullptr; }
+
+ private:
+  // Returns the callback that there was before.
+  static PyObject* set_callback(PyObject* callback) {
+    static PyObject* function = nullptr;
+    if (function == nullptr) {
+      THPObjectPtr module(PyImport_ImportModule("torch._C._dynamo.eval_frame"));
+      if (!module) return nullptr;
+      function = PyObject_GetAttrString(module.get(), "set_eval_frame");
+      if (function == nullptr) return nullptr;
+    }
+    return PyObject_CallFunctionObjArgs(function, callback, nullptr);
+  }
+
+  THPObjectPtr before_;
+};
+
 // Whether forward is inside of a recomputation of its own block: it asked for a gradient. -1: an exception is set.
 int is_computed_again(Notes& notes) {
   static PyObject* name = nullptr;
@@ -107,6 +142,8 @@ PyObject* dispatch(PyObject* /*module*/, PyObject* const* given, Py_ssize_t coun
   if (!args || !capsule) return nullptr;
   auto* notes = static_cast<Notes*>(PyCapsule_GetPointer(capsule.get(), kCapsule));
   if (notes == nullptr) return nullptr;
+  WithoutCompiling compiles_nothing;
+  if (!compiles_nothing) return nullptr;
   const OperatorTraits* traits = traits_of(function, *notes);
   if (traits == nullptr) return nullptr;
   THPObjectPtr output(PyObject_Call(traits->target, args.get(), kwargs));

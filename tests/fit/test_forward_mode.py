@@ -1,6 +1,8 @@
 """The mode of a planned block's forward notes each operator as a mode that is written in Python does."""
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from torchoffload._core import core
 from torchoffload._fit import replay
+from torchoffload._fit.blocks import plan_block
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.operators import is_counted
 from torchoffload._fit.replay import Call, Forward, Mode, Watch
@@ -146,3 +149,70 @@ def test_other_arguments_are_errors():
     mode._notes = None
     with pytest.raises(ValueError, match="PyCapsule"):
         mode.__torch_dispatch__(ATEN.exp.default, (), (torch.ones(1),))
+
+
+@pytest.fixture
+def noise() -> Iterator[Any]:
+    """An operator whose kernel is written in Python, and draws random numbers."""
+    library = torch.library.Library("torchoffload_forward_mode", "DEF")
+    library.define("noise(Tensor x) -> Tensor")
+    library.impl("noise", lambda x: x * torch.rand_like(x), "CPU")
+    torch.library.register_autograd("torchoffload_forward_mode::noise", lambda _, grad: grad, lib=library)
+    yield torch.ops.torchoffload_forward_mode.noise
+    library._destroy()
+
+
+class Compiled(nn.Module):
+    """A block of which a part is compiled, whose frame torch.compile leaves to the interpreter and goes on beneath."""
+
+    def __init__(self, noise: Any, graphs: list[torch.fx.GraphModule]) -> None:
+        super().__init__()
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            graphs.append(graph)
+            return graph.forward
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(1):
+                torch._dynamo.graph_break()
+                x = noise(x)
+            return x.sin()
+
+        self.inner = torch.compile(inner, backend=backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_nothing_that_an_operator_or_its_note_calls_is_compiled(noise: Any):
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+    block, x = Compiled(noise, graphs), torch.randn(64, requires_grad=True)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    graphs.clear()
+    torch._dynamo.reset()
+    plan_block(block, BlockPlan(operators=()))
+    torch.manual_seed(1)
+    assert torch.equal(torch.autograd.grad(block(x).sum(), x)[0], expected)
+    assert not any("rand" in graph.code for graph in graphs)
+    assert not any("torchoffload" in str(graph.code) for graph in graphs)
+
+
+def test_an_exception_that_a_block_keeps_does_not_keep_the_block():
+    class Keeping(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                torch._higher_order_ops.out_dtype(ATEN.mm.default, torch.int32, x.detach(), torch.ones(3, 3))
+            except Exception as error:
+                self.error = error
+            return x.exp()
+
+    block, x = Keeping(), torch.ones(2, 2, requires_grad=True)
+    plan_block(block, BlockPlan(operators=()))
+    block(x).sum().backward()
+    assert block.error is not None
+    alive = weakref.ref(block)
+    del block
+    gc.collect()
+    assert alive() is None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -337,10 +336,16 @@ class Forward(Mode):  # type: ignore[no-untyped-call]
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self._notes = core.forward_notes(call, call.plan.operators, call.plan.special, _classify, _note)
+        self._notes: object = core.forward_notes(call, call.plan.operators, call.plan.special, _classify, _note)
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        # What the notes hold is unknown to the garbage collector, and an exception of the block's may hold this mode.
+        self._notes = None
 
 
-# Here and not in the class, where PyTorch would put a function around it that keeps torch.compile away.
+# Here and not in the class, where PyTorch would put a function in Python around it that keeps torch.compile away. The
+# core does that itself.
 Forward.__torch_dispatch__ = core.forward_dispatch  # type: ignore[method-assign]
 
 
@@ -360,7 +365,6 @@ def _classify(operator: Any) -> tuple[Any, int]:
     return called, _Noting.SIMPLE if makes_alone(operator) else _Noting.FULL
 
 
-@_disable_dynamo
 def _note(call: Call, operator: Any, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if is_counted(operator, args, call.inputs):
         call.note(operator, output, args, kwargs)
