@@ -201,21 +201,18 @@ py::list frontier(const py::iterable& groups, const std::vector<uint32_t>& draws
 }
 
 BlockWay parse_way(const py::handle& given) {
-  BlockWay way;
-  way.recompute_s = given.attr("recompute_s").cast<double>();
-  way.kept = given.attr("kept").cast<std::vector<uint32_t>>();
-  way.input_bytes = given.attr("input_bytes").cast<uint64_t>();
-  way.is_plain = given.attr("is_plain").cast<bool>();
-  return way;
+  return {given.attr("recompute_s").cast<double>(), given.attr("kept").cast<std::vector<uint32_t>>(),
+          given.attr("input_bytes").cast<uint64_t>(), given.attr("is_plain").cast<bool>()};
 }
 
 BlockKind parse_kind(const py::handle& given) {
   BlockKind kind;
   kind.forward_s = given.attr("forward_s").cast<double>();
   kind.backward_s = given.attr("backward_s").cast<double>();
+  kind.input_link_share = given.attr("input_link_share").cast<double>();
   for (const py::handle& output : given.attr("outputs")) {
     kind.outputs.push_back({output.attr("sizes").cast<std::vector<uint64_t>>(), output.attr("ready_s").cast<double>(),
-                            output.attr("may_move").cast<bool>()});
+                            output.attr("may_move").cast<bool>(), output.attr("link_share").cast<double>()});
   }
   for (const py::handle& way : given.attr("ways")) kind.ways.push_back(parse_way(way));
   return kind;
@@ -236,9 +233,8 @@ StepOfBlocks parse_step(const py::handle& given) {
   step.tier_bytes = given.attr("tier_bytes").cast<uint64_t>();
   step.may_move = given.attr("may_move").cast<bool>();
   step.leaves_room = given.attr("leaves_room").cast<bool>();
-  step.link.out_bytes_per_s = given.attr("out_bytes_per_s").cast<double>();
-  step.link.in_bytes_per_s = given.attr("in_bytes_per_s").cast<double>();
-  step.link.latency_s = given.attr("latency_s").cast<double>();
+  step.link = {given.attr("out_bytes_per_s").cast<double>(), given.attr("in_bytes_per_s").cast<double>(),
+               given.attr("latency_s").cast<double>()};
   return step;
 }
 

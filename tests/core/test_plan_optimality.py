@@ -24,7 +24,7 @@ from plan_oracle import (
     seconds,
     windows_of,
 )
-from random_steps import AGAIN, MIB, llama_record, llama_step, random_groups, random_step
+from random_steps import AGAIN, MIB, coded, llama_record, llama_step, random_groups, random_step
 from torchoffload._core import core
 from torchoffload._fit.graph import OperatorGroup, frontier, group_operators
 from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
@@ -194,7 +194,7 @@ def best_of_all(step: Step, memory_bytes: int) -> float:
     best_s = float("inf")
     for plans in itertools.product(*(list(choices_of(step.kinds[call.kind])) for call in step.calls)):
         calls = zip(step.calls, plans, strict=True)
-        moved = [nbytes for call, plan in calls for nbytes, _ in moved_of(step, step.kinds[call.kind], plan)]
+        moved = [each.nbytes for call, plan in calls for each in moved_of(step, step.kinds[call.kind], plan)]
         # What is on its way are records that follow each other, so a window between two sums of such is as the lower.
         sums = {sum(moved[begin:end]) for begin, end in itertools.combinations(range(len(moved) + 1), 2)}
         for window in (0, *sorted(sums)):
@@ -205,8 +205,10 @@ def best_of_all(step: Step, memory_bytes: int) -> float:
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_a_small_step_is_near_the_best_of_all_plans(number: int):
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_small_step_is_near_the_best_of_all_plans(number: int, codes: bool):
     step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
+    step = coded(step) if codes else step
     for memory in budgets(step, (0.1, 0.5)):
         assert distance(step, memory, best_of_all(step, memory)) <= NEAR
 
@@ -216,6 +218,7 @@ def test_the_bound_is_below_all_plans_of_a_small_step():
     distances = []
     for number in range(40):
         step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
+        step = coded(step) if number % 2 else step
         for memory in budgets(step, (0.1, 0.5)):
             bound_s = bound_with_moving(step, memory)
             assert bound_s is not None
@@ -259,8 +262,9 @@ RATES = (12e9, 25e9, 55e9)  # bytes a second
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_the_step_of_a_llama_that_moves_is_near_the_bound(rate: float):
-    step = llama_step(rate=rate)
+@pytest.mark.parametrize("codes", [False, True])
+def test_the_step_of_a_llama_that_moves_is_near_the_bound(rate: float, codes: bool):
+    step = coded(llama_step(rate=rate)) if codes else llama_step(rate=rate)
     for memory in budgets(step, (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)):
         assert distance(step, memory, bound_with_moving(step, memory)) <= NEAR
 

@@ -27,9 +27,11 @@ WindowOptions window_options(const Options& options) {
 }
 
 StepTimes step_times(const std::vector<std::pair<double, double>>& records, double compute_s, double out_rate,
-                     double in_rate, double latency_s) {
+                     double in_rate, double latency_s, const std::vector<double>& link_shares) {
   StepTimes times;
   for (const auto& [ready_s, needed_s] : records) times.records.push_back({ready_s, needed_s});
+  for (size_t record = 0; record < link_shares.size(); ++record)
+    times.records.at(record).link_share = link_shares[record];
   times.compute_s = compute_s;
   times.link = {out_rate, in_rate, latency_s};
   return times;
@@ -97,7 +99,7 @@ void bind_plan_testing(py::module_& module) {
 
   py::class_<StepTimes>(module, "StepTimes")
       .def(py::init(&step_times), py::arg("records"), py::arg("compute_s"), py::arg("out_rate"), py::arg("in_rate"),
-           py::arg("latency_s") = 0.0);
+           py::arg("latency_s") = 0.0, py::arg("link_shares") = std::vector<double>{});
   // The plan, and what a step under it takes where there are times; else one of which only the order is known.
   // `joins`: records that were saved by the operator of the record before.
   module.def(

@@ -6,7 +6,7 @@ any step. It comes the nearer to what plans do, the more blocks there are and th
 
 import dataclasses
 
-from plan_oracle import MIB, MS, MemoryRows, Program, Terms, of_call, records, times, total
+from plan_oracle import MIB, MS, MemoryRows, Program, Record, Terms, of_call, records, times, total
 from torchoffload._fit.step import Kind, Step
 
 
@@ -16,12 +16,17 @@ class _Call:
 
     stays: list[int]
     moves: list[int]
-    records: list[tuple[float, float, int]]  # when it is there, its MiB, and the variable of the part that moves
+    records: list[tuple[Record, int]]  # with the variable of the part that moves
 
     @property
     def moved(self) -> dict[int, float]:
         """The MiB that move."""
-        return total(*({part: mib} for _, mib, part in self.records))
+        return total(*({part: each.nbytes / MIB} for each, part in self.records))
+
+    @property
+    def on_link(self) -> dict[int, float]:
+        """The MiB that the link carries."""
+        return total(*({part: each.nbytes / MIB * each.link_share} for each, part in self.records))
 
 
 class _Bound:
@@ -33,6 +38,9 @@ class _Bound:
         self.loss_window = self.program.variable()
         self.memory = MemoryRows(self.program, step, memory_bytes, self.windows, self.loss_window)
         self.out_ms, self.in_ms = (MIB / rate / MS for rate in (step.out_bytes_per_s, step.in_bytes_per_s))  # of a MiB
+        shares = [output.link_share for kind in step.kinds for output in kind.outputs]
+        shares += [kind.input_link_share for kind in step.kinds]
+        self.window_out_ms, self.window_in_ms = self.out_ms * max(shares), self.in_ms * max(shares)  # at most
         self.calls = [self._place(number) for number in range(len(step.calls))]
         self.memory.at_loss()
         self.program.at_most(total(*(call.moved for call in self.calls)), step.tier_bytes / MIB)
@@ -43,16 +51,15 @@ class _Bound:
         program.one_of([*stays, *moves])
         placed = _Call(stays, moves, [])
         for way, moving in zip(kind.ways, moves, strict=True):
-            for nbytes, ready_s in records(step, kind, way, ()):
-                placed.records.append((ready_s / MS, nbytes / MIB, moving))
+            placed.records += [(each, moving) for each in records(step, kind, way, ())]
             for output in way.kept:
                 part = moving
                 if not way.is_plain:
                     part = program.variable(most=1.0)
                     program.at_most({part: 1, moving: -1}, 0)
-                for nbytes, ready_s in records(step, kind, dataclasses.replace(way, input_bytes=0), (output,)):
-                    placed.records.append((ready_s / MS, nbytes / MIB, part))
-        assert all(ready_ms <= kind.forward_s / MS + 1e-9 for ready_ms, _, _ in placed.records)
+                alone = dataclasses.replace(way, input_bytes=0)
+                placed.records += [(each, part) for each in records(step, kind, alone, (output,))]
+        assert all(each.ready_s <= kind.forward_s + 1e-12 for each, _ in placed.records)
         self.memory.before(number)
         mib = [kind.kept_bytes(way) / MIB for way in kind.ways]
         kept = total(dict(zip(stays, mib, strict=True)), dict(zip(moves, mib, strict=True)))
@@ -72,19 +79,21 @@ class _Bound:
             forward_ms = of_call(self.step, number).forward_s / MS
             end = program.variable()
             program.at_least({end: 1, clock: -1}, forward_ms)
-            for moment in sorted({ready for ready, _, _ in call.records}):
-                made = total(*({part: mib} for ready, mib, part in call.records if ready == moment))
+            for ready_s in sorted({each.ready_s for each, _ in call.records}):
+                moment = ready_s / MS
+                now = [(each, part) for each, part in call.records if each.ready_s == ready_s]
+                made = total(*({part: each.nbytes / MIB * each.link_share} for each, part in now))
                 copied = program.variable()
                 self._no_earlier(copied, {link: 1}, times(self.out_ms, made))
                 for part in made:
                     self._no_earlier(copied, {clock: 1, part: moment}, times(self.out_ms, made))
                     window = self.windows[number][0]
-                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, window: -self.out_ms})
+                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, window: -self.window_out_ms})
                 link = copied
             clock = end
         at_loss = program.variable()
         self._no_earlier(at_loss, {clock: 1})
-        self._no_earlier(at_loss, {link: 1, self.loss_window: -self.out_ms})
+        self._no_earlier(at_loss, {link: 1, self.loss_window: -self.window_out_ms})
         return at_loss
 
     def _backward(self, clock: int) -> int:
@@ -102,7 +111,7 @@ class _Bound:
             source = program.variable()
             sources.append(source)
             program.at_most(total({source: 1}, times(-1, call.moved)), 0)
-            reloaded = times(self.in_ms, total(call.moved, {source: -1}))
+            reloaded = total(times(self.in_ms, call.on_link), {source: -self.window_in_ms})
             from_ask, from_loss = program.variable(), program.variable()
             self._no_earlier(from_ask, {ask: 1}, reloaded)
             self._no_earlier(from_ask, {since_ask: 1}, reloaded)
@@ -110,7 +119,7 @@ class _Bound:
             end = program.variable()
             whole, last = self._rests(call, kind)
             self._no_earlier(end, {ask: 1}, whole)
-            ahead = {reload: -self.in_ms for _, reload in self.windows[number : number + 2]}
+            ahead = {reload: -self.window_in_ms for _, reload in self.windows[number : number + 2]}
             self._no_earlier(end, {from_ask: 1}, ahead, last)
             self._no_earlier(end, {from_loss: 1}, last)
             ask, since_ask, since_loss = end, from_ask, from_loss
@@ -122,7 +131,7 @@ class _Bound:
         whole, last = {}, {}
         for way, stays, moves in zip(kind.ways, call.stays, call.moves, strict=True):
             whole[stays] = whole[moves] = last[stays] = last[moves] = (way.recompute_s + kind.backward_s) / MS
-            moments = [ready_s for _, ready_s in records(self.step, kind, way, way.kept)]
+            moments = [each.ready_s for each in records(self.step, kind, way, way.kept)]
             if way.is_plain and moments:
                 last[moves] = min(moments) / kind.forward_s * kind.backward_s / MS if kind.forward_s > 0 else 0.0
         return whole, last
@@ -138,7 +147,7 @@ def bound_with_moving(step: Step, memory_bytes: int) -> float | None:
     """A time in seconds that no plan of the step beats, whatever moves; None if nothing fits.
 
     The rules are those of a plan, with parts of ways and of outputs in place of choices, and with windows of any size
-    at each call. Copies take their bytes and no latency. They wait for each other, for the computation and for windows,
-    as far as linear conditions can say so.
+    at each call. Copies take what the link carries of them, and no latency. They wait for each other, for the
+    computation and for windows, as far as linear conditions can say so.
     """
     return _Bound(step, memory_bytes).least()

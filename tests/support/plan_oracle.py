@@ -141,25 +141,35 @@ def of_call(step: Step, number: int) -> Kind:
     return step.kinds[step.calls[number].kind]
 
 
-def records(step: Step, kind: Kind, way: Way, outputs: Sequence[int]) -> list[tuple[int, float]]:
-    """What moves of a block: its arguments and these outputs, as bytes and the time at which they are there."""
-    arguments = [(way.input_bytes, 0.0)] if way.input_bytes >= max(1, step.least_moved_bytes) else []
+class Record(NamedTuple):
+    """What moves as one: its bytes, when it is there, and the part of its bytes that the link carries."""
+
+    nbytes: int
+    ready_s: float
+    link_share: float
+
+
+def records(step: Step, kind: Kind, way: Way, outputs: Sequence[int]) -> list[Record]:
+    """What moves of a block: its arguments and these outputs."""
+    has_input = way.input_bytes >= max(1, step.least_moved_bytes)
+    arguments = [Record(way.input_bytes, 0.0, kind.input_link_share)] if has_input else []
+    made = [kind.outputs[number] for number in outputs]
     return arguments + [
-        (nbytes, kind.outputs[number].ready_s)
-        for number in outputs
-        if kind.outputs[number].may_move and kind.outputs[number].nbytes >= step.least_moved_bytes
-        for nbytes in kind.outputs[number].sizes
+        Record(nbytes, output.ready_s, output.link_share)
+        for output in made
+        if output.may_move and output.nbytes >= step.least_moved_bytes
+        for nbytes in output.sizes
     ]
 
 
-def moved_of(step: Step, kind: Kind, plan: CallPlan) -> list[tuple[int, float]]:
+def moved_of(step: Step, kind: Kind, plan: CallPlan) -> list[Record]:
     """What moves of a call under its plan."""
     return records(step, kind, kind.ways[plan.way], plan.moved) if plan.moves else []
 
 
 def kept_of(step: Step, kind: Kind, plan: CallPlan) -> int:
     """The bytes that stay on the device."""
-    return kind.kept_bytes(kind.ways[plan.way]) - sum(nbytes for nbytes, _ in moved_of(step, kind, plan))
+    return kind.kept_bytes(kind.ways[plan.way]) - sum(each.nbytes for each in moved_of(step, kind, plan))
 
 
 def going_out_until(step: Step, number: int) -> int:
@@ -190,7 +200,7 @@ def windows_of(
     for number, plan in enumerate(plans):
         kind = of_call(step, number)
         kept.append(kept[-1] + kept_of(step, kind, plan))
-        moved.append(moved[-1] + sum(nbytes for nbytes, _ in moved_of(step, kind, plan)))
+        moved.append(moved[-1] + sum(each.nbytes for each in moved_of(step, kind, plan)))
     most = min(most, moved[-1])
     out = [going_out_until(step, number) for number in range(len(plans))]
     in_forward = [memory_bytes - call.forward_bytes - kept[number + 1] for number, call in enumerate(step.calls)]
@@ -224,18 +234,20 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
         clock_s += ways[number].recompute_s + kinds[number].backward_s
     nbytes: list[int] = []
     moments: list[tuple[float, float]] = []
+    shares: list[float] = []
     kept: list[bool] = []
     in_force: list[tuple[int, int]] = []  # by record: the windows
 
     def wait(at_s: float, window: int) -> None:  # until no more is on its way out
         nbytes.append(0)
         moments.append((at_s, -1.0))
+        shares.append(1.0)
         kept.append(True)
         in_force.append((window, 0))
 
     for number, kind in enumerate(kinds):
         wait(starts[number], windows.offload[number])
-        for size, ready_s in moved_of(step, kind, plans[number]):
+        for size, ready_s, share in moved_of(step, kind, plans[number]):
             # Backward goes through a plain block the other way round, and asks for all of another one as it begins.
             at_s = starts[number] + ready_s
             part = (at_s - starts[number]) / kind.forward_s if ways[number].is_plain and kind.forward_s > 0 else 1.0
@@ -243,6 +255,7 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
             # Of what is asked for at the same moment the last one comes first.
             needed_s = begins[number] + (1 - min(max(part, 0), 1)) * kind.backward_s - 1e-9 * len(moments)
             moments.append((at_s, needed_s))
+            shares.append(share)
             kept.append(False)
             in_force.append((windows.offload[number], windows.reload[number]))
     wait(starts[-1], windows.at_loss)
@@ -250,7 +263,7 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
     if all(kept):
         return compute_s
     link = (step.out_bytes_per_s, step.in_bytes_per_s, step.latency_s)
-    step_times = testing.StepTimes(moments, compute_s, *link)
+    step_times = testing.StepTimes(moments, compute_s, *link, shares)
     offload, reload = (list(each) for each in zip(*in_force, strict=True))
     found = testing.simulate(nbytes, list(range(len(nbytes))), step_times, kept, offload, reload)
     return float(found["step_s"])

@@ -37,11 +37,17 @@ void check_bytes(uint64_t nbytes, uint64_t most_bytes) {
   if (nbytes > most_bytes) throw std::invalid_argument("the bytes of a step are too many to be added up");
 }
 
+void check_share(double link_share) {
+  if (!(link_share > 0 && link_share <= 1)) throw std::invalid_argument("shares of the link must be in (0, 1]");
+}
+
 void check_kind(const BlockKind& kind, uint64_t most_bytes) {
   if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
   check_times({kind.forward_s, kind.backward_s});
+  check_share(kind.input_link_share);
   for (const BlockOutput& output : kind.outputs) {
     check_times({output.ready_s});
+    check_share(output.link_share);
     for (const uint64_t nbytes : output.sizes) check_bytes(nbytes, most_bytes / output.sizes.size());
   }
   for (const BlockWay& way : kind.ways) {
@@ -289,19 +295,20 @@ struct BlockPlans::Copies {
   std::vector<size_t> calls;     // by record
   std::vector<double> starts_s;  // by call
 
-  void add(size_t call, const JointPlan& plan, uint64_t nbytes, double ready_s, uint64_t window_bytes, Reason why) {
+  void add(size_t call, const JointPlan& plan, uint64_t nbytes, StepTimes::Record record, Reason why) {
     shape.last_save.push_back(shape.nbytes.size());
     shape.nbytes.push_back(nbytes);
-    times.records.push_back({ready_s, -1});
+    times.records.push_back(record);
     calls.push_back(call);
     windows.kept.push_back(why);
-    windows.offload_bytes.push_back(window_bytes);
+    windows.offload_bytes.push_back(plan.windows[call].offload_bytes);
     windows.reload_bytes_from.push_back(plan.windows[call].reload_bytes);
   }
   // A window that becomes smaller is waited for. To the simulation that is a record of 0 bytes that stays.
   void change_window(size_t call, const JointPlan& plan, double at_s, uint64_t window_bytes) {
-    if (!windows.offload_bytes.empty() && windows.offload_bytes.back() > window_bytes)
-      add(call, plan, 0, at_s, window_bytes, Reason::NeededSoon);
+    if (windows.offload_bytes.empty() || windows.offload_bytes.back() <= window_bytes) return;
+    add(call, plan, 0, {at_s}, Reason::NeededSoon);
+    windows.offload_bytes.back() = window_bytes;
   }
 };
 
@@ -312,14 +319,14 @@ BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
     const BlockKind& kind = kind_of(call);
     const CallPlan& placed = plan.calls[call];
     const BlockWay& way = kind.ways[placed.way];
-    const uint64_t window_bytes = plan.windows[call].offload_bytes;
-    copies.change_window(call, plan, clock_s, window_bytes);
+    copies.change_window(call, plan, clock_s, plan.windows[call].offload_bytes);
     copies.starts_s.push_back(clock_s);
-    if (placed.moves && moves_input(way)) copies.add(call, plan, way.input_bytes, clock_s, window_bytes, Reason::None);
+    if (placed.moves && moves_input(way))
+      copies.add(call, plan, way.input_bytes, {clock_s, -1, kind.input_link_share}, Reason::None);
     for (const uint32_t number : placed.moved) {
       const BlockOutput& output = kind.outputs[number];
       for (const uint64_t nbytes : output.sizes)
-        copies.add(call, plan, nbytes, clock_s + output.ready_s, window_bytes, Reason::None);
+        copies.add(call, plan, nbytes, {clock_s + output.ready_s, -1, output.link_share}, Reason::None);
     }
     clock_s += kind.forward_s;
   }

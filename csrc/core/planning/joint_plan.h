@@ -2,8 +2,8 @@
 // Ownership:     values only.
 // Thread safety: pure functions.
 // Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist, for times that
-//                are negative or not finite, for rates that are not above 0 where something may move, and for bytes
-//                that are too many to be added up.
+//                are negative or not finite, for rates that are not above 0 where something may move, for shares of
+//                the link that are not in (0, 1], and for bytes that are too many to be added up.
 // Not handled:   link and compute of other processes on the same host; blocks of one kind that take different times.
 //
 // Note [Memory of a step of blocks]
@@ -19,7 +19,8 @@
 // has room for. The reload window of a call is in force from the moment on at which backward asks for what the call has
 // saved. What was reloaded ahead stays until it is used, and so this window leaves room in the backwards that follow,
 // too, as far as anything is left then that could be ahead. In backward what was on its way out at the loss counts as
-// well, and less of it the later it is, since at least the backwards of the blocks behind have passed.
+// well, and less of it the later it is, since at least the backwards of the blocks behind have passed. For this the
+// link is taken to carry all bytes, coded or not: a plan has to fit in its first steps, too, which may not be coded.
 //
 // PyTorch's allocator needs large pieces at the loss. It has to give memory back and map it anew, for which the device
 // waits, where what blocks hold has cut the free memory up. So in the end the windows of blocks are made as small as
@@ -51,6 +52,7 @@ struct BlockOutput {
   std::vector<uint64_t> sizes;  // of its storages, in bytes: each is a record of its own
   double ready_s = 0;           // seconds from the start of the block's forward
   bool may_move = true;
+  double link_share = 1;  // the part of its bytes that the link carries; see StepTimes
 
   uint64_t nbytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
 };
@@ -66,7 +68,8 @@ struct BlockWay {
 // Blocks that do the same.
 struct BlockKind {
   double forward_s = 0;
-  double backward_s = 0;  // without what is computed again
+  double backward_s = 0;        // without what is computed again
+  double input_link_share = 1;  // of its arguments, as link_share of an output
   std::vector<BlockOutput> outputs;
   std::vector<BlockWay> ways;  // the corners of a hull, from the least bytes to the least time
 };

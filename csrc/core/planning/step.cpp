@@ -87,9 +87,8 @@ class Walk {
     advance(times_.compute_s);
     const LinkRates& link = times_.link;
     step_.step_s = clock_s_;
-    step_.moved_bytes = moved_out_bytes_;
-    step_.bound_s = std::max(forward_s, static_cast<double>(moved_out_bytes_) / link.out_bytes_per_s) +
-                    std::max(times_.compute_s - forward_s, static_cast<double>(moved_in_bytes_) / link.in_bytes_per_s);
+    step_.bound_s = std::max(forward_s, out_link_bytes_ / link.out_bytes_per_s) +
+                    std::max(times_.compute_s - forward_s, in_link_bytes_ / link.in_bytes_per_s);
     return step_;
   }
 
@@ -113,6 +112,11 @@ class Walk {
   };
   auto is_in_flight() const {
     return [this](RecordId id) { return live_[id.index].state == State::Offloading; };
+  }
+
+  // What the link carries of a record.
+  double link_bytes(size_t record) const {
+    return static_cast<double>(shape_.nbytes[record]) * times_.records[record].link_share;
   }
 
   void note(StepEvent::What what, size_t record) {
@@ -150,10 +154,11 @@ class Walk {
       return;
     }
     const LinkRates& link = times_.link;
-    out_free_s_ = std::max(clock_s_, out_free_s_) + static_cast<double>(nbytes) / link.out_bytes_per_s + link.latency_s;
+    out_free_s_ = std::max(clock_s_, out_free_s_) + link_bytes(record) / link.out_bytes_per_s + link.latency_s;
     live_[record] = {State::Offloading, out_free_s_};
     windows_.offload_began(id_of(record), nbytes, is_in_flight());
-    moved_out_bytes_ += nbytes;
+    step_.moved_bytes += nbytes;
+    out_link_bytes_ += link_bytes(record);
   }
 
   void drain(WindowBytes limits) {
@@ -226,11 +231,11 @@ class Walk {
 
   void start_reload(size_t record) {
     const LinkRates& link = times_.link;
-    in_free_s_ = std::max({clock_s_, in_free_s_, live_[record].copied_s}) +
-                 static_cast<double>(shape_.nbytes[record]) / link.in_bytes_per_s + link.latency_s;
+    in_free_s_ = std::max({clock_s_, in_free_s_, live_[record].copied_s}) + link_bytes(record) / link.in_bytes_per_s +
+                 link.latency_s;
     live_[record] = {State::Reloading, in_free_s_};
     windows_.reload_began(id_of(record), shape_.nbytes[record]);
-    moved_in_bytes_ += shape_.nbytes[record];
+    in_link_bytes_ += link_bytes(record);
   }
 
   const StepShape& shape_;
@@ -243,8 +248,8 @@ class Walk {
   Windows windows_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;
-  uint64_t released_bytes_ = 0;  // what was kept and is released before the next use
-  uint64_t moved_out_bytes_ = 0, moved_in_bytes_ = 0;
+  uint64_t released_bytes_ = 0;                    // what was kept and is released before the next use
+  double out_link_bytes_ = 0, in_link_bytes_ = 0;  // what the link has carried
 };
 
 }  // namespace

@@ -35,7 +35,7 @@ struct WindowOptions {
 // The windows of a tape of which nothing is known, by its largest record so far.
 WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
 
-// The time of a copy in either direction is nbytes / rate + latency.
+// The time of a copy in either direction is what the link carries of it / rate + latency.
 struct LinkRates {
   double out_bytes_per_s = 0;
   double in_bytes_per_s = 0;
@@ -48,8 +48,9 @@ struct LinkRates {
 // waited for us is subtracted.
 struct StepTimes {
   struct Record {
-    double ready_s = 0;    // when its copy could start
-    double needed_s = -1;  // when backward first asked for it; negative: never
+    double ready_s = 0;     // when its copy could start
+    double needed_s = -1;   // when backward first asked for it; negative: never
+    double link_share = 1;  // the part of its bytes that the link carries, which is less where it is coded
   };
   std::vector<Record> records;  // as in StepShape
   double compute_s = 0;

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 5"
+_FORMAT = "torchoffload plan 6"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,14 +129,14 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
 
 def _kind(given: dict[str, Any]) -> Kind:
     outputs = tuple(
-        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"])
+        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"], each["link_share"])
         for each in given["outputs"]
     )
     ways = tuple(
         Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))
         for way in given["ways"]
     )
-    return Kind(given["forward_s"], given["backward_s"], outputs, ways)
+    return Kind(given["forward_s"], given["backward_s"], outputs, ways, given["input_link_share"])
 
 
 def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:

@@ -72,4 +72,4 @@ def _scaled_kind(kind: Kind, share: float) -> Kind:
         dataclasses.replace(way, recompute_s=way.recompute_s * share, input_bytes=math.ceil(way.input_bytes * share))
         for way in kind.ways
     )
-    return Kind(kind.forward_s * share, kind.backward_s * share, outputs, ways)
+    return Kind(kind.forward_s * share, kind.backward_s * share, outputs, ways, kind.input_link_share)

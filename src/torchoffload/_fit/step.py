@@ -23,12 +23,15 @@ class Output:
         The numbers of the operators that make it.
     may_move : bool
         Whether it may move.
+    link_share : float
+        The part of its bytes that the link carries, which is less than 1 where they are coded.
     """
 
     sizes: tuple[int, ...]
     ready_s: float
     operators: tuple[int, ...] = ()
     may_move: bool = True
+    link_share: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -82,12 +85,15 @@ class Kind:
         What they may keep.
     ways : tuple of Way
         The ways to run one, from the least bytes to the least time: the corners of a convex hull.
+    input_link_share : float
+        The part of the bytes of their arguments that the link carries.
     """
 
     forward_s: float
     backward_s: float
     outputs: tuple[Output, ...]
     ways: tuple[Way, ...]
+    input_link_share: float = 1.0
 
     def kept_bytes(self, way: Way) -> int:
         """Return the bytes that a way keeps."""
@@ -134,7 +140,7 @@ class Step:
     leaves_room : bool
         Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
-        The time of a copy is bytes / rate + latency.
+        The time of a copy is what the link carries / rate + latency.
     """
 
     kinds: tuple[Kind, ...]
