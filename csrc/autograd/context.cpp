@@ -253,6 +253,15 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::o
   return std::nullopt;
 }
 
+std::optional<codec::Code> Context::expected_code(const at::Tensor& tensor) const {
+  const ContextOptions& options = state_->options;
+  if (options.compress == Compress::Off || !TensorLayout::is_plain(tensor)) return std::nullopt;
+  if (tensor.storage().data() == nullptr) return std::nullopt;
+  const Engine* const engine = find_engine(place_of(tensor, options));
+  if (engine == nullptr) return std::nullopt;
+  return engine->expected_code(options, static_cast<uint8_t>(tensor.scalar_type()), tensor.storage().nbytes());
+}
+
 std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,
                                            const c10::VariableVersion* wrapper) {
   Engine::flush_pending();

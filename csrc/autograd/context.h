@@ -58,6 +58,9 @@ class Context {
   // before. May block.
   void admit(const at::Tensor& tensor);
 
+  // The code by which the tensor's storage crosses the link once it moves, and that is worth it.
+  std::optional<codec::Code> expected_code(const at::Tensor& tensor) const;
+
   // Takes the warnings that came up; the caller gives them once the operation has ended.
   std::vector<std::string> take_warnings() { return std::exchange(state_->warnings, {}); }
 

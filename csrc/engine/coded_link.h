@@ -63,6 +63,12 @@ class CodedLink {
     return backend_.coder->code_of(dtype);
   }
 
+  // The same, also before it is_ready(): as far as is known.
+  std::optional<codec::Code> expected_code(uint8_t dtype, uint64_t nbytes) const {
+    if (!exists() || !obstacle().empty() || nbytes < backend_.coder->least_bytes()) return std::nullopt;
+    return backend_.coder->code_of(dtype);
+  }
+
   codec::Pieces pieces(codec::Code code, uint64_t nbytes) const {
     return {code, nbytes, backend_.coder->piece_bytes()};
   }

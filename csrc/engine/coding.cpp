@@ -31,6 +31,13 @@ void Engine::give_up_staging() {
   for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
 }
 
+std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const {
+  if (options.compress == Compress::Off || !options.use_streams || !options.use_pin_memory) return std::nullopt;
+  const std::optional<codec::Code> code = coded_.expected_code(dtype, nbytes);
+  const bool is_learned = options.compress == Compress::Auto || (code && codec::is_selective(*code));
+  return is_learned && !options.learn ? std::nullopt : code;
+}
+
 RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
   const ContextOptions& options = tape.context->options;
   const CodingLesson& coding = known.coding;

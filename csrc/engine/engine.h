@@ -83,6 +83,9 @@ class Engine {
 
   const CodedLink& coded() const { return coded_; }
   void give_up_staging();  // of coded copies, unless a tape is alive. May block
+  // The code by which a record of this dtype crosses the link under these options, as far as is known of the device,
+  // once that is worth it. nullopt: it is not coded.
+  std::optional<codec::Code> expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const;
 
   // ---- tapes ----
 

@@ -43,6 +43,12 @@ class Context:
     def exempt(self, tensor: torch.Tensor, /) -> None:
         """Never move anything on this tensor's storage under this context: a parameter or buffer of ``model``."""
 
+    def link_share(self, tensor: torch.Tensor, /) -> float:
+        """Return the part of the bytes of a tensor's storage that the link carries, if it moves under this context.
+
+        By a look at some of its values, for which the device is waited for; 1 where it would not be coded.
+        """
+
     # What offload_modules needs besides:
     def restrict(self, fraction: float, only_inputs: bool, /) -> None:
         """Set the two options of ``offload_modules`` that the core carries out."""

@@ -159,6 +159,9 @@ void bind_codec_testing(py::module_& module) {
   codec.def("looks_codable", [](Code code, const std::string& raw) {
     return codec::looks_codable(code, reinterpret_cast<const std::byte*>(raw.data()), raw.size());
   });
+  codec.def("link_share", [](Code code, const std::string& raw) {
+    return codec::link_share(code, reinterpret_cast<const std::byte*>(raw.data()), raw.size());
+  });
   codec.def("piece_bytes", [](Code code, uint64_t raw_bytes) { return PieceLayout::of(code, raw_bytes).nbytes; });
   codec.def("most_coded_bytes", codec::most_coded_bytes);
   codec.def("slot_bytes", [](Code code, uint64_t record_bytes, uint64_t piece_bytes) {

@@ -38,6 +38,8 @@ def coded_both_ways(code, raw: bytes, modulo: int = 0) -> int:
             place = slice(overflow_bytes * block, overflow_bytes * (block + 1))
             assert overflow_by_kernel[place] == overflow[place]
         assert codec.decode(code, coded, overflow, len(raw), modulo, warp_count=warp_count) == raw
+    on_link = (PAYLOAD_BYTES + 1) * blocks + overflow_bytes * len(exceptions)
+    assert codec.link_share(code, raw) == (min(1, on_link / (BLOCK_BYTES[code] * blocks)) if blocks else 1)
     if blocks <= 16:
         has_values = any(raw[: blocks * BLOCK_BYTES[code]])
         assert codec.looks_codable(code, raw) == (has_values and not exceptions)

@@ -150,6 +150,17 @@ std::optional<Exceptions> sample_exceptions(const std::byte* slot, const Pieces&
   return found;
 }
 
+double link_share(Code code, const std::byte* raw, uint64_t raw_bytes) {
+  const BlockBytes bytes = block_of(code);
+  const uint64_t block_count = raw_bytes / bytes.raw;
+  uint64_t link_bytes = block_count * (bytes.payload + 1);  // with the top
+  for (uint64_t block = 0; block < block_count; ++block) {
+    if (!codable_block(code, raw + block * bytes.raw)) link_bytes += bytes.overflow();
+  }
+  if (block_count == 0) return 1;
+  return std::min(1.0, static_cast<double>(link_bytes) / static_cast<double>(block_count * bytes.raw));
+}
+
 bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes) {
   constexpr uint64_t kLookedAt = 16;
   const uint64_t block_bytes = block_of(code).raw;

@@ -21,6 +21,7 @@ __all__ = [
     "communicates",
     "draws_by_tag",
     "has_own_counter",
+    "has_storage",
     "is_counted",
     "is_functional",
     "kind_of",
@@ -196,14 +197,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from plain_tensors(leaf)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, which is no wrapper, has a storage that holds its bytes."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the storage of each tensor in a nest of containers."""
     for tensor in tensors(value):
-        if _has_storage(tensor):
+        if has_storage(tensor):
             yield tensor.untyped_storage()
 
 
@@ -290,7 +292,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout | None":
         """Return the layout of a tensor; None if the tensor is more than a layout and bytes."""
-        is_plain = type(tensor) is torch.Tensor and _has_storage(tensor) and not (tensor.is_conj() or tensor.is_neg())
+        is_plain = type(tensor) is torch.Tensor and has_storage(tensor) and not (tensor.is_conj() or tensor.is_neg())
         if not is_plain or tensor.device.type == "meta":
             return None
         nbytes, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()

@@ -21,6 +21,7 @@ from torchoffload._fit.operators import (
     addresses,
     communicates,
     draws_by_tag,
+    has_storage,
     is_counted,
     kind_of,
     made_by,
@@ -31,6 +32,7 @@ from torchoffload._fit.operators import (
     to_one_rank,
     written,
 )
+from torchoffload._fit.values import LinkShares, Values, bytes_of
 from torchoffload._pytorch.module_wrappers import COMPILED
 
 __all__ = ["BlockRecord", "OperatorCall", "Recorder"]
@@ -84,6 +86,8 @@ class BlockRecord:
         In the order of the calls.
     nbytes : dict of int to int
         The size of each storage in bytes.
+    link_shares : dict of int to float
+        The part of a storage's bytes that the link carries, if it moves, where that is less than 1.
     inputs : frozenset of int
         The storages of the block's arguments.
     own : frozenset of int
@@ -100,12 +104,19 @@ class BlockRecord:
 
     operators: list[OperatorCall] = field(default_factory=list)
     nbytes: dict[int, int] = field(default_factory=dict)
+    link_shares: dict[int, float] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
     own: frozenset[int] = frozenset()
     made: set[int] = field(default_factory=set)
     saved: frozenset[int] = frozenset()
     has_hidden_writes: bool = False
     groups: tuple[Any, ...] = ()
+
+    def link_share_of(self, storages: Iterable[int]) -> float:
+        """Return the part of the bytes of several storages that the link carries."""
+        sizes = {number: self.nbytes[number] for number in storages}
+        on_link = sum(nbytes * self.link_shares.get(number, 1.0) for number, nbytes in sizes.items())
+        return on_link / (sum(sizes.values()) or 1) if on_link else 1.0
 
 
 _weak: Any = StorageWeakRef  # the class has no annotations
@@ -144,36 +155,6 @@ class _Numbers:
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
             if storage is not None:
                 yield number, storage
-
-
-class _Values:
-    """Sums over the bytes of storages, which tell whether somebody has written to them."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def note(self, number: int, storage: torch.UntypedStorage) -> None:
-        self._known[number] = _sums(storage)
-
-    def have_changed(self, number: int, storage: torch.UntypedStorage) -> bool:
-        """Return whether the bytes are others than were noted. What was not noted is noted now."""
-        now = _sums(storage)
-        return self._known.setdefault(number, now) != now
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _sums(storage: torch.UntypedStorage) -> tuple[int, int]:
-    if storage.device.type == "meta" or storage.data_ptr() == 0:  # the latter has no memory, as a zero tensor's
-        return 0, 0
-    with torch.no_grad():
-        every = _bytes(storage)
-        words = every[: every.numel() // 4 * 4].view(torch.int32)
-        if words.numel() == 0:
-            words = every
-        return int(words.sum(dtype=torch.int64)), int(words[::2].sum(dtype=torch.int64))
 
 
 class _Clock:
@@ -253,12 +234,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = BlockRecord()
         self._numbers = numbers = _Numbers()
-        self._values = _Values()
+        self._values = Values()
+        self._shares = LinkShares(_hooks_in_force()[0])
         self._is_looking = False
         wait_for(inputs)
         self._inputs = addresses(inputs)
-        self.record.nbytes = numbers.nbytes
+        self.record.nbytes, self.record.link_shares = numbers.nbytes, self._shares.known
         self.record.inputs = numbers.of_all(inputs)
+        self._note_shares(inputs, self.record.inputs)
         self.record.own = numbers.of_all([*module.parameters(), *module.buffers()])
         self._saved: set[int] = set()
         self._moments: list[tuple[Any, Any]] = []
@@ -315,7 +298,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             output = func(*args, **keywords)
             if kind_of(func) is not Kind.VIEW:
                 made = made_by(func, output, arguments)
-                self.record.made |= {self._numbers.of(each) for each in storages(output) if each._cdata in made}
+                numbers = frozenset(self._numbers.of(each) for each in storages(output) if each._cdata in made)
+                self.record.made |= numbers
+                self._looking(lambda: self._note_shares(output, numbers))
             return output
         self._look(arguments)
         reads = self._numbers.of_all(arguments)
@@ -329,7 +314,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.made |= makes
         leaves_uninitialised = func in _UNINITIALISED
         if leaves_uninitialised:  # so that bytes which a kernel writes differ from those that it finds
-            self._looking(lambda: [_bytes(storage).fill_(0xA5) for storage in storages(output)])
+            self._looking(lambda: [bytes_of(storage).fill_(0xA5) for storage in storages(output)])
         writes = self._numbers.of_all(written(func, args, keywords)) | self._changed(arguments)
         self._looking(lambda: self._note_values((output, arguments), makes | writes))
         states = self._generators.states()
@@ -358,6 +343,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in storages(value):
             if (number := self._numbers.of(storage)) in numbers:
                 self._values.note(number, storage)
+        self._note_shares(value, numbers)
+
+    def _note_shares(self, value: Any, numbers: frozenset[int]) -> None:
+        for tensor in tensors(value):
+            if has_storage(tensor) and (number := self._numbers.of(tensor.untyped_storage())) in numbers:
+                self._shares.note(number, tensor)
 
     def _looking(self, do: Callable[[], object]) -> None:
         """Do something that is not recorded."""
