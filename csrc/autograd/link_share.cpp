@@ -1,7 +1,7 @@
 #include "autograd/link_share.h"
 
-#include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace torchoffload {
 
 namespace {
 
-constexpr int64_t kBlocksSeen = 64;
+constexpr int64_t kBlocksSeen = 64;  // at least, and less than twice as many, where there are so many
 
 // Some blocks of the storage's values, spread over it, on the host.
 at::Tensor some_blocks(const at::Tensor& tensor) {
@@ -31,7 +31,7 @@ double link_share(const Context& context, const at::Tensor& tensor) {
   const std::optional<codec::Code> code = context.expected_code(tensor);
   if (!code) return 1;
   const BlockingSection blocking;
-  const c10::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
   const at::Tensor blocks = some_blocks(tensor);
   return codec::link_share(*code, static_cast<const std::byte*>(blocks.const_data_ptr()), blocks.nbytes());
 }
