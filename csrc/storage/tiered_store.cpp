@@ -51,6 +51,8 @@ std::optional<Slot> TieredStore::try_acquire(uint64_t nbytes, std::vector<Point>
     made.nbytes = slot_bytes(nbytes);
     if (!take_memory(made, guards, UINT64_MAX)) return std::nullopt;
     largest_bytes_ = std::max(largest_bytes_, made.memory.nbytes());
+    round_.slot_bytes += memory_for(made.nbytes);
+    round_.most_bytes = std::max(round_.most_bytes, round_.slot_bytes);
     const uint64_t number = ++last_number_;
     slot = Slot{{0, number, made.nbytes}, made.address};
     slots_.emplace(number, std::move(made));
@@ -118,7 +120,11 @@ void TieredStore::free_slot(uint64_t number, const std::vector<Point>& guards) {
   }
   dirty_.set(number, 0, false);
   clean_.set(number, 0, false);
+  round_.slot_bytes -= memory_for(resting.nbytes);
   slots_.erase(number);
+  if (!slots_.empty()) return;
+  expected_bytes_ = round_.most_bytes;
+  round_ = {};
 }
 
 // ---- holds ----
@@ -365,10 +371,11 @@ void TieredStore::check_invariants() const {
     if (!holds) throw std::logic_error(std::string("TieredStore: ") + what);
   };
   const std::lock_guard lock(mutex_);
-  uint64_t memory_bytes = 0, writing_bytes = 0, fetching_bytes = 0;
+  uint64_t memory_bytes = 0, slot_bytes = 0, writing_bytes = 0, fetching_bytes = 0;
   uint32_t transfer_count = 0;
   for (const auto& [number, resting] : slots_) {
     memory_bytes += resting.memory.nbytes();
+    slot_bytes += memory_for(resting.nbytes);
     if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
     if (resting.place == Place::BeingFetched) fetching_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
@@ -381,6 +388,7 @@ void TieredStore::check_invariants() const {
             "clean slots are not listed");
   }
   require(memory_bytes == memory_bytes_, "memory_bytes_ is wrong");
+  require(slot_bytes == round_.slot_bytes && slot_bytes <= round_.most_bytes, "the round's bytes are wrong");
   require(writing_bytes == writing_bytes_ && fetching_bytes == fetching_bytes_, "bytes on their way are wrong");
   require(transfer_count == transfer_count_, "transfer_count_ is wrong");
 }

@@ -21,6 +21,10 @@
 //
 // The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
 // places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
+//
+// A round lasts until the store has no slots any more: as a rule, one step. A round is expected to have as many bytes in
+// slots as the round before. So what exceeds the limit is written from the round's beginning on, and nothing more. In
+// the first round, and once a round has more bytes than expected, slots are written as room runs short.
 // - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
 //   the disk is no change to it, so that may go on.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
@@ -154,6 +158,13 @@ class TieredStore final : public SlotStore {
     std::string refusal;      // why nothing more is written there; empty: it is
   };
 
+  // Bytes of memory that slots take while they are in memory.
+  struct Round {
+    uint64_t slot_bytes = 0;     // of all slots, wherever they are
+    uint64_t most_bytes = 0;     // that slot_bytes has been
+    uint64_t written_bytes = 0;  // of slots whose writing was begun
+  };
+
   // Slots by number, with their bytes of memory.
   class BySize {
    public:
@@ -199,8 +210,10 @@ class TieredStore final : public SlotStore {
   // ---- tiered_transfers.cpp ----
 
   // With the lock held:
-  // Begins to write the oldest slots, as far as memory without I/O left to do is short.
+  // Begins to write the oldest slots: those that will not fit, as far as that is known, and else as many as keep some
+  // memory free.
   void write_ahead();
+  bool must_write_more() const;
   bool begin_write_of_oldest();
   bool begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
   std::optional<size_t> disk_to_write_to() const;
@@ -232,6 +245,8 @@ class TieredStore final : public SlotStore {
   uint64_t memory_bytes_ = 0;    // of all slots that have memory
   uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
   uint64_t fetching_bytes_ = 0;  // of those that are BeingFetched: they will be clean
+  Round round_;
+  uint64_t expected_bytes_ = 0;  // the most that slots take in this round, if it is like the last one; 0: not known
   uint32_t transfer_count_ = 0;  // under way
   uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
   uint64_t change_count_ = 0;    // of events that may have made room

@@ -42,16 +42,19 @@ void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const std::f
 // ---- beginning ----
 
 void TieredStore::write_ahead() {
-  if (is_stopped_ || dirty_.empty()) return;
+  if (is_stopped_) return;
+  while (!dirty_.empty() && must_write_more() && begin_write_of_oldest()) {
+  }
+}
+
+bool TieredStore::must_write_more() const {
+  if (policy_.writes_at_once) return true;
   const uint64_t limit_bytes = limit_locked();
+  if (round_.most_bytes <= expected_bytes_) return round_.written_bytes + limit_bytes < expected_bytes_;
   const uint64_t ahead_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
   const uint64_t wanted_bytes = std::min(limit_bytes, std::max(ahead_bytes, 2 * largest_bytes_));
-  const auto is_short = [&] {
-    const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
-    return policy_.writes_at_once || free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < wanted_bytes;
-  };
-  while (is_short() && begin_write_of_oldest()) {
-  }
+  const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
+  return free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < wanted_bytes;
 }
 
 std::optional<size_t> TieredStore::disk_to_write_to() const {
@@ -78,6 +81,7 @@ bool TieredStore::begin_write_of_oldest() {
   resting.disk = *disk;
   disks_[*disk].queued_bytes += resting.nbytes;
   writing_bytes_ += resting.memory.nbytes();
+  round_.written_bytes += resting.memory.nbytes();
   ++transfer_count_;
   sort_in(number, resting);
   return true;
@@ -141,6 +145,7 @@ void TieredStore::write(uint64_t number) {
   } else {
     if (place) disk.file->release(*place, {});
     resting.place = Place::InMemory;
+    round_.written_bytes -= resting.memory.nbytes();
     if (!is_in_vain && !is_stopped_) note_refusal(disk, failure);
   }
   ended(number, lock);

@@ -1,4 +1,4 @@
-"""benchmarks/disk.py as a user runs it, only smaller, on the spill file of CPU tensors."""
+"""benchmarks/disk.py as a user runs it, only smaller, on the spill file of CPU tensors; and beyond_memory.py."""
 
 import json
 import os
@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from places import BENCHMARKS
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "disk.py"), *options]
+def run(*options: str, script: str = "disk.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
 
 
@@ -32,3 +34,16 @@ def test_the_step_beside_a_disk_needs_a_gpu():
     done = run("--device", "cpu", "--gib", "0.125", "--workload", "D")
     assert done.returncode == 2
     assert "needs a GPU" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_comparison_of_what_fits_on_a_gpu_needs_one():
+    done = run(script="beyond_memory.py")
+    assert done.returncode == 2
+    assert "a GPU is needed" in done.stderr
+
+
+def test_what_fits_on_a_gpu_is_compared_with_sensible_numbers():
+    done = run("--steps", "0", script="beyond_memory.py")
+    assert done.returncode == 2
+    assert "at least 1" in done.stderr

@@ -1,5 +1,6 @@
 """Slots in host memory that go on to disks: where each is, in which order they leave and come back, what they keep."""
 
+import errno
 import os
 import stat
 
@@ -46,6 +47,69 @@ def test_memory_is_given_up_only_when_it_is_wanted(tmp_path):
     before = testing.io_call_count("pread")
     tiers.check()
     assert testing.io_call_count("pread") == before
+
+
+def save_and_drop(tiers: Tiers, count: int) -> None:
+    """A round: slots are saved, and dropped from the latest to the first."""
+    for value in range(count):
+        tiers.save(value)
+    for value in reversed(range(count)):
+        tiers.load(value)
+        tiers.drop(value)
+    tiers.run_all()
+
+
+def test_a_known_excess_is_written_from_the_first_slot_on_and_nothing_more(tmp_path):
+    tiers = Tiers([tmp_path], slots=4)
+    save_and_drop(tiers, 6)
+    for value in range(3):
+        tiers.save(value)
+    before = testing.io_call_count("pwrite")
+    assert tiers.run_all() == 2, "two of six slots will not fit, though there is room for another one now"
+    for value in range(3, 6):
+        tiers.save(value)
+    assert tiers.run_all() == 0
+    assert tiers.here() == [2, 3, 4, 5]
+    assert testing.io_call_count("pwrite") == before + 2
+    tiers.check()
+
+
+def test_a_round_like_the_last_one_that_fits_writes_nothing(tmp_path):
+    tiers = Tiers([tmp_path], slots=4)
+    save_and_drop(tiers, 4)  # nothing is known yet, and slots are written ahead of need
+    before = testing.io_call_count("pwrite")
+    save_and_drop(tiers, 4)
+    assert testing.io_call_count("pwrite") == before
+
+
+def test_a_round_with_more_slots_than_expected_writes_ahead_of_need(tmp_path):
+    tiers = Tiers([tmp_path], slots=4)
+    save_and_drop(tiers, 2)
+    for value in range(3):
+        tiers.save(value)
+        tiers.store.check_invariants()
+    assert tiers.run_all() > 0
+    for value in range(3, 8):
+        tiers.save(value)
+    assert tiers.here() == [4, 5, 6, 7]
+    tiers.check()
+
+
+def test_a_write_that_failed_is_not_taken_for_one_that_makes_room(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    tiers = Tiers([tmp_path, other], slots=4)
+    save_and_drop(tiers, 6)
+    testing.inject_io_fault("pwrite", errno=errno.EIO, times=1)
+    for value in range(3):
+        tiers.save(value)
+    assert tiers.run_all() == 3, "one that failed, and two for the slots that will not fit"
+    for value in range(3, 6):
+        tiers.save(value)
+    assert tiers.run_all() == 0
+    assert tiers.here() == [2, 3, 4, 5]
+    tiers.store.check_invariants()
+    tiers.check()
 
 
 def test_what_was_fetched_gives_its_memory_up_without_being_written_again(tmp_path):
