@@ -22,9 +22,9 @@
 // The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
 // places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
 //
-// A round lasts until the store has no slots any more: as a rule, one step. A round is expected to have as many bytes in
-// slots as the round before. So what exceeds the limit is written from the round's beginning on, and nothing more. In
-// the first round, and once a round has more bytes than expected, slots are written as room runs short.
+// A round lasts until the store has no slots any more: as a rule, one step. A round is expected to have as many bytes
+// in slots as the round before. So what exceeds the limit is written from the round's beginning on, and nothing more.
+// In the first round, and once a round has more bytes than expected, slots are written as room runs short.
 // - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
 //   the disk is no change to it, so that may go on.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
