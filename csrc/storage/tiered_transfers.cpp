@@ -50,7 +50,10 @@ void TieredStore::write_ahead() {
 bool TieredStore::must_write_more() const {
   if (policy_.writes_at_once) return true;
   const uint64_t limit_bytes = limit_locked();
-  if (round_.most_bytes <= expected_bytes_) return round_.written_bytes + limit_bytes < expected_bytes_;
+  if (round_.most_bytes <= expected_bytes_) {
+    const uint64_t excess_bytes = expected_bytes_ - std::min(limit_bytes, expected_bytes_);
+    return round_.written_bytes < excess_bytes;
+  }
   const uint64_t ahead_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
   const uint64_t wanted_bytes = std::min(limit_bytes, std::max(ahead_bytes, 2 * largest_bytes_));
   const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
