@@ -388,7 +388,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("accelerator_available", accelerator_available);
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     Operation::shut_down();
-    stop_stores();
+    stop_threads();
   }));
 #ifdef TORCHOFFLOAD_TESTING
   bind_testing(m);

@@ -47,6 +47,14 @@ void note_entry(Placement tier) {
   for (BackendKind* const kind : kinds()) kind->note_entry(tier);
 }
 
+std::vector<Coder*> coders_in_use() {
+  std::vector<Coder*> in_use;
+  for (BackendKind* const kind : kinds()) {
+    for (Coder* const coder : kind->coders_in_use()) in_use.push_back(coder);
+  }
+  return in_use;
+}
+
 uint64_t trim_backends(const BackendUsers& users) {
   uint64_t given_back_bytes = 0;
   for (BackendKind* const kind : kinds()) given_back_bytes += kind->trim(users);

@@ -72,6 +72,9 @@ class BackendKind {
   // A context of this tier is entered on some thread.
   virtual void note_entry(Placement /*tier*/) {}
 
+  // The coders of the devices that the program uses already, also where nothing was saved there yet.
+  virtual std::vector<Coder*> coders_in_use() { return {}; }
+
   // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
   // the bytes given back. May block.
   virtual uint64_t trim(const BackendUsers& /*users*/) { return 0; }
@@ -99,6 +102,8 @@ BackendKind* find_backend_kind(std::string_view name);  // null: this build has 
 bool accelerator_available();
 
 void note_entry(Placement tier);
+
+std::vector<Coder*> coders_in_use();
 
 uint64_t trim_backends(const BackendUsers& users);
 

@@ -214,7 +214,8 @@ class Engine {
 
   // ---- what the link carries coded: coding.cpp ----
 
-  // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
+  // Begins to make the code ready for tapes under these options, if they may ask for it, and takes staging memory once
+  // it is ready. Returns whether the tape that is being opened is coded. May block, but never for the code.
   bool prepare_coding(const ContextOptions& options);
   RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
   void count_coded(RecordId id, codec::Code code);

@@ -79,6 +79,8 @@ std::string& coding_refusal() {
 }
 
 std::atomic<bool> is_coded_as_on_cuda = false;
+std::atomic<bool> is_coding_held = false;
+std::atomic<bool> is_held_coding_awaited = false;
 
 struct LoggedDevice {
   explicit LoggedDevice(int device_index)
@@ -136,7 +138,10 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
-bool SimBackend::prepare() { return obstacle().empty(); }
+bool SimBackend::prepare() {
+  if (is_coding_held) is_held_coding_awaited = true;
+  return obstacle().empty() && !is_coding_held;
+}
 
 std::string SimBackend::obstacle() const {
   const std::lock_guard lock(refusal_mutex());
@@ -264,6 +269,13 @@ const Backend* simulated_backend_for(const void* data) {
   const auto device_index = world().device_index_of(data);
   return device_index ? &simulated_backend(*device_index) : nullptr;
 }
+
+void hold_coding(bool holds) {
+  is_held_coding_awaited = false;
+  is_coding_held = holds;
+}
+
+bool is_coding_awaited() { return is_held_coding_awaited; }
 
 void refuse_coding(std::string why) {
   std::lock_guard lock(refusal_mutex());

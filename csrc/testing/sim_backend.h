@@ -121,6 +121,11 @@ void code_as_on_cuda(bool as_on_cuda);
 // What prepare() of simulated devices finds in its way from here on; empty: nothing.
 void refuse_coding(std::string why);
 
+// While codes are held up, prepare() of simulated devices does not get ready; else it is ready at once.
+void hold_coding(bool holds);
+// Was prepare() called since codes are held up?
+bool is_coding_awaited();
+
 // For PinnedArena: see HostRegistration.
 std::string simulated_register(void* address, size_t nbytes);
 std::string simulated_unregister(void* address);

@@ -258,6 +258,8 @@ void bind_simulated_testing(py::module_& m) {
   m.def("code_everything", &code_everything);
   m.def("code_as_on_cuda", &code_as_on_cuda);
   m.def("refuse_coding", &refuse_coding);
+  m.def("hold_coding", &hold_coding);
+  m.def("is_coding_awaited", &is_coding_awaited);
   m.def("refuse_allocation", &refuse_allocation);
   m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));
 

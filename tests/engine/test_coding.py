@@ -3,6 +3,7 @@
 On the simulated device, whose reference code takes every dtype, in pieces of 1024 bytes.
 """
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -244,6 +245,62 @@ def test_coded_and_other_records_in_one_step(device_under_test: Device):
             assert torch.equal(coded, raw)
     stats = torchoffload.stats()
     assert 0 < stats.records_coded < stats.records_offloaded
+
+
+# ---- codes that are made ready in the background ----
+
+
+@contextlib.contextmanager
+def codes_held_up() -> Iterator[None]:
+    testing.hold_coding(True)
+    try:
+        yield
+    finally:
+        testing.hold_coding(False)
+
+
+def test_copies_are_raw_until_the_code_is_ready_and_no_step_waits_for_it(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.randn(3000).requires_grad_()
+        raw = gradient_of(device_under_test, x)
+        with codes_held_up():
+            steps = [gradient_of(device_under_test, x, compress=True) for _ in range(2)]
+            stats = torchoffload.stats()
+            assert (stats.records_coded, stats.staging_bytes, stats.coding_obstacles) == (0, 0, {})
+        steps += [gradient_of(device_under_test, x, compress=True)]
+    assert torchoffload.stats().records_coded == stats.records_offloaded // 3
+    for gradient in steps:
+        assert torch.equal(gradient, raw)
+
+
+def test_a_tape_that_is_open_as_the_code_gets_ready_goes_on_as_it_began(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(3000).requires_grad_()
+        with device_under_test.context(compress=True):
+            with codes_held_up():
+                y = x.sin()
+            z = y.exp().sin()
+        assert torchoffload.stats().records_coded == 0
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        with device_under_test.context():
+            z = x.sin().exp().sin()
+        assert torch.equal(gradient, torch.autograd.grad(z.sum(), x)[0])
+
+
+@pytest.mark.parametrize("compress", [True, "auto"])
+def test_the_code_is_begun_as_a_context_that_may_code_is_entered_first(device_under_test: Device, compress: Any):
+    with device_under_test.scope(), codes_held_up():
+        context = device_under_test.context(compress=compress)
+        assert not testing.is_coding_awaited()
+        with context:
+            assert testing.is_coding_awaited()
+
+
+@pytest.mark.parametrize("options", [{"compress": False}, {"compress": "auto", "use_streams": False}])
+def test_no_other_context_begins_it(device_under_test: Device, options: dict[str, Any]):
+    with device_under_test.scope(), codes_held_up():
+        gradient_of(device_under_test, torch.rand(3000).requires_grad_(), **options)
+        assert not testing.is_coding_awaited()
 
 
 # ---- auto ----
