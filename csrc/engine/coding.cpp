@@ -1,4 +1,5 @@
 // Which records are coded for their way over the link, and what is counted of them.
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -49,6 +50,13 @@ RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes
   const bool may_be_in_vain = options.compress == Compress::On && !is_selective;
   if (coding.has_too_many_exceptions() && !may_be_in_vain) return {};
   return {.used = code, .tag = known.code_tag};
+}
+
+// In the step that codes it first, the record would else not fit where it was in the step before.
+uint64_t Engine::slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes,
+                                const RecordCode& code) const {
+  const std::optional<codec::Code> ever = code.used ? code.used : expected_code(options, dtype, nbytes);
+  return ever ? std::max(nbytes, coded_.pieces(*ever, nbytes).slot_bytes()) : nbytes;
 }
 
 void Engine::count_coded(RecordId id, codec::Code code) {

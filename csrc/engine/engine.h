@@ -218,6 +218,8 @@ class Engine {
   // it is ready. Returns whether the tape that is being opened is coded. May block, but never for the code.
   bool prepare_coding(const ContextOptions& options);
   RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
+  // What a record's slot has room for: its bytes, and its coded bytes where it is coded now or may be in a later step.
+  uint64_t slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes, const RecordCode& code) const;
   void count_coded(RecordId id, codec::Code code);
   // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
   void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);

@@ -303,6 +303,37 @@ def test_no_other_context_begins_it(device_under_test: Device, options: dict[str
         assert not testing.is_coding_awaited()
 
 
+def test_a_record_that_is_coded_later_finds_the_slot_that_it_had_raw(device_under_test: Device):
+    """Records of several sizes take as many bytes of slots coded as raw, so they fit in the same budget."""
+
+    def step(**options: Any) -> tuple[int, int]:
+        torchoffload.reset_stats()
+        with device_under_test.context(compress=True, **options):
+            saved = [x.sin() for x in leaves]
+        torch.autograd.grad(sum(y.sum() for y in saved), leaves)
+        del saved
+        return torchoffload.stats().peak_slot_bytes, torchoffload.stats().records_coded
+
+    with device_under_test.scope():
+        leaves = [torch.rand(numel).requires_grad_() for numel in (5000, 70_001, 1 << 20, 3 << 18)]
+        with codes_held_up():
+            raw_bytes, coded = step()
+            assert coded == 0
+        for _ in range(3):
+            assert step(budget_bytes=raw_bytes, on_full="error") == (raw_bytes, len(leaves))
+
+
+def test_slots_of_contexts_that_never_code_have_the_size_of_their_records(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(1 << 16).requires_grad_()
+        for options in ({"compress": False}, {"compress": "auto", "learn": False}):
+            torchoffload.reset_stats()
+            with device_under_test.context(**options):
+                y = x.sin()
+            assert torchoffload.stats().peak_slot_bytes == x.nbytes
+            del y
+
+
 # ---- auto ----
 
 
