@@ -42,7 +42,7 @@ std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, 
 RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
   const ContextOptions& options = tape.context->options;
   const CodingLesson& coding = known.coding;
-  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_link_bound);
+  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_quicker);
   const std::optional<codec::Code> code = is_asked_for ? coded_.code_of(dtype, nbytes) : std::nullopt;
   if (!code) return {};
   const bool is_selective = codec::is_selective(*code);

@@ -82,6 +82,7 @@ class Engine {
   void hold_growth() { slots_.hold_growth(); }
 
   const CodedLink& coded() const { return coded_; }
+  std::vector<CodingVerdict> codes_given_up() const { return lessons_.learner().codes_given_up(); }
   void give_up_staging();  // of coded copies, unless a tape is alive. May block
   // The code by which a record of this dtype crosses the link under these options, as far as is known of the device,
   // once that is worth it. nullopt: it is not coded.
@@ -137,6 +138,7 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
+    bool was_alone = false;    // no other tape was alive when it was opened, but for those that were left behind
     bool codes = false;        // its records are coded, where they can be
     uint64_t fetch_place = 0;  // where slots may be on a disk: those of saves from here on were looked at
   };

@@ -157,8 +157,15 @@ void code_as_on_cuda(bool as_on_cuda) { is_coded_as_on_cuda = as_on_cuda; }
 StreamId SimBackend::encode_stream() { return world().stream_of(device_index_, StreamRole::Encode); }
 StreamId SimBackend::decode_stream() { return world().stream_of(device_index_, StreamRole::Decode); }
 
-void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) { world().encode(piece, tag, stream); }
-void SimBackend::decode(const CodedPiece& piece, StreamId stream) { world().decode(piece, stream); }
+void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) {
+  take_coding_time(stream);
+  world().encode(piece, tag, stream);
+}
+
+void SimBackend::decode(const CodedPiece& piece, StreamId stream) {
+  take_coding_time(stream);
+  world().decode(piece, stream);
+}
 
 bool SimBackend::owns(MemoryRef memory) const {
   return storage_impl(memory).data_ptr().get_deleter() == &free_simulated;
@@ -226,6 +233,16 @@ double& SimBackend::clock_s(StreamId stream) {
 void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   if (link_bytes_per_s_ > 0) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
+}
+
+void SimBackend::set_coding_time(double seconds) {
+  const std::lock_guard lock(mutex_);
+  coding_s_ = seconds;
+}
+
+void SimBackend::take_coding_time(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  if (link_bytes_per_s_ > 0) clock_s(stream) += coding_s_;
 }
 
 void start_simulation(SimOptions options) {

@@ -264,6 +264,7 @@ void bind_simulated_testing(py::module_& m) {
   m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));
 
   m.def("set_link", [](int device, double bytes_per_s) { simulated_device(device).set_link(bytes_per_s); });
+  m.def("set_coding_time", [](int device, double seconds) { simulated_device(device).set_coding_time(seconds); });
   m.def("advance", [](int device, double seconds) { simulated_device(device).advance(seconds); });
   m.def("start_seam_log", [] { SeamLog::instance().start(); });
   m.def("stop_seam_log", [] { SeamLog::instance().stop(); });
