@@ -47,12 +47,16 @@ void note_entry(Placement tier) {
   for (BackendKind* const kind : kinds()) kind->note_entry(tier);
 }
 
-std::vector<Coder*> coders_in_use() {
-  std::vector<Coder*> in_use;
-  for (BackendKind* const kind : kinds()) {
-    for (Coder* const coder : kind->coders_in_use()) in_use.push_back(coder);
+void make_coders() {
+  for (BackendKind* const kind : kinds()) kind->make_coders();
+}
+
+std::vector<Coder*> all_coders() {
+  std::vector<Coder*> all;
+  for (const BackendKind* const kind : kinds()) {
+    for (Coder* const coder : kind->coders()) all.push_back(coder);
   }
-  return in_use;
+  return all;
 }
 
 uint64_t trim_backends(const BackendUsers& users) {

@@ -72,8 +72,10 @@ class BackendKind {
   // A context of this tier is entered on some thread.
   virtual void note_entry(Placement /*tier*/) {}
 
-  // The coders of the devices that the program uses already, also where nothing was saved there yet.
-  virtual std::vector<Coder*> coders_in_use() { return {}; }
+  // Makes the coders of the devices that the program uses already, also where nothing was saved there yet.
+  virtual void make_coders() {}
+  // The coders that were made. Asks no device.
+  virtual std::vector<Coder*> coders() const { return {}; }
 
   // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
   // the bytes given back. May block.
@@ -103,7 +105,8 @@ bool accelerator_available();
 
 void note_entry(Placement tier);
 
-std::vector<Coder*> coders_in_use();
+void make_coders();
+std::vector<Coder*> all_coders();
 
 uint64_t trim_backends(const BackendUsers& users);
 

@@ -311,14 +311,19 @@ Coder& cuda_coder(int device_index) {
   return *coder;
 }
 
-std::vector<Coder*> cuda_coders_in_use() {
-  std::vector<Coder*> in_use;
+void make_cuda_coders() {
   const c10::DeviceIndex device_count = c10::cuda::device_count();
   for (c10::DeviceIndex index = 0; index < device_count; ++index) {
-    const bool is_known = known_coders().at(static_cast<size_t>(index)) != nullptr;
-    if (is_known || has_context(index)) in_use.push_back(&cuda_coder(index));
+    if (has_context(index)) cuda_coder(index);
   }
-  return in_use;
+}
+
+std::vector<Coder*> cuda_coders() {
+  std::vector<Coder*> made;
+  for (CudaCoder* const coder : known_coders()) {
+    if (coder != nullptr) made.push_back(coder);
+  }
+  return made;
 }
 
 }  // namespace torchoffload

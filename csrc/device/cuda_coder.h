@@ -17,7 +17,10 @@ namespace torchoffload {
 // The device's one; nothing is compiled and no stream is made before prepare(). Needs the GIL.
 Coder& cuda_coder(int device_index);
 
-// Those of the devices that this process has a context on. Makes no context, and throws nothing. Needs the GIL.
-std::vector<Coder*> cuda_coders_in_use();
+// Makes those of the devices that this process has a context on. Makes no context, and throws nothing. Needs the GIL.
+void make_cuda_coders();
+
+// Those that were made. Asks no device. Needs the GIL.
+std::vector<Coder*> cuda_coders();
 
 }  // namespace torchoffload

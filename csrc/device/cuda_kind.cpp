@@ -41,7 +41,8 @@ class CudaKind final : public BackendKind {
 
   void note_entry(Placement) override { note_entry_on_cuda(); }
 
-  std::vector<Coder*> coders_in_use() override { return cuda_coders_in_use(); }
+  void make_coders() override { make_cuda_coders(); }
+  std::vector<Coder*> coders() const override { return cuda_coders(); }
 
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 

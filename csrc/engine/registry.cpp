@@ -102,12 +102,13 @@ uint64_t trim_stores() {
 
 void prepare_coders() {
   if (Operation::is_shut_down()) return;
-  for (Coder* const coder : coders_in_use()) coder->prepare();
+  make_coders();
+  for (Coder* const coder : all_coders()) coder->prepare();
 }
 
 void stop_threads() {
   const std::vector<SlotStore*> all = stores();
-  const std::vector<Coder*> coders = coders_in_use();
+  const std::vector<Coder*> coders = all_coders();
   const BlockingSection blocking;
   for (SlotStore* const store : all) store->stop();
   for (Coder* const coder : coders) coder->stop();

@@ -30,11 +30,11 @@ class SimKind final : public BackendKind {
 
   bool is_available() const override { return active_simulation() != nullptr; }
 
-  std::vector<Coder*> coders_in_use() override {
-    std::vector<Coder*> in_use;
+  std::vector<Coder*> coders() const override {
+    std::vector<Coder*> all;
     for (int index = 0; is_available() && index < SimWorld::instance().device_count(); ++index)
-      in_use.push_back(&simulated_device(index));
-    return in_use;
+      all.push_back(&simulated_device(index));
+    return all;
   }
 
   HostRegistration host_registration() const override { return {simulated_register, simulated_unregister}; }

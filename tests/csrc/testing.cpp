@@ -26,7 +26,8 @@ void bind_testing(py::module_& module) {
   bind_tiered_testing(testing);
   // On each device that the process has in use by now, the codes are ready, or known not to work.
   testing.def("await_coders", [] {
-    const std::vector<Coder*> coders = coders_in_use();
+    make_coders();
+    const std::vector<Coder*> coders = all_coders();
     const BlockingSection blocking;
     for (Coder* const coder : coders) {
       coder->prepare();

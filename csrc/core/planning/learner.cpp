@@ -217,13 +217,14 @@ void Learner::learn_times(uint32_t number, StepTimes times) {
   Structure* const structure = find_structure(shape->structure);
   if (times.code == TapeCode::None) shape->raw_times = times;
   const bool has_lost = structure != nullptr && structure->trial.saw_times(shape->readings, times.code, times.step_s);
-  follow_times(*shape, has_lost && shape->raw_times ? *shape->raw_times : std::move(times));
+  if (has_lost && shape->raw_times) times = *shape->raw_times;
+  follow_times(*shape, times);
   if (structure == nullptr) return;
-  const PlannedStep planned = simulate(shape->records, *shape->times, plan(*shape, shape->keeps_end));
-  if (planned.step_s > kLinkBound * shape->times->compute_s) structure->trial.saw_link_bind();
+  const PlannedStep planned = simulate(shape->records, times, plan(*shape, shape->keeps_end));
+  if (planned.step_s > kLinkBound * times.compute_s) structure->trial.saw_link_bind();
 }
 
-void Learner::follow_times(Shape& shape, StepTimes times) {
+void Learner::follow_times(Shape& shape, const StepTimes& times) {
   if (Structure* const structure = find_structure(shape.structure)) {
     structure->sample = shape.records;
     structure->times = times;
@@ -232,7 +233,7 @@ void Learner::follow_times(Shape& shape, StepTimes times) {
       if (other.structure == structure->number && !other.times) other.plans = {};
     }
   }
-  shape.times = std::move(times);
+  shape.times = times;
   shape.plans = {};
 }
 

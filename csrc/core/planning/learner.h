@@ -126,7 +126,7 @@ class Learner {
   // The structure of the shape, or else the one, that the tape follows; null: it follows none.
   const Structure* structure_of(const Trace& trace) const;
   // From here on plans are made by these times.
-  void follow_times(Shape& shape, StepTimes times);
+  void follow_times(Shape& shape, const StepTimes& times);
   // Notes the tape for its structure, which is made if it is new. Returns the structure's number.
   uint32_t learn_structure(const Trace& trace, const std::vector<uint64_t>& last_save);
   // The shape's plan, which is made at first use.
