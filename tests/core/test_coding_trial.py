@@ -45,9 +45,14 @@ class Program:
 BEFORE = [(NONE, False), (NONE, True), (NONE, True), (FIRST, False), (AGAIN, True), (AGAIN, True)]
 
 
-def test_two_steps_of_each_way_are_timed_but_not_the_first_coded_one():
+def test_two_steps_of_each_way_are_timed_but_not_the_first_coded_one_and_then_one_more_raw_one():
     program = Program()
-    assert [program.step(coded_s=0.9) for _ in range(8)] == [*BEFORE, (AGAIN, False), (AGAIN, False)]
+    assert [program.step(coded_s=0.9) for _ in range(9)] == [*BEFORE, (NONE, True), (AGAIN, False), (AGAIN, False)]
+
+
+def test_where_the_code_has_lost_there_is_no_need_of_another_raw_step():
+    program = Program()
+    assert [program.step(coded_s=1.1) for _ in range(8)] == [*BEFORE, (NONE, False), (NONE, False)]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,7 @@ def test_two_steps_of_each_way_are_timed_but_not_the_first_coded_one():
 )
 def test_the_code_has_to_save_a_hundredth(coded_s: float, is_coded: bool):
     program = Program()
-    program.code_of_steps(6, coded_s=coded_s)
+    program.code_of_steps(7, coded_s=coded_s)
     assert program.code_of_steps(200, coded_s=coded_s) == [AGAIN if is_coded else NONE] * 200
     assert program.learner.expects_coding() is is_coded
     assert program.learner.codes_given_up() == ([] if is_coded else [(1.0, coded_s)])
@@ -64,7 +69,7 @@ def test_the_code_has_to_save_a_hundredth(coded_s: float, is_coded: bool):
 @pytest.mark.parametrize("slow_step", [4, 5])
 def test_one_slow_coded_step_does_not_decide(slow_step: int):
     program = Program()
-    for number in range(6):
+    for number in range(7):
         program.step(coded_s=5.0 if number == slow_step else 0.9)
     assert program.code_of_steps(3, coded_s=0.9) == [AGAIN] * 3
 
@@ -77,9 +82,26 @@ def test_one_slow_raw_step_does_not_decide(slow_step: int):
     assert program.code_of_steps(3) == [NONE] * 3
 
 
-def test_what_was_decided_stays():
+def test_a_program_that_becomes_quicker_by_itself_does_not_speak_for_the_code():
+    """Its first steps are slow, as with a mode that is left later, or while it warms up."""
+    program = Program()
+    program.code_of_steps(3, raw_s=2.0)
+    program.code_of_steps(4, raw_s=1.0, coded_s=1.1)
+    assert program.learner.codes_given_up() == [(1.0, 1.1)]
+    assert program.code_of_steps(3) == [NONE] * 3
+
+
+def test_where_no_last_raw_step_can_be_compared_the_code_goes_on():
     program = Program()
     program.code_of_steps(6, coded_s=0.5)
+    codes = program.code_of_steps(20, raw_s=0.0)
+    assert codes[0] == NONE
+    assert codes[-10:] == [AGAIN] * 10
+
+
+def test_what_was_decided_stays():
+    program = Program()
+    program.code_of_steps(7, coded_s=0.5)
     assert program.code_of_steps(150, coded_s=5.0) == [AGAIN] * 150
 
 

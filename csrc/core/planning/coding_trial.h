@@ -9,8 +9,9 @@
 // need processors, and the program's kernels may leave them none for a long time. So both ways are timed, by tapes of
 // one shape. The step in which the link was found to bind may be an early one, of which little was known. One more is
 // timed as it is, then the steps are coded. The first coded step is not timed, since it may begin with an allocation;
-// two of those that follow are. Of each way the shortest step counts, so that no single slow step decides. The code is
-// kept where it saves more than a hundredth of the time.
+// two of those that follow are. Where the code has won by then, one more step is timed as it is, since the program may
+// have become quicker by itself meanwhile. Of each way the shortest step counts, so that no single slow step decides.
+// The code is kept where it saves a hundredth of the time or more.
 #pragma once
 
 #include <algorithm>
@@ -54,14 +55,16 @@ class CodingTrial {
   void saw_link_bind() { is_link_bound_ = true; }
   // A tape was closed.
   void saw_tape(TapeCode code) { coded_tapes_ += code == TapeCode::None ? 0 : 1; }
-  // A tape was timed. `step_s`: what its step took; 0 where that cannot be compared. `shape`: the readings of its shape,
-  // to which it is added. Returns whether this has ended the trial against the code.
-  bool saw_times(ShapeReadings& shape, TapeCode code, double step_s);
+  // A tape was timed. `step_s`: what its step took; 0 where that cannot be compared. It is added to `shape`, the
+  // readings of the tape's shape.
+  void saw_times(ShapeReadings& shape, TapeCode code, double step_s);
 
   // ---- what follows ----
 
   // Are the next tapes to be coded?
   bool codes() const;
+  // Are they, or may those after them be before anything else is seen to be bound by the link?
+  bool expects_code() const { return codes() || (so_far_ && !verdict_); }
   TapeCode code_of_next() const { return coded_tapes_ == 0 ? TapeCode::First : TapeCode::Again; }
   // Is the next tape to be timed for the trial? `shape`: the readings of the known shape that it follows, or null.
   // Where it answers yes, this tape counts among the few that it asks for.
@@ -69,10 +72,13 @@ class CodingTrial {
   const std::optional<CodingVerdict>& verdict() const { return verdict_; }
 
  private:
+  bool is_spent() const;  // no more tapes are timed for the trial
+
   bool is_link_bound_ = false;
   uint32_t raw_readings_ = 0;  // of tapes of any shape
   uint32_t coded_tapes_ = 0;
-  uint32_t timed_tapes_ = 0;  // for the trial alone
+  uint32_t timed_tapes_ = 0;             // for the trial alone
+  std::optional<CodingVerdict> so_far_;  // for the code, until a last step that is not coded was timed
   std::optional<CodingVerdict> verdict_;
 };
 

@@ -215,9 +215,12 @@ void Learner::learn_times(uint32_t number, StepTimes times) {
   Shape* const shape = find(number);
   if (shape == nullptr || times.records.size() != shape->records.count()) return;
   Structure* const structure = find_structure(shape->structure);
-  if (times.code == TapeCode::None) shape->raw_times = times;
-  const bool has_lost = structure != nullptr && structure->trial.saw_times(shape->readings, times.code, times.step_s);
-  if (has_lost && shape->raw_times) times = *shape->raw_times;
+  (times.code == TapeCode::None ? shape->raw_times : shape->coded_times) = times;
+  if (structure != nullptr) {
+    structure->trial.saw_times(shape->readings, times.code, times.step_s);
+    const std::optional<StepTimes>& of_next = structure->trial.codes() ? shape->coded_times : shape->raw_times;
+    if (of_next) times = *of_next;
+  }
   follow_times(*shape, times);
   if (structure == nullptr) return;
   const PlannedStep planned = simulate(shape->records, times, plan(*shape, shape->keeps_end));
@@ -256,7 +259,7 @@ void Learner::note_coded(Trace& trace) const {
 }
 
 bool Learner::expects_coding() const {
-  return std::ranges::any_of(structures_, [](const Structure& known) { return known.trial.codes(); });
+  return std::ranges::any_of(structures_, [](const Structure& known) { return known.trial.expects_code(); });
 }
 
 std::vector<CodingVerdict> Learner::codes_given_up() const {

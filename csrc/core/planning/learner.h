@@ -8,10 +8,10 @@
 //
 // A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on a plan is
 // followed that knows the times. The fifth is timed once more, since a second step is not yet a usual one, and after
-// that each 64th, since a device may become slower. A few more are timed to choose whether to code; see Note [A trial of
-// the code]. Structures are timed in the same way. A tape follows a known shape if one matches. If none does, it follows
-// a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that record on: what
-// was kept of it stays kept, and its shape is learned as a new one.
+// that each 64th, since a device may become slower. A few more are timed to choose whether to code; see the Note in
+// coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does, it
+// follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that record
+// on: what was kept of it stays kept, and its shape is learned as a new one.
 #pragma once
 
 #include <array>
@@ -100,7 +100,7 @@ class Learner {
     WindowOptions options;
     StepShape records;
     std::optional<StepTimes> times;
-    std::optional<StepTimes> raw_times;  // of the latest timed tape of which nothing was coded
+    std::optional<StepTimes> raw_times, coded_times;  // of the latest timed tape of each way
     ShapeReadings readings;
     bool keeps_end = false;
     std::array<std::optional<Plan>, 2> plans;  // without keeping the tape's end, and with it; made at first use
