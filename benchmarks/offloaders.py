@@ -123,7 +123,7 @@ def _compiled_offload(model: torch.nn.Module, options: Options) -> MakeContext:
 
 
 # Which records are worth coding is learned: that the link binds from two timed steps, which of the float32 records hold
-# bfloat16 values from the next one, and what did not get smaller from those after it.
+# bfloat16 values from the next one, what did not get smaller, and whether steps take less time, from those after it.
 TO_LEARN_CODING = 6
 
 # An offloader more is one more entry.

@@ -53,8 +53,7 @@ std::optional<Value> optional(const py::kwargs& arguments, const char* name) {
 // What rows of tapes and of modules have in common.
 template <typename Row>
 py::dict common_to_dict(const Row& row) {
-  py::dict kept_records;
-  py::dict kept_bytes;
+  py::dict kept_records, kept_bytes;
   for (size_t reason = 1; reason < kReasonCount; ++reason) {
     if (row.records_kept[reason] == 0) continue;
     const char* const name = to_string(static_cast<Reason>(reason));
@@ -99,11 +98,14 @@ py::dict stats() {
   const PinnedMemory pinned = pinned_memory();
   statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned.held_bytes);
   uint64_t staging_bytes = 0;
-  py::dict obstacles;
+  py::dict obstacles, given_up;
   for (const Engine* const engine : all_engines()) {
     staging_bytes += engine->coded().staging_bytes();
-    const std::string obstacle = engine->coded().obstacle();
-    if (!obstacle.empty()) obstacles[engine->backend().device.c_str()] = obstacle;
+    const py::str device = engine->backend().device;
+    if (const std::string obstacle = engine->coded().obstacle(); !obstacle.empty()) obstacles[device] = obstacle;
+    py::list steps;
+    for (const auto& [raw_s, coded_s] : engine->codes_given_up()) steps.append(py::make_tuple(raw_s, coded_s));
+    if (!steps.empty()) given_up[device] = py::tuple(steps);
   }
   py::list tapes;
   for (const TapeRow& row : rows) tapes.append(to_dict(row));
@@ -128,6 +130,7 @@ py::dict stats() {
   dict["budget_bytes_used"] = statistics.charged_bytes;
   dict["staging_bytes"] = staging_bytes;
   dict["coding_obstacles"] = obstacles;
+  dict["codes_given_up"] = given_up;
   dict["tapes"] = tapes;
   return dict;
 }
@@ -388,7 +391,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("accelerator_available", accelerator_available);
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     Operation::shut_down();
-    stop_stores();
+    stop_threads();
   }));
 #ifdef TORCHOFFLOAD_TESTING
   bind_testing(m);

@@ -137,6 +137,8 @@ void Context::enter() {
               to_string(tier), "\" was entered inside one with tier=\"",
               entered.empty() ? "" : to_string(entered.back()->options.tier), "\". Nested contexts must share a tier.");
   note_entry(tier);
+  const bool is_first_entry = !std::exchange(has_been_entered_, true);
+  if (is_first_entry && tier == Placement::Host && may_code(state_->options)) prepare_coders();
   const Operation operation;
   Engine::flush_pending();
   OnThread& entry = on_this_thread();

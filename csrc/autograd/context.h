@@ -104,6 +104,7 @@ class Context {
   Reason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;
+  bool has_been_entered_ = false;
   std::list<OnThread> threads_;  // a reference stays valid while other threads come and go
   TapeRow kept_row_;             // saves that meet no tape
 };

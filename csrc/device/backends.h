@@ -72,6 +72,11 @@ class BackendKind {
   // A context of this tier is entered on some thread.
   virtual void note_entry(Placement /*tier*/) {}
 
+  // Makes the coders of the devices that the program uses already, also where nothing was saved there yet.
+  virtual void make_coders() {}
+  // The coders that were made. Asks no device.
+  virtual std::vector<Coder*> coders() const { return {}; }
+
   // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
   // the bytes given back. May block.
   virtual uint64_t trim(const BackendUsers& /*users*/) { return 0; }
@@ -99,6 +104,9 @@ BackendKind* find_backend_kind(std::string_view name);  // null: this build has 
 bool accelerator_available();
 
 void note_entry(Placement tier);
+
+void make_coders();
+std::vector<Coder*> all_coders();
 
 uint64_t trim_backends(const BackendUsers& users);
 

@@ -33,12 +33,18 @@ class Coder {
  public:
   virtual ~Coder() = default;
 
-  // Makes the codes ready, and compares what the device does with what it has to do; once, and quickly after that.
-  // Returns whether it can be used. Blocks: call it without the GIL. Throws nothing.
+  // Begins to make the codes ready, and to compare what the device does with what it has to do, in the background and
+  // once. Returns at once whether they are ready. The device has to be in use by the program. Throws nothing.
   virtual bool prepare() = 0;
 
-  // Why prepare() has returned false; empty: it has not.
+  // Why the codes will never be ready; empty: nothing was found in their way.
   virtual std::string obstacle() const = 0;
+
+  // Blocks until what prepare() began has ended, well or not: for tests.
+  virtual void await_prepared() {}
+
+  // The process is about to end: nothing is prepared any more. Blocks until what is under way has ended.
+  virtual void stop() {}
 
   // The code for values of this dtype, which is PyTorch's number for it. nullopt: they are not coded.
   virtual std::optional<codec::Code> code_of(uint8_t dtype) const = 0;

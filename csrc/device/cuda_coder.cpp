@@ -1,6 +1,7 @@
 #include "device/cuda_coder.h"
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
@@ -8,9 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -21,6 +22,7 @@
 #include "device/cuda_backend.h"
 #include "device/cuda_kernels.h"
 #include "device/dtype_codes.h"
+#include "system/background_call.h"
 
 namespace torchoffload {
 
@@ -108,70 +110,83 @@ std::vector<std::byte> test_bytes(codec::Code code) {
   return bytes;
 }
 
-class DeviceBuffer {
+constexpr uint64_t kMostModulo = 2;  // of the raw bytes' address
+
+// The memory of the self-tests, with room for each of them. It is kept for ever: to give it back could wait for all
+// that the device has to do, and hold up the program's calls meanwhile.
+class TestMemory {
  public:
-  explicit DeviceBuffer(uint64_t nbytes) {
+  TestMemory() {
+    for (const codec::Code code : codec::kCodes) {
+      const uint64_t nbytes = test_bytes(code).size();
+      raw_bytes_ = std::max(raw_bytes_, nbytes + kMostModulo);
+      coded_bytes_ = std::max(coded_bytes_, codec::PieceLayout::of(code, nbytes).nbytes);
+      overflow_bytes_ = std::max(overflow_bytes_, codec::overflow_bytes(code, nbytes));
+    }
+    source_ = on_device(raw_bytes_);
+    target_ = on_device(raw_bytes_);
+    coded_ = on_device(coded_bytes_);
+    overflow_ = pinned(overflow_bytes_);
+  }
+
+  std::byte* source() const { return source_; }
+  std::byte* target() const { return target_; }
+  std::byte* coded() const { return coded_; }
+  std::byte* overflow() const { return overflow_; }
+
+  // Takes away what an earlier test has written. No test is under way.
+  void clear(cudaStream_t stream) const {
+    require(cudaMemsetAsync(target_, 0, raw_bytes_, stream), "clearing");
+    require(cudaMemsetAsync(coded_, 0, coded_bytes_, stream), "clearing");
+    std::memset(overflow_, 0, overflow_bytes_);
+  }
+
+ private:
+  static std::byte* on_device(uint64_t nbytes) {
     void* address = nullptr;
     require(cudaMalloc(&address, nbytes), "no device memory for the self-test");
-    address_ = static_cast<std::byte*>(address);
-  }
-  ~DeviceBuffer() { (void)cudaFree(address_); }
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-  std::byte* address() const { return address_; }
-
- private:
-  std::byte* address_ = nullptr;
-};
-
-// Pinned as slots are.
-class PinnedBuffer {
- public:
-  explicit PinnedBuffer(uint64_t nbytes) : bytes_(nbytes + kAlignmentBytes) {
-    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
-    address_ = bytes_.data() + (round_up(address, kAlignmentBytes) - address);
-    require(cudaHostRegister(bytes_.data(), bytes_.size(), cudaHostRegisterPortable), "no pinned memory");
-  }
-  ~PinnedBuffer() { (void)cudaHostUnregister(bytes_.data()); }
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
-
-  std::byte* address() const { return address_; }
-
-  // Kernels are given the host's addresses.
-  void require_same_address() const {
-    void* on_device = nullptr;
-    require(cudaHostGetDevicePointer(&on_device, address_, 0), "kernels cannot reach pinned memory");
-    if (on_device != address_) throw std::runtime_error("kernels reach pinned memory at other addresses only");
+    return static_cast<std::byte*>(address);
   }
 
- private:
-  std::vector<std::byte> bytes_;
-  std::byte* address_ = nullptr;
+  // Pinned as slots are, in pages of its own. Kernels are given the host's addresses.
+  static std::byte* pinned(uint64_t nbytes) {
+    constexpr size_t kPageBytes = 4096;
+    const size_t whole_pages = round_up(nbytes, kPageBytes);
+    void* const address = std::aligned_alloc(kPageBytes, whole_pages);
+    if (address == nullptr) throw std::runtime_error("no host memory for the self-test");
+    require(cudaHostRegister(address, whole_pages, cudaHostRegisterPortable), "no pinned memory");
+    void* seen = nullptr;
+    require(cudaHostGetDevicePointer(&seen, address, 0), "kernels cannot reach pinned memory");
+    if (seen != address) throw std::runtime_error("kernels reach pinned memory at other addresses only");
+    return static_cast<std::byte*>(address);
+  }
+
+  uint64_t raw_bytes_ = 0;
+  uint64_t coded_bytes_ = 0;
+  uint64_t overflow_bytes_ = 0;
+  std::byte* source_ = nullptr;
+  std::byte* target_ = nullptr;
+  std::byte* coded_ = nullptr;
+  std::byte* overflow_ = nullptr;
 };
 
 // `modulo`: of the raw bytes' address.
-void test(const Kernels& kernels, codec::Code code, uint64_t modulo, cudaStream_t stream) {
+void test(const Kernels& kernels, const TestMemory& memory, codec::Code code, uint64_t modulo, cudaStream_t stream) {
   const std::vector<std::byte> raw = test_bytes(code);
   const codec::PieceLayout layout = codec::PieceLayout::of(code, raw.size());
-  const uint64_t overflow_bytes = codec::overflow_bytes(code, raw.size());
   const uint64_t overflow_of_block = codec::block_of(code).overflow();
   constexpr uint64_t kTag = 0x0123456789abcdefULL;
-  std::vector<std::byte> wanted(layout.nbytes), wanted_overflow(overflow_bytes);
+  std::vector<std::byte> wanted(layout.nbytes), wanted_overflow(codec::overflow_bytes(code, raw.size()));
   codec::encode(code, raw.data(), raw.size(), wanted.data(), wanted_overflow.data(), kTag);
 
-  const DeviceBuffer source(raw.size() + modulo), target(raw.size() + modulo), coded(layout.nbytes);
-  const PinnedBuffer overflow(overflow_bytes);
-  overflow.require_same_address();
   std::vector<std::byte> seen(layout.nbytes), seen_raw(raw.size());
-  const CodedPiece out{code, source.address() + modulo, raw.size(), coded.address(), overflow.address()};
+  const CodedPiece out{code, memory.source() + modulo, raw.size(), memory.coded(), memory.overflow()};
   CodedPiece in = out;
-  in.raw = target.address() + modulo;
+  in.raw = memory.target() + modulo;
+  memory.clear(stream);
   require(cudaMemcpyAsync(out.raw, raw.data(), raw.size(), cudaMemcpyHostToDevice, stream), "copying");
-  require(cudaMemsetAsync(coded.address(), 0, layout.nbytes, stream), "clearing");
   kernels.encode(out, kTag, stream);
-  require(cudaMemcpyAsync(seen.data(), coded.address(), layout.nbytes, cudaMemcpyDeviceToHost, stream), "copying");
+  require(cudaMemcpyAsync(seen.data(), out.coded, layout.nbytes, cudaMemcpyDeviceToHost, stream), "copying");
   kernels.decode(in, stream);
   require(cudaMemcpyAsync(seen_raw.data(), in.raw, raw.size(), cudaMemcpyDeviceToHost, stream), "copying");
   require(cudaStreamSynchronize(stream), "running the kernels");
@@ -180,7 +195,7 @@ void test(const Kernels& kernels, codec::Code code, uint64_t modulo, cudaStream_
   for (uint64_t block = 0; block < layout.block_count; ++block) {
     if (wanted[layout.tops_begin + block] != std::byte{codec::kExceptionTop}) continue;
     const uint64_t begin = block * overflow_of_block;
-    is_same &= std::memcmp(overflow.address() + begin, wanted_overflow.data() + begin, overflow_of_block) == 0;
+    is_same &= std::memcmp(out.overflow + begin, wanted_overflow.data() + begin, overflow_of_block) == 0;
   }
   if (!is_same) throw std::runtime_error("the self-test failed: the kernels do not code as they have to");
 }
@@ -192,13 +207,16 @@ class CudaCoder final : public Coder {
   explicit CudaCoder(int device_index) : device_index_(static_cast<c10::DeviceIndex>(device_index)) {}
 
   bool prepare() override {
-    if (state_.load(std::memory_order_acquire) == State::New) make();
+    making_.begin();
     return state_.load(std::memory_order_acquire) == State::Ready;
   }
 
   std::string obstacle() const override {
     return state_.load(std::memory_order_acquire) == State::Refused ? obstacle_ : std::string();
   }
+
+  void await_prepared() override { making_.await_end(); }
+  void stop() override { making_.stop(); }
 
   std::optional<codec::Code> code_of(uint8_t dtype) const override { return code_of_dtype(dtype); }
   uint64_t least_bytes() const override { return kLeastBytes; }
@@ -235,19 +253,23 @@ class CudaCoder final : public Coder {
     c10::cuda::OptionalCUDAGuard guard_;
   };
 
-  // No part of a CUDA graph that another thread captures.
-  void make() {
-    const std::lock_guard lock(mutex_);
-    if (state_.load(std::memory_order_relaxed) != State::New) return;
+  // Runs on a thread of its own, while the program's first step goes on. No part of a CUDA graph that another thread
+  // captures.
+  void make(const BackgroundCall& call) {
     State made = State::Refused;
     try {
       const OnThread on_thread(device_index_);
       const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+      const auto& memory = *new TestMemory;  // first, before the program's step has taken the device's memory
       kernels_.emplace(device_index_);
+      if (!call.may_go_on()) return;
       encode_stream_ = make_urgent_cuda_stream(device_index_);
       decode_stream_ = make_urgent_cuda_stream(device_index_);
       for (const codec::Code code : codec::kCodes) {
-        for (const uint64_t modulo : {0, 2}) test(*kernels_, code, modulo, raw_cuda_stream(encode_stream_));
+        for (const uint64_t modulo : {uint64_t{0}, kMostModulo}) {
+          if (!call.may_go_on()) return;
+          test(*kernels_, memory, code, modulo, raw_cuda_stream(encode_stream_));
+        }
       }
       made = State::Ready;
     } catch (const std::exception& error) {
@@ -257,22 +279,51 @@ class CudaCoder final : public Coder {
   }
 
   const c10::DeviceIndex device_index_;
-  std::mutex mutex_;  // of making; never wanted by whoever holds the GIL
   std::atomic<State> state_ = State::New;
   // Written before state_ is.
   std::optional<Kernels> kernels_;
   StreamId encode_stream_ = kNoStream;
   StreamId decode_stream_ = kNoStream;
   std::string obstacle_;
+  BackgroundCall making_{"coding-kernels", [this](const BackgroundCall& call) { make(call); }};
 };
+
+// Null where a device has none yet.
+std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>& known_coders() {
+  static auto* const leaked = new std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>{};
+  return *leaked;
+}
+
+// False also in a forked child, which cannot ask.
+bool has_context(c10::DeviceIndex device_index) {
+  try {
+    return c10::cuda::hasPrimaryContext(device_index);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 }  // namespace
 
 Coder& cuda_coder(int device_index) {
-  static auto* const coders = new std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>{};
-  CudaCoder*& coder = coders->at(static_cast<size_t>(device_index));
+  CudaCoder*& coder = known_coders().at(static_cast<size_t>(device_index));
   if (coder == nullptr) coder = new CudaCoder(device_index);
   return *coder;
+}
+
+void make_cuda_coders() {
+  const c10::DeviceIndex device_count = c10::cuda::device_count();
+  for (c10::DeviceIndex index = 0; index < device_count; ++index) {
+    if (has_context(index)) cuda_coder(index);
+  }
+}
+
+std::vector<Coder*> cuda_coders() {
+  std::vector<Coder*> made;
+  for (CudaCoder* const coder : known_coders()) {
+    if (coder != nullptr) made.push_back(coder);
+  }
+  return made;
 }
 
 }  // namespace torchoffload

@@ -3,10 +3,12 @@
 // Thread safety: every method, any thread.
 // Stream order:  its streams have the highest priority, so that a copy which waits for a kernel does not wait for the
 //                program's kernels.
-// Shutdown:      nothing is destroyed; see Note [No CUDA after main].
+// Shutdown:      nothing is destroyed; see Note [No CUDA after main]. Each has a thread, which its stop() ends.
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>
+
+#include <vector>
 
 #include "device/coder.h"
 
@@ -14,5 +16,11 @@ namespace torchoffload {
 
 // The device's one; nothing is compiled and no stream is made before prepare(). Needs the GIL.
 Coder& cuda_coder(int device_index);
+
+// Makes those of the devices that this process has a context on. Makes no context, and throws nothing. Needs the GIL.
+void make_cuda_coders();
+
+// Those that were made. Asks no device. Needs the GIL.
+std::vector<Coder*> cuda_coders();
 
 }  // namespace torchoffload

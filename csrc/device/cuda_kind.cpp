@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "device/backends.h"
 #include "device/cuda_backend.h"
@@ -39,6 +40,9 @@ class CudaKind final : public BackendKind {
   bool is_available() const override { return cuda_available(); }
 
   void note_entry(Placement) override { note_entry_on_cuda(); }
+
+  void make_coders() override { make_cuda_coders(); }
+  std::vector<Coder*> coders() const override { return cuda_coders(); }
 
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 

@@ -26,9 +26,8 @@ uint64_t CodedLink::lane_bytes() const {
   return most_bytes;
 }
 
-std::optional<CodedLink::Staging> CodedLink::prepare() const {
+std::optional<CodedLink::Staging> CodedLink::allocate_staging() const {
   constexpr size_t kFewestLanes = 2;  // one is coded while the other is copied
-  if (!exists() || !backend_.coder->prepare()) return std::nullopt;
   for (size_t lane_count = backend_.coder->lane_count(); lane_count >= kFewestLanes; lane_count /= 2) {
     if (auto staging = try_allocate(lane_count)) return staging;
   }

@@ -49,10 +49,12 @@ class CodedLink {
     StreamId stream = kNoStream;  // that it was allocated on
     Point allocated;
   };
-  // What copies need: code that works on this device, and staging memory, which is allocated on the current stream.
-  // Where memory is scarce there are fewer lanes than the Coder asks for. nullopt: there is no such code, or no memory
-  // for two lanes each way. Blocks: call it without the GIL, and while no graph is captured.
-  std::optional<Staging> prepare() const;
+  // Begins to make the code ready, in the background. Returns at once whether it is.
+  bool prepare_code() const { return exists() && backend_.coder->prepare(); }
+  // What copies need besides: staging memory, allocated on the current stream. Where memory is scarce there are fewer
+  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks: call it without the GIL,
+  // and while no graph is captured.
+  std::optional<Staging> allocate_staging() const;
   // From here on copies can be made. Not if it is_ready().
   void adopt(Staging staging);
   bool is_ready() const { return is_ready_; }

@@ -1,4 +1,5 @@
 // Which records are coded for their way over the link, and what is counted of them.
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -8,17 +9,17 @@ namespace torchoffload {
 
 // An external stream may be destroyed while staging memory that was allocated on it is in use: none is allocated there.
 bool Engine::prepare_coding(const ContextOptions& options) {
-  const bool is_wanted =
-      options.compress == Compress::On || (options.compress == Compress::Auto && lessons_.expects_coding());
-  if (!is_wanted || !options.use_streams || !coded_.exists() || is_inherited()) return false;
+  if (!may_code(options) || !coded_.exists() || is_inherited() || Operation::is_shut_down()) return false;
+  const bool is_code_ready = coded_.prepare_code();
+  if (options.compress == Compress::Auto && !lessons_.expects_coding()) return false;
   // The GPU's kernels write to the slots themselves.
-  if (!slots_.require_locked()) return false;
+  if (!slots_.require_locked() || !is_code_ready) return false;
   const bool can_allocate = !backend_.streams.is_capturing() && streams_.is_lasting(backend_.streams.current_stream());
   if (!coded_.is_ready() && can_allocate) {
     std::optional<CodedLink::Staging> staging;
     {
       const BlockingSection blocking;
-      staging = coded_.prepare();
+      staging = coded_.allocate_staging();
     }
     if (staging && !coded_.is_ready()) coded_.adopt(std::move(*staging));
   }
@@ -32,7 +33,7 @@ void Engine::give_up_staging() {
 }
 
 std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const {
-  if (options.compress == Compress::Off || !options.use_streams || !options.use_pin_memory) return std::nullopt;
+  if (!may_code(options)) return std::nullopt;
   const std::optional<codec::Code> code = coded_.expected_code(dtype, nbytes);
   const bool is_learned = options.compress == Compress::Auto || (code && codec::is_selective(*code));
   return is_learned && !options.learn ? std::nullopt : code;
@@ -41,7 +42,7 @@ std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, 
 RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const {
   const ContextOptions& options = tape.context->options;
   const CodingLesson& coding = known.coding;
-  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_link_bound);
+  const bool is_asked_for = tape.codes && (options.compress == Compress::On || coding.is_quicker);
   const std::optional<codec::Code> code = is_asked_for ? coded_.code_of(dtype, nbytes) : std::nullopt;
   if (!code) return {};
   const bool is_selective = codec::is_selective(*code);
@@ -49,6 +50,13 @@ RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes
   const bool may_be_in_vain = options.compress == Compress::On && !is_selective;
   if (coding.has_too_many_exceptions() && !may_be_in_vain) return {};
   return {.used = code, .tag = known.code_tag};
+}
+
+// In the step that codes it first, the record would else not fit where it was in the step before.
+uint64_t Engine::slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes,
+                                const RecordCode& code) const {
+  const std::optional<codec::Code> ever = code.used ? code.used : expected_code(options, dtype, nbytes);
+  return ever ? std::max(nbytes, coded_.pieces(*ever, nbytes).slot_bytes()) : nbytes;
 }
 
 void Engine::count_coded(RecordId id, codec::Code code) {

@@ -41,6 +41,11 @@ struct ContextOptions {
   bool only_inputs = false;  // only storages that Context::admit() was given move
 };
 
+// May anything be coded under these options?
+inline bool may_code(const ContextOptions& options) {
+  return options.compress != Compress::Off && options.use_streams && options.use_pin_memory;
+}
+
 // A context gives each of these warnings at most once.
 enum class Warning : uint8_t { NoEngine, Full, WriteFailed, Trouble, kCount };
 

@@ -23,6 +23,7 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   learn_times();
   slots_.tell_trouble(*context);
   const bool codes = prepare_coding(context->options);
+  const bool is_alone = ledger_.live_tapes() == left_behind_count_;
   const TapeId tape = ledger_.open_tape();
   tapes_.grow_to(tape.index + size_t{1});
   TapeInfo& info = tapes_[tape.index];
@@ -30,10 +31,13 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   info.id = tape;
   info.context = std::move(context);
   info.number = ++tapes_opened_;
+  info.was_alone = is_alone;
   info.codes = codes;
   times_.opened(tape, info.number);
   windows_.open(tape);
-  windows_.set_limits(tape, lessons_.opened(tape, info.context->options.windows, info.context->options.learn));
+  const ContextOptions& options = info.context->options;
+  const bool chooses_code = may_code(options) && options.compress == Compress::Auto && coded_.exists();
+  windows_.set_limits(tape, lessons_.opened(tape, options.windows, options.learn, chooses_code));
   count_left_behind();
   ++Statistics::global().live_tapes;
   return tape;
@@ -86,7 +90,8 @@ void Engine::tell_closed(TapeId id) {
 
 void Engine::tape_is_gone(TapeId id) {
   const TapeInfo& info = tapes_[id.index];
-  times_.gone(id, info.has_backward_begun ? lessons_.shape(id) : std::nullopt, info.record_count);
+  const auto shape = info.has_backward_begun ? lessons_.shape(id) : std::nullopt;
+  times_.gone(id, shape, info.record_count, lessons_.code(id), info.was_alone && info.number == tapes_opened_);
   lessons_.gone(id);
   count_left_behind();
   Statistics::global().tape_finished(info.row);
@@ -115,7 +120,9 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
 
 void Engine::learn_times() {
   if (is_inherited()) return;
+  const bool expected_coding = lessons_.expects_coding();
   while (auto taken = times_.take()) lessons_.learn_times(taken->shape, std::move(taken->times));
+  if (expected_coding && !lessons_.expects_coding()) give_up_staging();
 }
 
 Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {

@@ -82,6 +82,7 @@ class Engine {
   void hold_growth() { slots_.hold_growth(); }
 
   const CodedLink& coded() const { return coded_; }
+  std::vector<CodingVerdict> codes_given_up() const { return lessons_.learner().codes_given_up(); }
   void give_up_staging();  // of coded copies, unless a tape is alive. May block
   // The code by which a record of this dtype crosses the link under these options, as far as is known of the device,
   // once that is worth it. nullopt: it is not coded.
@@ -137,6 +138,7 @@ class Engine {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until what it reloaded was given back
     bool has_backward_begun = false;
+    bool was_alone = false;    // no other tape was alive when it was opened, but for those that were left behind
     bool codes = false;        // its records are coded, where they can be
     uint64_t fetch_place = 0;  // where slots may be on a disk: those of saves from here on were looked at
   };
@@ -214,9 +216,12 @@ class Engine {
 
   // ---- what the link carries coded: coding.cpp ----
 
-  // Makes the code ready for a tape under these options, if they ask for it. Returns whether it is. Blocks.
+  // Begins to make the code ready for tapes under these options, if they may ask for it, and takes staging memory once
+  // it is ready. Returns whether the tape that is being opened is coded. May block, but never for the code.
   bool prepare_coding(const ContextOptions& options);
   RecordCode code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const;
+  // What a record's slot has room for: its bytes, and its coded bytes where it is coded now or may be in a later step.
+  uint64_t slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes, const RecordCode& code) const;
   void count_coded(RecordId id, codec::Code code);
   // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
   void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);

@@ -7,14 +7,14 @@ namespace torchoffload {
 
 // ---- forward ----
 
-WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns) {
+WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns, bool chooses_code) {
   tapes_.grow_to(id.index + size_t{1});
   OfTape& tape = of(id);
   tape = {};
   tape.options = options;
   tape.learns = learns;
   tape.order_number = order_.opened(id);
-  if (learns) tape.trace = learner_.begin(options, order_.is_own_backward_next(tape.order_number));
+  if (learns) tape.trace = learner_.begin(options, order_.is_own_backward_next(tape.order_number), chooses_code);
   return default_windows(options, 0);
 }
 

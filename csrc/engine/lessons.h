@@ -42,9 +42,9 @@ class Lessons {
 
   // ---- forward ----
 
-  // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one. Returns the
-  // tape's windows until its first record.
-  WindowBytes opened(TapeId tape, const WindowOptions& options, bool learns);
+  // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one.
+  // `chooses_code`: whether the tape is coded depends on what is known. Returns its windows until its first record.
+  WindowBytes opened(TapeId tape, const WindowOptions& options, bool learns, bool chooses_code);
   // The tape's next record is about to be made.
   Known next(TapeId tape, const NewRecord& record);
 
@@ -85,6 +85,9 @@ class Lessons {
   // ---- coding ----
 
   bool expects_coding() const { return learner_.expects_coding(); }
+  // A record of the tape is coded.
+  void note_coded(TapeId tape) { learner_.note_coded(of(tape).trace); }
+  TapeCode code(TapeId tape) const { return of(tape).trace.code; }
   // Of a coded record of a tape that is closed: the share of its blocks that were exceptions.
   void learn_exceptions(TapeId tape, size_t record, double share) {
     if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);

@@ -76,7 +76,8 @@ Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t 
   if (is_beyond_fraction(info, nbytes)) return {Decision::keep(Reason::BeyondFraction), nbytes};
   if (known.why != Reason::None) return {Decision::keep(known.why), nbytes};
   const RecordCode code = code_for(info, saved.dtype, nbytes, known);
-  const uint64_t slot_bytes = code.used ? coded_.pieces(*code.used, nbytes).slot_bytes() : nbytes;
+  if (code.used) lessons_.note_coded(tape);
+  const uint64_t slot_bytes = slot_bytes_for(context->options, saved.dtype, nbytes, code);
   if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, code};
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
   SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");

@@ -33,7 +33,7 @@ Engine*& engine_of(const Backend& backend) {
 void add_store(SlotStore& store) {
   if (std::find(stores().begin(), stores().end(), &store) != stores().end()) return;
   stores().push_back(&store);
-  if (Operation::is_shut_down()) store.stop();  // a thread that outlives the others came after stop_stores()
+  if (Operation::is_shut_down()) store.stop();  // a thread that outlives the others came after stop_threads()
 }
 
 bool is_profiling = false;
@@ -100,10 +100,18 @@ uint64_t trim_stores() {
   return given_back_bytes + trim_backends(EnginesOfBackends());
 }
 
-void stop_stores() {
+void prepare_coders() {
+  if (Operation::is_shut_down()) return;
+  make_coders();
+  for (Coder* const coder : all_coders()) coder->prepare();
+}
+
+void stop_threads() {
   const std::vector<SlotStore*> all = stores();
+  const std::vector<Coder*> coders = all_coders();
   const BlockingSection blocking;
   for (SlotStore* const store : all) store->stop();
+  for (Coder* const coder : coders) coder->stop();
 }
 
 }  // namespace torchoffload

@@ -36,8 +36,12 @@ std::vector<EngineProfile> stop_profile();
 // back. May block, without the GIL.
 uint64_t trim_stores();
 
-// The process is about to end, and Operation::shut_down() was called: no store takes anything any more, and none that
-// is made later. May block, without the GIL.
-void stop_stores();
+// Begins to make the codes ready on the devices that the program uses, so that steps need not wait for them. Returns at
+// once.
+void prepare_coders();
+
+// The process is about to end, and Operation::shut_down() was called: no store takes anything any more, none that is
+// made later does, and no code is made ready. May block, without the GIL.
+void stop_threads();
 
 }  // namespace torchoffload

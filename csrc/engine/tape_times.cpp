@@ -62,12 +62,12 @@ void TapeTimes::give_up(OfTape& tape) {
   timeline_.stop();
 }
 
-void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count) {
+void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone) {
   OfTape& tape = tapes_[id.index];
   if (!tape.is_timed) return;
   if (!shape) return give_up(tape);
   tape.is_timed = false;
-  gone_.push_back({*shape, tape.number, record_count, tape.first_entry, timeline_.entry_count()});
+  gone_.push_back({*shape, tape.number, record_count, tape.first_entry, timeline_.entry_count(), code, was_alone});
 }
 
 std::optional<TapeTimes::Taken> TapeTimes::take() {
@@ -112,7 +112,21 @@ StepTimes TapeTimes::times_of(const Gone& tape) {
   if (link_.in_bytes_per_s == 0) link_.in_bytes_per_s = link_.out_bytes_per_s;
   link_.latency_s = kLatencyS;
   times.link = link_;
+  times.code = tape.code;
+  if (tape.was_alone) times.step_s = step_seconds(tape);
   return times;
+}
+
+double TapeTimes::step_seconds(const Gone& tape) const {
+  std::optional<double> begin_s;
+  double end_s = 0;
+  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
+    const Timeline::Entry& entry = timeline_.entry(number);
+    if (entry.tape != tape.number || is_copy(entry) || entry.kind == EntryKind::DropWait) continue;
+    if (!begin_s) begin_s = entry.begin_s;
+    end_s = std::max(end_s, entry.end_s);
+  }
+  return begin_s ? end_s - *begin_s : 0;
 }
 
 }  // namespace torchoffload

@@ -29,7 +29,8 @@ class TapeTimes {
   void next(TapeId tape, bool is_first, bool wants_times);
 
   // The tape's last record was released. `shape`: what the tape was learned as; nullopt: its times are of no use.
-  void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count);
+  // `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
+  void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
 
   // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its
   // end yet. Asks the device only while there is such a tape.
@@ -52,12 +53,16 @@ class TapeTimes {
     size_t record_count = 0;
     uint64_t first_entry = 0;
     uint64_t end_entry = 0;
+    TapeCode code = TapeCode::None;
+    bool was_alone = false;
   };
   // Times the tape no more, and tells the timeline that one user less wants entries.
   void give_up(OfTape& tape);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
-  // which a stream waited for us is subtracted.
+  // which a stream waited for us is subtracted, but for step_s.
   StepTimes times_of(const Gone& tape);
+  // From the tape's first record to its last ask, that one's wait included.
+  double step_seconds(const Gone& tape) const;
 
   Streams& streams_;
   Timeline& timeline_;

@@ -89,6 +89,8 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
   bool prepare() override { return inner_.coder->prepare(); }
+  void await_prepared() override { inner_.coder->await_prepared(); }
+  void stop() override { inner_.coder->stop(); }
   std::string obstacle() const override { return inner_.coder->obstacle(); }
   std::optional<codec::Code> code_of(uint8_t dtype) const override;
   uint64_t least_bytes() const override;

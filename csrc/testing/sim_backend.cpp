@@ -79,6 +79,8 @@ std::string& coding_refusal() {
 }
 
 std::atomic<bool> is_coded_as_on_cuda = false;
+std::atomic<bool> is_coding_held = false;
+std::atomic<bool> is_held_coding_awaited = false;
 
 struct LoggedDevice {
   explicit LoggedDevice(int device_index)
@@ -136,7 +138,10 @@ void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, Stream
   world().copy_in(target, slot.address, nbytes, stream);
 }
 
-bool SimBackend::prepare() { return obstacle().empty(); }
+bool SimBackend::prepare() {
+  if (is_coding_held) is_held_coding_awaited = true;
+  return obstacle().empty() && !is_coding_held;
+}
 
 std::string SimBackend::obstacle() const {
   const std::lock_guard lock(refusal_mutex());
@@ -152,8 +157,15 @@ void code_as_on_cuda(bool as_on_cuda) { is_coded_as_on_cuda = as_on_cuda; }
 StreamId SimBackend::encode_stream() { return world().stream_of(device_index_, StreamRole::Encode); }
 StreamId SimBackend::decode_stream() { return world().stream_of(device_index_, StreamRole::Decode); }
 
-void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) { world().encode(piece, tag, stream); }
-void SimBackend::decode(const CodedPiece& piece, StreamId stream) { world().decode(piece, stream); }
+void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) {
+  take_coding_time(stream);
+  world().encode(piece, tag, stream);
+}
+
+void SimBackend::decode(const CodedPiece& piece, StreamId stream) {
+  take_coding_time(stream);
+  world().decode(piece, stream);
+}
 
 bool SimBackend::owns(MemoryRef memory) const {
   return storage_impl(memory).data_ptr().get_deleter() == &free_simulated;
@@ -223,6 +235,16 @@ void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
   if (link_bytes_per_s_ > 0) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
 }
 
+void SimBackend::set_coding_time(double seconds) {
+  const std::lock_guard lock(mutex_);
+  coding_s_ = seconds;
+}
+
+void SimBackend::take_coding_time(StreamId stream) {
+  const std::lock_guard lock(mutex_);
+  if (link_bytes_per_s_ > 0) clock_s(stream) += coding_s_;
+}
+
 void start_simulation(SimOptions options) {
   if (options.sequence_number == nullptr) options.sequence_number = &at::sequence_number::peek;
   world().start(options);
@@ -264,6 +286,13 @@ const Backend* simulated_backend_for(const void* data) {
   const auto device_index = world().device_index_of(data);
   return device_index ? &simulated_backend(*device_index) : nullptr;
 }
+
+void hold_coding(bool holds) {
+  is_held_coding_awaited = false;
+  is_coding_held = holds;
+}
+
+bool is_coding_awaited() { return is_held_coding_awaited; }
 
 void refuse_coding(std::string why) {
   std::lock_guard lock(refusal_mutex());

@@ -79,14 +79,18 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   // All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
   void set_link(double bytes_per_s);
   void advance(double seconds);
+  // What coding a piece takes, on the stream that codes it.
+  void set_coding_time(double seconds);
 
  private:
   void take_link(StreamId stream, uint64_t nbytes);
+  void take_coding_time(StreamId stream);
   double& clock_s(StreamId stream);  // under the mutex
 
   const int device_index_;
   mutable std::mutex mutex_;  // guards all below
   double link_bytes_per_s_ = 0;
+  double coding_s_ = 0;                                       // of a piece
   double now_s_ = 0;                                          // of computing
   std::map<StreamId, double> copied_s_;                       // when what a stream of ours was given ends
   std::map<std::pair<StreamId, uint64_t>, double> points_s_;  // by stream and serial
@@ -120,6 +124,11 @@ void code_as_on_cuda(bool as_on_cuda);
 
 // What prepare() of simulated devices finds in its way from here on; empty: nothing.
 void refuse_coding(std::string why);
+
+// While codes are held up, prepare() of simulated devices does not get ready; else it is ready at once.
+void hold_coding(bool holds);
+// Was prepare() called since codes are held up?
+bool is_coding_awaited();
 
 // For PinnedArena: see HostRegistration.
 std::string simulated_register(void* address, size_t nbytes);

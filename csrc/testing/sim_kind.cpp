@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "device/backends.h"
 #include "testing/logging_backend.h"
@@ -28,6 +29,13 @@ class SimKind final : public BackendKind {
   }
 
   bool is_available() const override { return active_simulation() != nullptr; }
+
+  std::vector<Coder*> coders() const override {
+    std::vector<Coder*> all;
+    for (int index = 0; is_available() && index < SimWorld::instance().device_count(); ++index)
+      all.push_back(&simulated_device(index));
+    return all;
+  }
 
   HostRegistration host_registration() const override { return {simulated_register, simulated_unregister}; }
 

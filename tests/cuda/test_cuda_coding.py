@@ -4,6 +4,9 @@ Which bits come back is in tests/engine/test_coded_values.py.
 """
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -65,6 +68,83 @@ def test_gradients_are_those_of_stock(device_under_test: Device, options: dict[s
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)
     if "compress" not in options:
         assert torchoffload.stats().records_coded > 0
+
+
+# ---- kernels that are made in the background, each in a process of its own ----
+
+MADE_WHILE_STEPS_GO_ON = """
+import time, torch, torchoffload
+x = torch.randn(1 << 22, device="cuda").bfloat16().requires_grad_()
+wanted = torch.autograd.grad((x.sin() * x).exp().sum(), x)[0]
+deadline = time.monotonic() + 60
+counts = []
+while not counts or counts[-1] == 0:
+    assert time.monotonic() < deadline, torchoffload.report()
+    torchoffload.reset_stats()
+    with torchoffload.OffloadActivations(compress=True, offload_window_bytes=0, reload_window_bytes=0):
+        y = (x.sin() * x).exp().sum()
+    got = torch.autograd.grad(y, x)[0]
+    assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
+    counts.append(torchoffload.stats().records_coded)
+assert torchoffload.stats().coding_obstacles == {}
+print("right")
+"""
+
+THE_PROGRAM_ENDS_MEANWHILE = """
+import torch, torchoffload
+x = torch.randn(1 << 22, device="cuda").bfloat16().requires_grad_()
+with torchoffload.OffloadActivations(compress=True):
+    y = x.sin()
+y.sum().backward()
+print("right")
+"""
+
+A_GRAPH_IS_CAPTURED_MEANWHILE = """
+import torch, torchoffload
+from torchoffload._C_testing import testing
+x = torch.ones(1 << 20, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="global"):
+    y = x * 2
+    testing.await_coders()
+    z = y + 1
+x.fill_(3)
+graph.replay()
+assert torch.equal(z, x * 2 + 1)
+w = torch.randn(1 << 22, device="cuda").bfloat16().requires_grad_()
+with torchoffload.OffloadActivations(compress=True, offload_window_bytes=0, reload_window_bytes=0):
+    v = w.sin()
+v.sum().backward()
+assert torchoffload.stats().records_coded == 1, torchoffload.report()
+print("right")
+"""
+
+NOTHING_IS_MADE_ON_A_DEVICE_THAT_IS_NOT_USED = """
+import torch, torchoffload
+x = torch.randn(1 << 22, device="cuda:1").bfloat16().requires_grad_()
+with torchoffload.OffloadActivations(compress=True):
+    y = x.sin()
+y.sum().backward()
+assert not torch._C._cuda_hasPrimaryContext(0)
+print("right")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(MADE_WHILE_STEPS_GO_ON, id="while steps go on"),
+        pytest.param(THE_PROGRAM_ENDS_MEANWHILE, id="as the program ends"),
+        pytest.param(A_GRAPH_IS_CAPTURED_MEANWHILE, id="while a graph is captured"),
+        pytest.param(
+            NOTHING_IS_MADE_ON_A_DEVICE_THAT_IS_NOT_USED, id="only where it is used", marks=pytest.mark.two_gpus
+        ),
+    ],
+)
+def test_kernels_are_made_in_the_background(program: str):
+    environment = os.environ | {"TORCHOFFLOAD_TESTING": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
 def test_side_streams_and_threads(device_under_test: Device):

@@ -1,4 +1,4 @@
-"""What the link carries coded: gradients, counts, staging memory, and when ``compress="auto"`` codes.
+"""What the link carries coded: gradients, counts, staging memory, and code that gets ready in the background.
 
 On the simulated device, whose reference code takes every dtype, in pieces of 1024 bytes.
 """
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import torchoffload
+from coded_copies import codes_held_up
 from devices import Device
-from timed_steps import COPY_S, LEAST_MEMORY, RECORD_BYTES, scope_with_a_link, step
+from timed_steps import LEAST_MEMORY
 
 pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build alone")
 
@@ -246,62 +247,79 @@ def test_coded_and_other_records_in_one_step(device_under_test: Device):
     assert 0 < stats.records_coded < stats.records_offloaded
 
 
-# ---- auto ----
+# ---- codes that are made ready in the background ----
 
 
-def coded_records(device: Device, layers: int, steps: int, **options: Any) -> list[int]:
-    """How many records each step coded."""
-    counts = []
-    for _ in range(steps):
+def test_copies_are_raw_until_the_code_is_ready_and_no_step_waits_for_it(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.randn(3000).requires_grad_()
+        raw = gradient_of(device_under_test, x)
+        with codes_held_up():
+            steps = [gradient_of(device_under_test, x, compress=True) for _ in range(2)]
+            stats = torchoffload.stats()
+            assert (stats.records_coded, stats.staging_bytes, stats.coding_obstacles) == (0, 0, {})
+        steps += [gradient_of(device_under_test, x, compress=True)]
+    assert torchoffload.stats().records_coded == stats.records_offloaded // 3
+    for gradient in steps:
+        assert torch.equal(gradient, raw)
+
+
+def test_a_tape_that_is_open_as_the_code_gets_ready_goes_on_as_it_began(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(3000).requires_grad_()
+        with device_under_test.context(compress=True):
+            with codes_held_up():
+                y = x.sin()
+            z = y.exp().sin()
+        assert torchoffload.stats().records_coded == 0
+        (gradient,) = torch.autograd.grad(z.sum(), x)
+        with device_under_test.context():
+            z = x.sin().exp().sin()
+        assert torch.equal(gradient, torch.autograd.grad(z.sum(), x)[0])
+
+
+@pytest.mark.parametrize("compress", [True, "auto"])
+def test_the_code_is_begun_as_a_context_that_may_code_is_entered_first(device_under_test: Device, compress: Any):
+    with device_under_test.scope(), codes_held_up():
+        context = device_under_test.context(compress=compress)
+        assert not testing.is_coding_awaited()
+        with context:
+            assert testing.is_coding_awaited()
+
+
+@pytest.mark.parametrize("options", [{"compress": False}, {"compress": "auto", "use_streams": False}])
+def test_no_other_context_begins_it(device_under_test: Device, options: dict[str, Any]):
+    with device_under_test.scope(), codes_held_up():
+        gradient_of(device_under_test, torch.rand(3000).requires_grad_(), **options)
+        assert not testing.is_coding_awaited()
+
+
+def test_a_record_that_is_coded_later_finds_the_slot_that_it_had_raw(device_under_test: Device):
+    """Records of several sizes take as many bytes of slots coded as raw, so they fit in the same budget."""
+
+    def step(**options: Any) -> tuple[int, int]:
         torchoffload.reset_stats()
-        step(device, layers, learn=True, **(LEAST_MEMORY | options))
-        counts.append(torchoffload.stats().records_coded)
-    return counts
+        with device_under_test.context(compress=True, **options):
+            saved = [x.sin() for x in leaves]
+        torch.autograd.grad(sum(y.sum() for y in saved), leaves)
+        del saved
+        return torchoffload.stats().peak_slot_bytes, torchoffload.stats().records_coded
+
+    with device_under_test.scope():
+        leaves = [torch.rand(numel).requires_grad_() for numel in (5000, 70_001, 1 << 20, 3 << 18)]
+        with codes_held_up():
+            raw_bytes, coded = step()
+            assert coded == 0
+        for _ in range(3):
+            assert step(budget_bytes=raw_bytes, on_full="error") == (raw_bytes, len(leaves))
 
 
-def test_auto_codes_from_the_third_step_where_the_link_binds(device_under_test: Device):
-    with scope_with_a_link(device_under_test):
-        counts = coded_records(device_under_test, 8, 8, compress="auto")
-        assert counts[:2] == [0, 0]
-        assert all(count > 0 for count in counts[2:])
-
-
-def test_auto_does_not_code_where_computing_hides_the_copies(device_under_test: Device):
-    with scope_with_a_link(device_under_test):
-        testing.set_link(0, 100 * RECORD_BYTES / COPY_S)
-        windows = {"offload_window_bytes": 4 * RECORD_BYTES, "reload_window_bytes": 4 * RECORD_BYTES}
-        assert coded_records(device_under_test, 8, 8, compress="auto", **windows) == [0] * 8
-        assert torchoffload.stats().staging_bytes == 0
-
-
-def test_auto_leaves_out_what_did_not_get_smaller(device_under_test: Device):
-    """The layers' inputs are powers of two, each one number: no exceptions. Random bits are all exceptions."""
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, noise):
-            ctx.save_for_backward(noise)
-            testing.advance(0, 1e-5)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            ctx.saved_tensors  # noqa: B018
-            return gradient, None
-
-    def one(compress: str) -> int:
-        torchoffload.reset_stats()
-        with device_under_test.context(learn=True, compress=compress, **LEAST_MEMORY):
-            x = torch.ones(64, 64, requires_grad=True)
-            for _ in range(4):
-                x = Save.apply(x, torch.randint(-(2**31), 2**31 - 1, (64, 64), dtype=torch.int32))
-                x = Save.apply(x, torch.full((64, 64), 1.5))
-            loss = x.sum()
-        loss.backward()
-        del loss, x
-        return torchoffload.stats().records_coded
-
-    with scope_with_a_link(device_under_test):
-        counts = [one("auto") for _ in range(6)]
-    assert counts[:3] == [0, 0, 8]
-    assert counts[-1] == 4
+def test_slots_of_contexts_that_never_code_have_the_size_of_their_records(device_under_test: Device):
+    with device_under_test.scope():
+        x = torch.rand(1 << 16).requires_grad_()
+        for options in ({"compress": False}, {"compress": "auto", "learn": False}):
+            torchoffload.reset_stats()
+            with device_under_test.context(**options):
+                y = x.sin()
+            assert torchoffload.stats().peak_slot_bytes == x.nbytes
+            del y

@@ -15,7 +15,11 @@ def made(**counts):
     """Statistics with these counts, and zeros."""
     zeros = {field.name: 0 for field in dataclasses.fields(_stats.OffloadStats)}
     return _stats.OffloadStats(
-        **(zeros | {"records_kept": {}, "bytes_kept": {}, "coding_obstacles": {}, "tapes": ()} | counts)
+        **(
+            zeros
+            | {"records_kept": {}, "bytes_kept": {}, "coding_obstacles": {}, "codes_given_up": {}, "tapes": ()}
+            | counts
+        )
     )
 
 

@@ -40,6 +40,16 @@ def codes_of_cuda(device: Device) -> Iterator[None]:
         _testing().code_as_on_cuda(False)
 
 
+@contextlib.contextmanager
+def codes_held_up() -> Iterator[None]:
+    """The code of simulated devices does not get ready. Needs the test build."""
+    _testing().hold_coding(True)
+    try:
+        yield
+    finally:
+        _testing().hold_coding(False)
+
+
 def _testing() -> Any:
     from torchoffload._C_testing import testing
 

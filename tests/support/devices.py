@@ -5,6 +5,7 @@ test more often.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import zlib
@@ -122,9 +123,25 @@ def spill_everything(name: str, directory: pathlib.Path) -> None:
     testing.spill_everything(str(directory), memory_bytes=1 << 20)
 
 
+@functools.cache
+def await_coders() -> None:
+    """From here on copies on CUDA are coded from a test's first step on. Does nothing without the test build.
+
+    Users wait for no kernel: what they save before it was compiled is copied as it is.
+    """
+    if os.environ.get("TORCHOFFLOAD_TESTING") != "1":
+        return
+    from torchoffload._C_testing import testing
+
+    for index in range(torch.cuda.device_count()):
+        torch.zeros(1, device=f"cuda:{index}")  # coders are those of devices that are in use
+    testing.await_coders()
+
+
 def require_cuda() -> None:
     """Skip, or with TORCHOFFLOAD_REQUIRE_CUDA=1 fail, where torch sees no CUDA device."""
     if torch.cuda.is_available():
+        await_coders()
         return
     if REQUIRE_CUDA:
         pytest.fail("TORCHOFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device")

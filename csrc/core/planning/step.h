@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/ledger.h"
+#include "core/planning/coding_trial.h"
 #include "core/windows.h"
 
 namespace torchoffload {
@@ -55,6 +56,8 @@ struct StepTimes {
   std::vector<Record> records;  // as in StepShape
   double compute_s = 0;
   LinkRates link;
+  double step_s = 0;  // from the first record to the last ask, with all waits; 0: other tapes were alive meanwhile
+  TapeCode code = TapeCode::None;
 };
 
 // The properties of a record that do not depend on its size: they are the same for each length of a sequence.

@@ -12,13 +12,14 @@
 #include <optional>
 #include <vector>
 
+#include "core/planning/coding_trial.h"
 #include "core/planning/plan.h"
 
 namespace torchoffload {
 
 // What is known of coding a record for the link.
 struct CodingLesson {
-  bool is_link_bound = false;       // its step takes longer than its computing, when nothing is coded
+  bool is_quicker = false;          // its step takes less time coded, as far as is known
   std::optional<float> exceptions;  // the share of its blocks when it was coded; nullopt: not known
 
   // With more of them the link would carry nearly as many bytes.
@@ -34,12 +35,12 @@ struct Structure {
   std::optional<StepTimes> times;
   std::vector<bool> is_fixed;  // by record: it had the same bytes at each length. Empty: only one length was seen
   bool keeps_end = false;
-  std::optional<uint64_t> window_bytes;          // Plan::window_bytes of the sample's plan
-  bool is_link_bound = false;                    // a step of it takes longer than its computing, when nothing is coded
+  std::optional<uint64_t> window_bytes;  // Plan::window_bytes of the sample's plan
+  CodingTrial trial;
   std::vector<std::optional<float>> exceptions;  // by record, as in CodingLesson; empty: none is known
 
   CodingLesson coding(size_t record) const {
-    return {is_link_bound, record < exceptions.size() ? exceptions[record] : std::nullopt};
+    return {trial.codes(), record < exceptions.size() ? exceptions[record] : std::nullopt};
   }
 
   // A tape of this structure was seen. Notes which of its records do not grow with the others.

@@ -91,8 +91,9 @@ class OffloadActivations(saved_tensors_hooks):
         Code what crosses the link to pinned host memory, without loss: of bfloat16 tensors of at least 1 MiB about
         0.77 of the bytes remain, of float32 tensors that were seen to hold bfloat16 values about 0.4, and all others
         are copied as they are. Coding runs on the device and takes 193 MiB of its memory. ``"auto"`` does so in steps
-        that were seen to wait for the link, and leaves out tensors that did not get smaller. Slots stay as large as
-        the tensors.
+        that were seen to wait for the link, unless they were timed to take no less time so, and leaves out tensors
+        that did not get smaller. Slots stay as large as the tensors. What is saved before the device's kernels are
+        ready, which no step waits for, is copied as it is.
     memory : int, float, str, optional
         What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
         fraction of what it can have there. Then only what is saved in the blocks of ``model``, which has to be given,

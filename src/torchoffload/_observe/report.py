@@ -57,6 +57,10 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
 def _coded_lines(seen: OffloadStats) -> list[str]:
     """Return the lines on what ``compress`` did, and on the devices where it could do nothing."""
     lines = [f"  compress is off on {device}: {obstacle}" for device, obstacle in sorted(seen.coding_obstacles.items())]
+    for device, steps in sorted(seen.codes_given_up.items()):
+        for raw_s, coded_s in steps:
+            times = f"took {1000 * coded_s:.1f} ms coded and {1000 * raw_s:.1f} ms as they were"
+            lines.append(f'  compress="auto" has stopped coding steps on {device} that {times}')
     if not seen.records_coded:
         return lines
     exceptions = seen.blocks_excepted / seen.blocks_seen if seen.blocks_seen else 0.0

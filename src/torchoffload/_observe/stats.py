@@ -104,6 +104,9 @@ class OffloadStats(_Counts):
         Device memory that coded bytes go through on their way, in bytes. ``trim()`` gives it back.
     coding_obstacles : dict of str to str
         Why a device codes nothing although ``compress`` asked for it, by device.
+    codes_given_up : dict of str to tuple of tuple of float
+        Of the kinds of step that ``compress="auto"`` has tried to code and copies as they are again, by device: the
+        seconds of a step as it is, and of a coded one, which were not less.
     tapes : tuple of TapeStats
         The latest tapes, at most 64, the oldest first.
     """
@@ -127,6 +130,7 @@ class OffloadStats(_Counts):
     budget_bytes_used: int
     staging_bytes: int
     coding_obstacles: dict[str, str]
+    codes_given_up: dict[str, tuple[tuple[float, float], ...]]
     tapes: tuple[TapeStats, ...]
 
 

@@ -1,0 +1,48 @@
+#include "system/background_call.h"
+
+namespace torchoffload {
+
+BackgroundCall::~BackgroundCall() {
+  if (fork_guard_.inherited()) return;
+  stop();
+  if (thread_) pthread_join(*thread_, nullptr);
+}
+
+void BackgroundCall::begin() {
+  if (has_begun_.load(std::memory_order_acquire) || fork_guard_.inherited()) return;
+  const std::lock_guard lock(mutex_);
+  if (has_begun_.load(std::memory_order_relaxed) || !may_go_on()) return;
+  const SignalBlock no_signals;
+  pthread_t thread;
+  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;
+  pthread_setname_np(thread, name_.c_str());
+  thread_ = thread;
+  is_running_ = true;
+  has_begun_.store(true, std::memory_order_release);
+}
+
+void* BackgroundCall::thread_main(void* background_call) {
+  auto& self = *static_cast<BackgroundCall*>(background_call);
+  self.call_(self);
+  const std::lock_guard lock(self.mutex_);
+  self.is_running_ = false;
+  self.ended_.notify_all();
+  return nullptr;
+}
+
+void BackgroundCall::await_end() {
+  if (fork_guard_.inherited()) return;
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return !is_running_; });
+}
+
+void BackgroundCall::stop() {
+  if (fork_guard_.inherited()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopped_.store(true, std::memory_order_release);
+  }
+  await_end();
+}
+
+}  // namespace torchoffload
