@@ -180,7 +180,7 @@ wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into 
 # Names, or paths of interpreters that are not on PATH.
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 WHEEL_TORCHES ?=
-WHEEL_PLATFORM ?= auto
+WHEEL_PLATFORM ?=
 WHEELS_READY := $(VENV)/.ready-for-wheels
 $(WHEELS_READY): requirements-wheels.txt $(BUILD_READY)
 	$(PIP_INSTALL) $<
@@ -188,8 +188,8 @@ $(WHEELS_READY): requirements-wheels.txt $(BUILD_READY)
 
 .PHONY: wheels
 wheels: $(WHEELS_READY)  ## for each of WHEEL_PYTHONS a wheel for all releases of torch (WHEEL_TORCHES), into dist/
-	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --platform $(WHEEL_PLATFORM) \
-		$(if $(WHEEL_TORCHES),--torches $(WHEEL_TORCHES))
+	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) \
+		$(if $(WHEEL_PLATFORM),--platform $(WHEEL_PLATFORM)) $(if $(WHEEL_TORCHES),--torches $(WHEEL_TORCHES))
 
 .PHONY: try-wheels
 try-wheels: $(WHEELS_READY)  ## install those of dist/ into fresh environments (TRY_TORCHES), and train a step in each
