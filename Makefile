@@ -196,6 +196,11 @@ try-wheels: $(WHEELS_READY)  ## install those of dist/ into fresh environments (
 	$(PY) tools/try_wheels.py dist/*manylinux*.whl --pythons $(WHEEL_PYTHONS) \
 		$(if $(TRY_TORCHES),--torches $(TRY_TORCHES))
 
+TRY_DOCS_ARGS ?=
+.PHONY: try-docs
+try-docs: $(WHEELS_READY)  ## run what README and the gallery show with the wheel in dist/ for PYTHON, and compare
+	$(PY) tools/try_docs.py dist/*manylinux*.whl --python $(PYTHON) $(TRY_DOCS_ARGS)
+
 .PHONY: check-torch
 check-torch: $(READY)  ## compile and link against torch TORCH
 	PATH="$(BIN):$$PATH" $(PY) tools/check_torch.py $(TORCH)
