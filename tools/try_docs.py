@@ -46,6 +46,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Rows of a report that depend on when copies end; what `fit` chose, which depends on how long blocks take; and the loss
 # on the sources of Python's own library, which each release of Python has others of.
 DIFFERS = ("  reloaded", "  waits", "  windows", "  last", "      ", "fit  ", "last loss  ")
+REPORT_ROW = re.compile(r"  [a-z]")
 TIMES = re.compile(r" ?(ms|s|%|threads?)\b|%")
 LOSS_DECIMALS = 4
 NEAR_LOSS = 1e-3
@@ -69,7 +70,7 @@ def alike(shown: str, printed: str) -> bool:
     for start in DIFFERS:
         if shown.startswith(start):
             return printed.startswith(start)
-    if shown.startswith("  "):
+    if REPORT_ROW.match(shown):
         return shown == printed
     if NUMBER.sub("#", shown).split() != NUMBER.sub("#", printed).split():
         return False

@@ -36,6 +36,7 @@ def test_the_readme_and_the_quick_start_have_a_program_and_its_report(try_docs):
     [
         ("plain            2175 ms       284 MiB   identical", "plain            98 ms       291 MiB   identical"),
         ("step 1: loss 0.625783", "step 1: loss 0.625774"),
+        ("   3      5.890734        5.890734     162 MiB", "   3      5.890735        5.890735     162 MiB"),
         ("step time   695 ms    1007 ms, 145% of plain", "step time   12 ms    14 ms, 117% of plain"),
         ("  waits            3 for a full offload window", "  waits            0 for a full offload window"),
         ("3 steps on CPU, 2 threads; memory", "3 steps on CPU, 64 threads; memory"),
