@@ -50,7 +50,7 @@ REPORT_ROW = re.compile(r"  [a-z]")
 TIMES = re.compile(r" ?(ms|s|%|threads?)\b|%")
 LOSS_DECIMALS = 4
 NEAR_LOSS = 1e-3
-NEAR_REST = 0.25
+NEAR_REST = 0.4
 NEAR_COUNT = 16  # MiB, or what else is counted
 
 
