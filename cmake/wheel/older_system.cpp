@@ -66,7 +66,8 @@ void release_reference(void** self) {
   *self = nullptr;
 }
 
-// std::ostringstream(), since gcc 9, and str() of an lvalue, which since gcc 11 is a function of its own.
+// std::ostringstream(), since gcc 9, and str() of an lvalue and of an rvalue, which since gcc 11 are functions of their
+// own. The latter leaves nothing behind.
 void open_string_stream(void* self, std::ios_base::openmode mode) asm(
     "_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode");
 HIDDEN void open_string_stream(void* self) asm("_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev");
@@ -75,6 +76,15 @@ std::string string_of(const void* self) asm("_ZNKSt7__cxx1115basic_stringbufIcSt
 HIDDEN std::string string_of_lvalue(const void* self) asm(
     "_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 std::string string_of_lvalue(const void* self) { return string_of(self); }
+void set_string(void* self, const std::string& text) asm(
+    "_ZNSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strERKNS_12basic_stringIcS2_S3_EE");
+HIDDEN std::string string_of_rvalue(void* self) asm(
+    "_ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
+std::string string_of_rvalue(void* self) {
+  std::string text = string_of(self);
+  set_string(self, std::string());
+  return text;
+}
 
 // What `new` of an array throws when its size is none, since gcc 11.
 [[noreturn]] HIDDEN void throw_bad_array_new_length() asm("_ZSt28__throw_bad_array_new_lengthv");

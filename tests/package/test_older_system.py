@@ -68,6 +68,7 @@ bool streams_and_arrays() {
   std::ostringstream stream;
   stream << "a rather long line, which no string holds within itself: " << 42;
   const std::string text = stream.str();
+  if (std::move(stream).str() != text || !stream.str().empty()) return false;
   volatile long none = -1;
   try {
     std::unique_ptr<int[]> array(new int[none]);
