@@ -78,8 +78,7 @@ HIDDEN std::string string_of_lvalue(const void* self) asm(
 std::string string_of_lvalue(const void* self) { return string_of(self); }
 void set_string(void* self, const std::string& text) asm(
     "_ZNSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strERKNS_12basic_stringIcS2_S3_EE");
-HIDDEN std::string string_of_rvalue(void* self) asm(
-    "_ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
+HIDDEN std::string string_of_rvalue(void* self) asm("_ZNOSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv");
 std::string string_of_rvalue(void* self) {
   std::string text = string_of(self);
   set_string(self, std::string());
