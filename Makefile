@@ -17,7 +17,7 @@ PY := $(BIN)/python
 READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools docs/conf.py)
-CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell find csrc tests cmake -name '*.h' -o -name '*.cpp')
 TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/device/codec/*.cpp \
 	csrc/engine/*.cpp)
 PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
@@ -180,7 +180,7 @@ wheel: $(READY)  ## the sdist, and from it a wheel for the torch of .venv, into 
 # Names, or paths of interpreters that are not on PATH.
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 WHEEL_TORCHES ?=
-WHEEL_PLATFORM ?= auto
+WHEEL_PLATFORM ?=
 WHEELS_READY := $(VENV)/.ready-for-wheels
 $(WHEELS_READY): requirements-wheels.txt $(BUILD_READY)
 	$(PIP_INSTALL) $<
@@ -188,13 +188,18 @@ $(WHEELS_READY): requirements-wheels.txt $(BUILD_READY)
 
 .PHONY: wheels
 wheels: $(WHEELS_READY)  ## for each of WHEEL_PYTHONS a wheel for all releases of torch (WHEEL_TORCHES), into dist/
-	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) --platform $(WHEEL_PLATFORM) \
-		$(if $(WHEEL_TORCHES),--torches $(WHEEL_TORCHES))
+	$(PY) tools/build_wheels.py --pythons $(WHEEL_PYTHONS) \
+		$(if $(WHEEL_PLATFORM),--platform $(WHEEL_PLATFORM)) $(if $(WHEEL_TORCHES),--torches $(WHEEL_TORCHES))
 
 .PHONY: try-wheels
 try-wheels: $(WHEELS_READY)  ## install those of dist/ into fresh environments (TRY_TORCHES), and train a step in each
 	$(PY) tools/try_wheels.py dist/*manylinux*.whl --pythons $(WHEEL_PYTHONS) \
 		$(if $(TRY_TORCHES),--torches $(TRY_TORCHES))
+
+TRY_DOCS_ARGS ?=
+.PHONY: try-docs
+try-docs: $(WHEELS_READY)  ## run what README and the gallery show with the wheel in dist/ for PYTHON, and compare
+	$(PY) tools/try_docs.py dist/*manylinux*.whl --python $(PYTHON) $(TRY_DOCS_ARGS)
 
 .PHONY: check-torch
 check-torch: $(READY)  ## compile and link against torch TORCH

@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import torchoffload
 from _memory import RETURN_FREED_MEMORY, MemorySampler, PeakMemory
@@ -107,7 +106,7 @@ def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespac
 
     step_s, losses, phases, course = [], [], [], []
     peak = PeakMemory(device)
-    for step in tqdm(range(arguments.steps), desc=f"{arguments.run:>9}", unit="step", mininterval=1):
+    for step in _with_progress(arguments):
         inputs, targets = next(data)
         is_last = step == arguments.steps - 1
         sampler = MemorySampler(device) if is_last else None
@@ -145,6 +144,16 @@ def _train(arguments: argparse.Namespace, make_task: Callable[[argparse.Namespac
         report=torchoffload.report() if fitted is None else fitted.report(),
         fit=None if fitted is None else _fit(fitted, memory_bytes),
     )
+
+
+def _with_progress(arguments: argparse.Namespace) -> Iterable[int]:
+    """The numbers of the steps, with a bar that shows how many are done where tqdm is installed."""
+    steps = range(arguments.steps)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, desc=f"{arguments.run:>9}", unit="step", mininterval=1)
 
 
 def _steady_from(phases: list[str]) -> int:

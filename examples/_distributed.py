@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Self
 
 import torch
@@ -23,6 +24,8 @@ def process_group(arguments: argparse.Namespace) -> Iterator[torch.device]:
     """Join the processes that torchrun started: NCCL with a GPU each, or gloo on the CPU. Give this one's device."""
     if "RANK" not in os.environ:
         raise SystemExit("start this with torchrun, for example: torchrun --standalone --nproc-per-node 2 SCRIPT")
+    if find_spec("numpy") is None:
+        raise SystemExit("this example needs numpy, since torch.distributed does: pip install numpy")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
     device = device_of(arguments)
     if device.type == "cuda":

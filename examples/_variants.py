@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -120,7 +121,7 @@ def _train(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, st
         del loss
     peak_bytes = peak.read()
     for parameter in variant.model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
+        digest.update(_bytes_of(parameter.detach().cpu().contiguous()))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {arguments.threads} threads"
     later = slice(1, None) if arguments.steps > 1 else slice(None)
     return Outcome(
@@ -132,6 +133,11 @@ def _train(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, st
         digest=digest.hexdigest(),
         report=torchoffload.report(),
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor of the CPU, also where NumPy is not installed."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _run_in_process(name: str, folder: Path) -> Outcome:

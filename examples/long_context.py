@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,8 @@ def main() -> int:
         arguments.result.write_text(json.dumps([asdict(each) for each in tries]))
         return 0
 
+    if find_spec("transformers") is None:
+        raise SystemExit('this example needs transformers: pip install "torchoffload[examples]"')
     results = {variant: _search_in_process(variant) for variant in arguments.variants}
     threads = "1 thread" if arguments.threads == 1 else f"{arguments.threads} threads"
     name = torch.cuda.get_device_name() if is_cuda else f"CPU, {threads}"

@@ -9,6 +9,7 @@ Run it with an interpreter beside which cmake, ninja and auditwheel are installe
 
 import argparse
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -27,6 +28,8 @@ WORK = ROOT / "build" / "wheels"
 LARGEST_WHEEL_BYTES = 15_000_000
 # Those that we need, of a CUDA build of torch. They are in the process once torch was imported.
 TORCH_LIBRARIES = [f"lib{name}.so" for name in (*probe_torch.CPU_LIBRARIES, *probe_torch.CUDA_LIBRARIES)]
+# The tag of torch's own wheels; see cmake/wheel/older_system.cpp for how. On other processors: what fits.
+PLATFORM = "manylinux_2_28_x86_64" if platform.machine() == "x86_64" else "auto"
 # What of a torch is unpacked.
 TORCH_PARTS = re.compile(rf"torch/(version\.py|include/.*|lib/({'|'.join(map(re.escape, TORCH_LIBRARIES))}))")
 # What a module for CUDA builds may call of CUDA's run-time. The headers of CUDA 12.6 and 13.0 declare each of these in
@@ -39,14 +42,21 @@ SAME_IN_CUDA_12_AND_13 = {
     *("cudaMemsetAsync", "cudaSetDevice", "cudaStreamCreateWithPriority", "cudaStreamIsCapturing", "cudaStreamQuery"),
     *("cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaThreadExchangeStreamCaptureMode"),
 }
+# How the names of what is in std begin: functions, members, tables and types of them.
+STANDARD_LIBRARY = re.compile(r"_Z(N?[KVRO]*St|T[VITS]N?St|N?[KVRO]*S[absiod])")
 BUILD = "import sys; from scikit_build_core.build import build_wheel; print(build_wheel(sys.argv[1], {settings!r}))"
 
 
-def run(*command: str | Path) -> None:
+WHEN_TOO_NEW = """
+This compiler uses what older systems lack and cmake/wheel/older_system.cpp does not have: gcc 12 is known to do.
+WHEEL_PLATFORM=auto gives the wheel the oldest tag that fits it."""
+
+
+def run(*command: str | Path, hint: str = "") -> None:
     """Run a command, whose output is shown as it comes; exit when it fails."""
     words = [str(word) for word in command]
     if subprocess.run(words, check=False, cwd=ROOT).returncode != 0:
-        sys.exit(f"failed: {shlex.join(words)}")
+        sys.exit(f"failed: {shlex.join(words)}{hint}")
 
 
 def all_minors() -> list[str]:
@@ -116,6 +126,16 @@ def check_cuda_functions(module: Path) -> None:
         sys.exit(f"{module} calls {', '.join(sorted(unknown))}: see SAME_IN_CUDA_12_AND_13 in {__file__}")
 
 
+def check_standard_library(module: Path) -> None:
+    """Exit when a module takes part of libstdc++ from torch.
+
+    torch exports what of it older systems lack, in each release something else. Such a symbol has no version.
+    """
+    symbols = check_torch.run("nm", "--dynamic", "--undefined-only", module).split()
+    if borrowed := [name for name in symbols if STANDARD_LIBRARY.match(name) and "@" not in name]:
+        sys.exit(f"{module} needs {', '.join(borrowed)}: see cmake/wheel/older_system.cpp")
+
+
 def check_modules(directory: Path, torches: list[Path]) -> None:
     """Exit when a module in an unpacked wheel needs a symbol that its torch does not have.
 
@@ -130,11 +150,13 @@ def check_modules(directory: Path, torches: list[Path]) -> None:
         check_torch.check_symbols(cpu, libraries[: len(probe_torch.CPU_LIBRARIES)], version)
         (cuda,) = (cores / f"{torch_dir.parent.name}-cuda").glob("_C.*.so")
         check_cuda_functions(cuda)
+        check_standard_library(cpu)
+        check_standard_library(cuda)
         if len(libraries) == len(TORCH_LIBRARIES):
             check_torch.check_symbols(cuda, [*libraries, cudart], version)
 
 
-def build(python: str, name: str, torches: list[Path], platform: str, out: Path) -> Path:
+def build(python: str, name: str, torches: list[Path], tag: str, out: Path) -> Path:
     """Compile and pack the wheel of one Python, and give it its platform tag."""
     interpreter = build_environment(python, name)
     settings = {
@@ -144,11 +166,11 @@ def build(python: str, name: str, torches: list[Path], platform: str, out: Path)
     with tempfile.TemporaryDirectory(dir=WORK) as scratch:
         built = Path(scratch) / "built"
         run(interpreter, "-c", BUILD.format(settings=settings), built)
-        repair: list[str | Path] = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform]
+        repair: list[str | Path] = [sys.executable, "-m", "auditwheel", "repair", "--plat", tag]
         repair += ["--wheel-dir", Path(scratch) / "repaired"]
         for library in TORCH_LIBRARIES:
             repair += ["--exclude", library]
-        run(*repair, only_wheel(built))
+        run(*repair, only_wheel(built), hint=WHEN_TOO_NEW)
         wheel = only_wheel(Path(scratch) / "repaired")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(Path(scratch) / "unpacked")
@@ -161,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", metavar="PYTHON", required=True, help="interpreters, one wheel each")
     parser.add_argument("--torches", nargs="+", metavar="MINOR", default=all_minors(), help="such as 2.9; default: all")
-    parser.add_argument("--platform", default="auto", help="its tag, such as manylinux_2_28_x86_64; default: what fits")
+    parser.add_argument("--platform", default=PLATFORM, help="their tag, or auto: what fits; default: %(default)s")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="default: dist")
     arguments = parser.parse_args()
     if unknown := set(arguments.torches) - set(all_minors()):

@@ -48,7 +48,7 @@ def try_wheel(wheel: Path, python: str, torch: str, scratch: Path) -> None:
     run(python, "-m", "venv", environment, cwd=scratch)
     interpreter = environment / "bin" / "python"
     pip = (interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
-    run(*pip, "--no-compile", f"torch=={torch}", "numpy", cwd=scratch)
+    run(*pip, "--no-compile", f"torch=={torch}", cwd=scratch)
     started = time.monotonic()
     # With this PATH there is no compiler, and so no way but to take the wheel as it is.
     run(*pip, "--no-index", wheel.resolve(), cwd=scratch, path=str(environment / "bin"))
