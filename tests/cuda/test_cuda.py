@@ -205,6 +205,7 @@ def train(device: Device, steps: int, **options) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"offload_window_bytes": None}], ids=["least", "default"])
 def test_a_warmed_up_step_neither_synchronises_nor_asks_nor_pins(device_under_test: Device, options: dict):
+    pytest.importorskip("torchoffload._C_testing", reason="calls of the device are logged in the test build alone")
     from simulated import seam_log
 
     train(device_under_test, WARM_UP_STEPS, **options)
@@ -233,6 +234,7 @@ def test_a_warmed_up_step_passes_cudas_own_synchronisation_check(device_under_te
 
 @pytest.mark.parametrize("window", [(0, 0), (5 << 20, 5 << 20)], ids=["least", "one-record"])
 def test_the_calls_at_the_seam_are_those_of_the_simulated_device(device_under_test: Device, window: tuple[int, int]):
+    pytest.importorskip("torchoffload._C_testing", reason="calls of the device are logged in the test build alone")
     from simulated import seam_log
 
     def log_of(device: Device) -> list[str]:
