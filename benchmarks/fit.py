@@ -7,8 +7,8 @@ checkpoint that saves attention's outputs, or these and those of matrix products
 moving what is saved. The budgets lie between the least memory and that of stock, as ``Fitted.frontier`` predicts them.
 Times are medians of forward and backward together, of steps that follow each other as in training; ``alone_ms`` is that
 of steps that begin on an idle device, where the host has no lead. ``best by hand`` is the fastest of the ways whose
-allocated memory peaks no higher than that of fit, as measured or predicted. ``--cap`` sets the memory of the process to
-each budget, so that PyTorch's allocator gives back what it caches, as it does on a device of that size; the ways by
+allocated memory peaks no higher than that of fit, as measured or predicted. ``--cap`` leaves the process no more memory
+than each budget, as on a device of that size, so that PyTorch's allocator has to give back what it caches; the ways by
 hand are then measured once more under the same limit, the fastest first, until one has not run out of memory.
 """
 
@@ -29,6 +29,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 import torchoffload
+from ballast import Ballast
 from hardware import command_line, hardware
 from subjects import OTHER_SUBJECTS, make_subject
 
@@ -55,6 +56,7 @@ class Row:
     peak_gib: float
     reserved_gib: float
     same_gradients: bool
+    retries: float  # in a step: how often PyTorch's allocator gave back what it caches, for which the device waits
     budget_gib: float | None = None
     predicted_ms: float | None = None
     predicted_peak_gib: float | None = None
@@ -76,6 +78,7 @@ class Bench:
         self.subject = make_subject(options.workload, self.device)
         self.model, self.layers = self.subject.model, self.subject.layers
         self.fixed_bytes = torch.cuda.memory_allocated()
+        self.ballast = Ballast()
         self.gradients: list[torch.Tensor] | None = None
         self.loss_bytes = 0
 
@@ -100,9 +103,12 @@ class Bench:
         self.clear()
         self.step(context())
         torch.cuda.reset_peak_memory_stats()
+        retried = torch.cuda.memory_stats()["num_alloc_retries"]
         alone_ms, step_ms = self.time(context, waits=True), self.time(context, waits=False)
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        row = Row(way, step_ms, alone_ms, self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), **more)
+        retries = (torch.cuda.memory_stats()["num_alloc_retries"] - retried) / (2 * self.options.steps + 1)
+        row = Row(way, step_ms, alone_ms, self.loss_bytes / GIB, peak / GIB, reserved / GIB, self.is_same(), retries,
+                  **more)  # fmt: skip
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()},
               flush=True)  # fmt: skip
         return row
@@ -220,11 +226,9 @@ class Bench:
         fitted.remove()
 
     def limit(self, nbytes: float | None) -> None:
-        """Set the memory of the process, if that is wanted; None: all of the device."""
-        total = torch.cuda.get_device_properties(0).total_memory
+        """Leave the process so much memory, if that is wanted; None: all of the device."""
         if self.options.cap:
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else nbytes / total)
+            self.ballast.leave(nbytes)
 
     def run_until_settled(self, fitted: torchoffload.Fitted) -> None:
         """Run steps until a plan is settled."""
@@ -270,7 +274,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, nargs="*", default=[], help="peaks in GiB to plan for besides")
     parser.add_argument("--margin", type=float, default=0.04)
     parser.add_argument("--ways", nargs="*", help="only these hand-made ways; all if not given")
-    parser.add_argument("--cap", action="store_true", help="set the process's memory fraction to each budget")
+    parser.add_argument("--cap", action="store_true", help="leave the process no more memory than each budget")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--reports", type=Path, help="a folder for what Fitted.report() says at each budget")

@@ -114,8 +114,68 @@ def test_a_plan_that_waits_for_memory_is_compared_with_one_that_takes_less():
     assert not candidates.note_time(13.0, waits_for_memory=True)
     assert candidates.ends_timed_step()
     assert candidates.note_time(12.9, waits_for_memory=False)
-    candidates.add_learned(STEP, 90 * MIB)
+    assert candidates.add_better(STEP, 90 * MIB, learns=True) is STEP
     other = candidates.take_next()
     assert other is not None
     assert other.plan.peak_bytes <= 0.94 * 90 * MIB
-    assert candidates.measured == [trial]
+    time_twice(candidates, 14.0, waits_for_memory=True)
+    assert candidates.measured == [trial, other]
+    candidates.add_better(STEP, 90 * MIB, learns=False)  # the fastest one waited for memory: one takes still less
+    third = candidates.take_next()
+    assert third is not None
+    assert third.plan.peak_bytes < other.plan.peak_bytes
+    time_twice(candidates, 12.0, waits_for_memory=False)
+    candidates.add_better(STEP, 90 * MIB, learns=False)
+    assert candidates.take_next() is None, "the fastest one has room"
+
+
+def test_a_plan_that_takes_less_is_looked_for_until_it_takes_too_little():
+    candidates = Candidates()
+    candidates.add(STEP, plan_step(STEP, 90 * MIB))
+    tried = 0
+    while candidates.take_next() is not None:
+        time_twice(candidates, 13.0 + tried, waits_for_memory=True)
+        candidates.add_better(STEP, 90 * MIB, learns=False)
+        tried += 1
+    assert tried == 4, "those of 0.94, 0.83 and 0.78 of the memory; with 0.88 the plan is that of 0.94"
+
+
+def test_predictions_take_the_pace_of_the_plans_that_were_tried():
+    candidates = Candidates()
+    for memory_bytes in (70 * MIB, 90 * MIB):
+        candidates.add(STEP, plan_step(STEP, memory_bytes))
+    quick, waiting = candidates.trials
+    predicted = [trial.plan.step_s for trial in candidates.trials]
+    candidates.take_next()
+    time_twice(candidates, 1.25 * predicted[0], waits_for_memory=False)
+    candidates.take_next()
+    time_twice(candidates, 9.0 * predicted[1], waits_for_memory=True)
+    does = quick.does, waiting.does
+    assert candidates.take_pace() == pytest.approx(1.25), "a step in which memory was given back tells less"
+    assert [trial.plan.step_s for trial in candidates.trials] == pytest.approx([1.25 * each for each in predicted])
+    assert (quick.does, waiting.does) == does
+    slower = STEP.at_pace(1.25)
+    assert quick.step == slower
+    assert slower.pace == 1.25
+    for memory_bytes in (70 * MIB, 80 * MIB, 90 * MIB):
+        before, after = plan_step(STEP, memory_bytes), plan_step(slower, memory_bytes)
+        assert after.step_s == pytest.approx(1.25 * before.step_s), "all times change alike, and so do copies"
+        assert after.recompute_s == pytest.approx(1.25 * before.recompute_s)
+        assert after.calls == before.calls
+
+
+def test_without_measured_plans_predictions_stay_as_they_are():
+    candidates = Candidates()
+    candidates.add(STEP, plan_step(STEP, 90 * MIB))
+    plan = candidates.trials[0].plan
+    assert candidates.take_pace() == 1.0
+    assert candidates.trials[0].plan == plan
+
+
+def time_twice(candidates: Candidates, step_s: float, *, waits_for_memory: bool) -> None:
+    """Have the plan that is tried take so long."""
+    candidates.ends_timed_step()
+    for _ in range(2):
+        candidates.ends_timed_step()
+        is_last = candidates.note_time(step_s, waits_for_memory=waits_for_memory)
+    assert is_last

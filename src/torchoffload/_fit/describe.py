@@ -158,8 +158,10 @@ def describe(driver: "Driver") -> str:
         f"{human_bytes(plan.kept_bytes)} stay; windows have at most {human_bytes(plan.window_bytes)}",
         f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
-        "What the blocks do:",
     ]
+    if abs(step.pace - 1) >= 0.005:
+        lines.append(f"  predictions are {step.pace:.2f} times what the survey measured, as the plans that were tried")
+    lines.append("What the blocks do:")
     kinds = [call.kind for call in settled.step.calls]
     for name, planned, kind in _runs(driver.called.names, list(zip(plan.calls, kinds, strict=True))):
         line = _call_line(driver, settled.step, name, planned, kind)

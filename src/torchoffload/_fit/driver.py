@@ -316,16 +316,15 @@ class Driver:
             self.choose(Excess.OUT_OF_MEMORY)
 
     def _learns(self) -> bool:
-        """Learn from the trials, once. Returns whether another plan is to be tried then."""
-        if self._has_learned:
-            return False
-        self._has_learned, step = True, cast(Step, self.step)
-        self.step = self.candidates.add_learned(step, self.budget.room_bytes(step))
+        """Learn from the trials. Returns whether another plan is to be tried then."""
+        step, is_first, self._has_learned = cast(Step, self.step), not self._has_learned, True
+        self.step = self.candidates.add_better(step, self.budget.room_bytes(step), learns=is_first)
         return self._next_trial()
 
     def _settle(self, trial: Trial) -> None:
         if trial is not self._followed:
             self._apply(trial)
+        self.step = cast(Step, self.step).at_pace(self.candidates.take_pace())
         self.settled, self.phase = trial, Phase.SETTLED
         is_plain = not trial.again_count and not trial.plan.moved_bytes
         room_bytes = self.budget.room_bytes(trial.step)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 6"
+_FORMAT = "torchoffload plan 7"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

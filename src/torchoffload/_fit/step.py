@@ -95,6 +95,16 @@ class Kind:
     ways: tuple[Way, ...]
     input_link_share: float = 1.0
 
+    def at_pace(self, pace: float) -> "Kind":
+        """Return the same kind, of which everything takes ``pace`` times as long."""
+        return replace(
+            self,
+            forward_s=self.forward_s * pace,
+            backward_s=self.backward_s * pace,
+            outputs=tuple(replace(output, ready_s=output.ready_s * pace) for output in self.outputs),
+            ways=tuple(replace(way, recompute_s=way.recompute_s * pace) for way in self.ways),
+        )
+
     def kept_bytes(self, way: Way) -> int:
         """Return the bytes that a way keeps."""
         return way.input_bytes + sum(self.outputs[number].nbytes for number in way.kept)
@@ -141,6 +151,8 @@ class Step:
         Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
         The time of a copy is what the link carries / rate + latency.
+    pace : float
+        How many times as long all of this takes as in the survey.
     """
 
     kinds: tuple[Kind, ...]
@@ -158,10 +170,25 @@ class Step:
     out_bytes_per_s: float = 1.0
     in_bytes_per_s: float = 1.0
     latency_s: float = 0.0
+    pace: float = 1.0
 
     def peak_bytes(self, plan: "StepPlan") -> int:
         """Return the most that is on the device under a plan, outside of forward and backward as well."""
         return max(plan.peak_bytes, self.other_bytes)
+
+    def at_pace(self, pace: float) -> "Step":
+        """Return the same step, of which everything takes ``pace`` times as long, so that the same plans are best."""
+        return replace(
+            self,
+            kinds=tuple(kind.at_pace(pace) for kind in self.kinds),
+            head_s=self.head_s * pace,
+            loss_s=self.loss_s * pace,
+            end_s=self.end_s * pace,
+            out_bytes_per_s=self.out_bytes_per_s / pace,
+            in_bytes_per_s=self.in_bytes_per_s / pace,
+            latency_s=self.latency_s * pace,
+            pace=self.pace * pace,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +251,10 @@ class StepPlan:
     loss_window_bytes: int
     forward_spare_bytes: int
     backward_spare_bytes: int
+
+    def at_pace(self, pace: float) -> "StepPlan":
+        """Return the same plan for a step at that pace."""
+        return replace(self, step_s=self.step_s * pace, recompute_s=self.recompute_s * pace)
 
 
 def _plan(step: Step, memory_bytes: int | None, timed_as: Step | None = None) -> StepPlan | None:

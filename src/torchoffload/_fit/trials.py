@@ -23,7 +23,9 @@ __all__ = [
 
 _TIMED_STEPS = 2
 _STEPS_OF_OTHER_SIZES = 12
-_WITH_MORE_ROOM = 0.94  # the part of the memory that is planned for where the allocator had too little room
+# Where the allocator had too little room, plans are tried that take a smaller part of the memory.
+_WITH_MORE_ROOM = 0.94
+_LEAST_PART = 0.7
 # Plans differ in what the prediction knows least: the cost of computing again, and the link beside other work.
 _CAUTIONS: tuple[tuple[float, float], ...] = ((1.0, 1.0), (1.3, 1.0), (1.0, 0.8))
 
@@ -40,6 +42,8 @@ class Trial:
         The plan.
     step_s : float or None
         The least time of the steps that were timed; None while there is none.
+    timed_s : list of float
+        The times of these steps.
     reserved_bytes : int
         What was reserved on the device at the end of the latest step; 0 where this cannot be asked for.
     has_failed : bool
@@ -51,6 +55,7 @@ class Trial:
     step: Step
     plan: StepPlan
     step_s: float | None = None
+    timed_s: list[float] = dataclasses.field(default_factory=list)
     reserved_bytes: int = 0
     has_failed: bool = False
     waits_for_memory: bool = False
@@ -74,6 +79,10 @@ class Trial:
         calls = zip(self.step.calls, self.plan.calls, strict=True)
         return sum(not self._way(call, planned).is_plain for call, planned in calls)
 
+    def take_pace(self, pace: float) -> None:
+        """Give what is predicted the pace of steps that took so many times of the survey's."""
+        self.step, self.plan = self.step.at_pace(pace), self.plan.at_pace(pace)
+
     def _way(self, call: Call, planned: CallPlan) -> Way:
         return self.step.kinds[call.kind].ways[planned.way]
 
@@ -93,6 +102,7 @@ class Candidates:
         self.trials: list[Trial] = []
         self.current: Trial | None = None
         self._timed = self._others = 0
+        self._part = 1.0  # of the memory that plans may take
 
     def add(self, step: Step, plan: StepPlan | None) -> None:
         """Add a plan, unless there is one already that does the same."""
@@ -118,8 +128,8 @@ class Candidates:
         """Note what a step took. Returns whether that was the last one of this plan."""
         assert self.current is not None
         self.current.waits_for_memory |= waits_for_memory
-        known_s = self.current.step_s
-        self.current.step_s = step_s if known_s is None else min(known_s, step_s)
+        self.current.timed_s.append(step_s)
+        self.current.step_s = min(self.current.timed_s)
         return self._timed == _TIMED_STEPS
 
     def note_other_size(self) -> bool:
@@ -133,13 +143,37 @@ class Candidates:
         measured = [trial for trial in self.trials if trial.step_s is not None and not trial.has_failed]
         return sorted(measured, key=lambda trial: trial.step_s or 0.0)
 
-    def add_learned(self, step: Step, memory_bytes: int) -> Step:
-        """Add plans for what the measured ones have taught. Returns the step with that."""
-        taught = learned(step, self.measured)
-        self.add(taught, plan_step(taught, memory_bytes))
-        if self.measured[0].waits_for_memory:
-            self.add(taught, plan_step(taught, int(memory_bytes * _WITH_MORE_ROOM)))
-        return taught
+    def add_better(self, step: Step, memory_bytes: int, *, learns: bool) -> Step:
+        """Add plans because of what the measured ones took. Returns the step, with what was learned if wanted.
+
+        If the allocator had to give memory back under the fastest plan so far, the next ones take less memory: the best
+        plan of all, and the best one that moves nothing, since copies in flight cut the memory up, too.
+        """
+        if learns:
+            step = learned(step, self.measured)
+            self.add(step, plan_step(step, memory_bytes))
+        waits, count = self.measured[0].waits_for_memory, len(self.trials)
+        while waits and len(self.trials) <= count and self._part * _WITH_MORE_ROOM >= _LEAST_PART:
+            self._part *= _WITH_MORE_ROOM
+            for each in (step, dataclasses.replace(step, may_move=False)):
+                self.add(step, plan_step(each, int(memory_bytes * self._part), timed_as=step))
+        return step
+
+    def take_pace(self) -> float:
+        """Give all predictions the pace of the steps that were timed. Returns it, as a factor.
+
+        In a survey the device waits now and then, so that its clock is higher than in steps that follow each other. And
+        what the host takes is not in a plan. Steps in which the allocator gave memory back do not count if others do.
+        """
+        measured = self.measured
+        telling = [trial for trial in measured if not trial.waits_for_memory] or measured
+        paces = [taken_s / trial.plan.step_s for trial in telling for taken_s in trial.timed_s if trial.plan.step_s > 0]
+        pace = statistics.median(paces) if paces else 1.0
+        if not pace > 0:
+            return 1.0
+        for trial in self.trials:
+            trial.take_pace(pace)
+        return pace
 
 
 def plans_to_try(step: Step, memory_bytes: int, *, has_allocator: bool = True) -> list[StepPlan]:
