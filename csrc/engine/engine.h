@@ -245,6 +245,9 @@ class Engine {
   bool is_pending(RecordId id);
   // The record's copy does not wait for room any more, if it did. Call it before the record changes its state.
   void stop_waiting(RecordId id);
+  static bool is_waiting(const PendingCopy& copy);
+  // The thread saves this storage: its copies that wait for room are not enqueued before this operator has ended (R1).
+  static void put_off_waiting(const void* storage);
   bool is_offloading(RecordId id) { return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading; }
   // A slot for the record, with the points that guard it. Grows the store where it has no room, which may block.
   // nullopt: the record is not pending any more, for example because the store could not grow and it is kept.

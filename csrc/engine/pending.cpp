@@ -13,7 +13,8 @@
 //   those whose stream lasts: whether a stream that may be destroyed is current is known at this flush alone.
 // - The record stays Resident, as one does between its save and the next hook event: a backward uses the source, and a
 //   release drops it. But operators after the one that saved it run meanwhile, also on other streams, and may write to
-//   the storage. So from here on a save joins the record only at its own version, as if its copy were enqueued.
+//   the storage. So from here on a save joins the record only at its own version, as if its copy were enqueued. And a
+//   copy is not enqueued inside of an operator that saves the same storage once more, in whichever record (R1).
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -49,10 +50,9 @@ struct Engine::Flush {
   // What becomes of the copy at this place, which can be enqueued.
   Turn turn_of(size_t place);
   bool can_wait(const PendingCopy& copy) const;
-  static bool is_waiting(const PendingCopy& copy);
   // How many of the copies before this place wait for room.
   size_t waiting_before(size_t place) const;
-  // The first copy of the engine at `last` that waits for room, up to that place.
+  // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
   std::optional<size_t> oldest_waiting(size_t last) const;
   // May block.
   void begin_wait(PendingCopy& copy);
@@ -73,9 +73,11 @@ void Engine::flush_pending(const ContextState* leaving) {
 // What is called here may run Python code, with flushes of its own. After these nothing is known of places.
 void Engine::Flush::run() {
   uint64_t flush_count = ++thread.flush_count;
+  thread.has_waiting = false;
   for (size_t next = 0; next < thread.pending.size();) {
     PendingCopy& copy = thread.pending[next];
     if (!is_possible(copy) && !mutated(Mutant::CopyNotInsideItsOperator)) {
+      thread.has_waiting = thread.has_waiting || is_waiting(copy);
       ++next;
       continue;
     }
@@ -122,11 +124,6 @@ bool Engine::Flush::can_wait(const PendingCopy& copy) const {
          engine.is_pending(copy.record) && engine.streams_.is_lasting(engine.held(copy.record).bytes.stream);
 }
 
-bool Engine::Flush::is_waiting(const PendingCopy& copy) {
-  Ledger& ledger = copy.engine->ledger_;
-  return ledger.is_live(copy.record) && ledger.record(copy.record).awaits_room;
-}
-
 size_t Engine::Flush::waiting_before(size_t place) const {
   const auto end = thread.pending.begin() + static_cast<ptrdiff_t>(place);
   return static_cast<size_t>(std::count_if(thread.pending.begin(), end, is_waiting));
@@ -136,16 +133,17 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
   const Engine* const engine = thread.pending[last].engine;
   for (size_t place = 0; place <= last; ++place) {
     const PendingCopy& copy = thread.pending[place];
-    if (copy.engine == engine && is_waiting(copy)) return place;
+    if (copy.engine == engine && is_waiting(copy) && is_possible(copy)) return place;
   }
   return std::nullopt;
 }
 
 void Engine::Flush::begin_wait(PendingCopy& copy) {
+  thread.has_waiting = true;
+  copy.sequence_number = kOperatorEnded;
   if (is_waiting(copy)) return;
   Engine& engine = *copy.engine;
   const RecordId id = copy.record;
-  copy.sequence_number = kOperatorEnded;
   engine.ledger_.await_room(id);
   engine.windows_.wait_began(engine.ledger_.record(id).nbytes());
   engine.drain_window_of(id);
@@ -160,6 +158,24 @@ void Engine::Flush::enqueue(size_t place) {
     thread.pending.erase(thread.pending.begin() + static_cast<ptrdiff_t>(place));
   if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
   copy.engine->enqueue_offload(copy, order);
+}
+
+bool Engine::is_waiting(const PendingCopy& copy) {
+  Ledger& ledger = copy.engine->ledger_;
+  return ledger.is_live(copy.record) && ledger.record(copy.record).awaits_room;
+}
+
+// Copies that wait are older than those of the present operator, of which there may be many.
+void Engine::put_off_waiting(const void* storage) {
+  ThreadState& thread = ThreadState::current();
+  const uint64_t now = thread.sequence_number();
+  for (PendingCopy& copy : thread.pending) {
+    if (!is_waiting(copy)) {
+      if (copy.sequence_number == now) return;
+    } else if (copy.engine->ledger_.record(copy.record).identity.storage == storage) {
+      copy.sequence_number = now;
+    }
+  }
 }
 
 bool Engine::is_pending(RecordId id) {

@@ -53,8 +53,9 @@ struct ThreadState {
 
   std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
   std::deque<PendingCopy> pending;
+  bool has_waiting = false;  // some of them may wait for room; see Note [Copies that wait for room]
   uint64_t flush_count = 0;  // of flushes begun: one that another one's copies led to has changed `pending`
-  bool packs_made = false;  // see PacksMade
+  bool packs_made = false;   // see PacksMade
 
   // The operator inside of which the thread packs now.
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }

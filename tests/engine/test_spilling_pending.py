@@ -12,7 +12,7 @@ from torch import nn
 
 import torchoffload
 from devices import Device
-from functions import SavesInput
+from functions import Save, SavesInput
 from gradients import Run, assert_same_gradients
 from spilling_contexts import DEPTH, NBYTES, ROOM, SIDE, chain, sound_disks, spilling
 from torchoffload._core import core
@@ -163,9 +163,7 @@ def test_a_backward_before_there_is_room_uses_the_source(device_under_test: Devi
                 assert torchoffload.stats().budget_bytes_used == 0
         return x.grad
 
-    stats = assert_same_gradients(
-        program, device=device_under_test, moved_bytes=SLOTS * NBYTES, kept_reason="pending"
-    )
+    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=SLOTS * NBYTES, kept_reason="pending")
     assert stats.records_kept == {"pending": DEPTH - SLOTS}
     assert stats.bytes_spilled <= SLOTS * NBYTES
     torchoffload.trim()
@@ -186,9 +184,7 @@ def test_what_was_used_or_released_makes_room_in_the_window(device_under_test: D
         first.sum().backward()
         return x.grad
 
-    stats = assert_same_gradients(
-        program, device=device_under_test, moved_bytes=SLOTS * NBYTES, kept_reason="pending"
-    )
+    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=SLOTS * NBYTES, kept_reason="pending")
     assert stats.peak_offload_window_bytes == 4 * NBYTES
 
 
@@ -240,7 +236,7 @@ def test_a_save_of_changed_bytes_joins_no_record_whose_copy_waits(device_under_t
 
     def program(run: Run) -> Any:
         x = run.leaf(SIDE, SIDE)
-        Forward(run)
+        forward = Forward(run)
         with spilling(run, tmp_path, SLOTS, offload_window_bytes=AMPLE):
             y = chain(x, SLOTS)
             changed = x * 2
@@ -252,10 +248,39 @@ def test_a_save_of_changed_bytes_joins_no_record_whose_copy_waits(device_under_t
             with run.simulation.stream(side):
                 changed.mul_(3)
                 z = SavesInput.apply(changed)
+            if forward.is_counted:
+                assert torchoffload.stats().live_records - forward.before.live_records == SLOTS + 2
         main.wait_stream(side)
         (y.sum() + z.sum()).backward()
         del overtaken
         return x.grad
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.9)
+
+
+@pytest.mark.parametrize("is_same_tensor", [True, False])
+def test_a_copy_that_waits_is_not_enqueued_inside_an_operator_that_saves_it_again(
+    device_under_test: Device, tmp_path: Path, is_same_tensor: bool
+):
+    """R1, also where the operator saves another tensor on the same storage, which has a record of its own.
+
+    The window is full as the last operator begins. So the host waits until the large slot is written, which makes room
+    for what the operator is about to save again.
+    """
+
+    def program(run: Run) -> Any:
+        x, large = run.leaf(SIDE, SIDE), run.leaf(4 * SIDE, SIDE)
+        forward = Forward(run)
+        with spilling(run, tmp_path, 4, offload_window_bytes=2 * NBYTES):
+            y = SavesInput.apply(large)
+            small = [x * 1, x * 2, x * 3]
+            z = sum(SavesInput.apply(each) for each in small)
+            forward.expect(moved=1, disk_waits=0)
+            again = small[1] if is_same_tensor else small[1].data
+            z = Save.apply(z, lambda *_: None, again, x * 4)
+            forward.expect(moved=3, disk_waits=1)  # the first and the third of the small ones
+        (y.sum() + z.sum()).backward()
+        return x.grad, large.grad
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.9)
 
