@@ -4,7 +4,7 @@
 // Where slots go on to a disk, a slot may have to wait until the disk has written others. A host that waits for it
 // launches nothing meanwhile, and once the device has done what it was given it stands still. So a copy whose slot
 // would have to wait stays pending, and its source stays on the device:
-// - Its bytes count in the offload window, beside those in flight. These are waited for where there is no room for both.
+// - Its bytes count in the offload window, beside those in flight, which are waited for where both have no room.
 // - Each later flush of the thread tries again, the oldest copy first. Where one has to wait, the later ones of its
 //   engine wait behind it, so that they do not take the room that it waits for.
 // - Where the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host

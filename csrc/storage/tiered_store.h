@@ -221,8 +221,8 @@ class TieredStore final : public SlotStore {
   void write_ahead();
   bool must_write_more() const;
   bool begin_write_of_oldest();
-  // Begins to write as many as it takes until `nbytes` of memory are free. `would_fit`: the limit allows them by now, so
-  // that it is the arena which has no range of that size.
+  // Begins to write as many as it takes until `nbytes` of memory are free. `would_fit`: the limit allows them by now,
+  // so that it is the arena which has no range of that size.
   void begin_writes_for(uint64_t nbytes, bool would_fit);
   // Is a transfer under way, or can one begin, that lets a slot give up its memory?
   bool can_make_room() const { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }

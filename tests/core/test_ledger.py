@@ -75,16 +75,12 @@ def in_state(*states: str) -> Any:
     return lambda record: record.state in states and not record.awaits_room
 
 
-def is_to_move(record: Record) -> bool:
-    return record.state == "Resident" and not record.is_kept and not record.awaits_room
-
-
-@transition(is_to_move)
+@transition(lambda record: in_state("Resident")(record) and not record.is_kept)
 def await_room(record: Record) -> None:
     record.awaits_room = True
 
 
-@transition(is_to_move)
+@transition(lambda record: in_state("Resident")(record) and not record.is_kept)
 def begin_offload(record: Record) -> None:
     record.state, record.has_slot = "Offloading", True
 
@@ -284,6 +280,9 @@ class Model(RuleBasedStateMachine):
     @rule(pick=PICKS, name=st.sampled_from(sorted(TRANSITIONS)))
     def make_transition(self, pick: int, name: str) -> None:
         record = self.records()[pick % len(self.records())]
+        if pick % 3 == 0:
+            assert self.ledger.stop_awaiting_room(record.key) == record.awaits_room
+            record.awaits_room = False
         allowed, change = TRANSITIONS[name]
         arguments = ARGUMENTS.get(name, lambda _: ())(pick)
         if allowed(record):
@@ -292,13 +291,6 @@ class Model(RuleBasedStateMachine):
         else:
             with pytest.raises(RuntimeError, match="torchoffload ledger: "):
                 getattr(self.ledger, name)(record.key, *arguments)
-
-    @precondition(lambda self: self.records())
-    @rule(pick=PICKS)
-    def stop_awaiting_room(self, pick: int) -> None:
-        record = self.records()[pick % len(self.records())]
-        assert self.ledger.stop_awaiting_room(record.key) == record.awaits_room
-        record.awaits_room = False
 
     # What is gone
 
