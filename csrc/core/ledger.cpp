@@ -105,7 +105,8 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
     // Of a wrapper that the record was not packed inside of, the version at that time is unknown, unless it is still 0.
     const bool tensor_tells = identity.wrapper_version == 0 || mutated(Mutant::IdentityChecksWrapper);
     const bool unchanged = same_wrapper || (same_tensor && tensor_tells);
-    if (!at_same_place || !(unchanged || record.state == RecordState::Resident)) continue;
+    const bool is_any_version = record.state == RecordState::Resident && !record.awaits_room;
+    if (!at_same_place || !(unchanged || is_any_version)) continue;
     const bool within = mutated(Mutant::JoinOnlyWithinSpan) || record.span.contains(span);
     const bool aligned = mutated(Mutant::JoinOnlyAligned) || (span.begin - record.span.begin) % itemsize == 0;
     if (within && aligned) return RecordId{index, record.generation};
@@ -215,6 +216,12 @@ void Ledger::release_if_unused(RecordId id, DroppedHandle& result) {
   }
 }
 
+void Ledger::await_room(RecordId id) {
+  Record& waiting = expect(id, RecordState::Resident, "await_room");
+  if (waiting.is_kept()) broken("a kept record waits for room");
+  waiting.awaits_room = true;
+}
+
 // ---- transitions ----
 
 Record& Ledger::expect(RecordId id, RecordState from, const char* what) {
@@ -223,11 +230,17 @@ Record& Ledger::expect(RecordId id, RecordState from, const char* what) {
     broken(std::string(what) + " needs a record in state " + to_string(from) + ", this one is " +
            to_string(found.state));
   }
+  expect_no_wait(found, what);
   return found;
+}
+
+void Ledger::expect_no_wait(const Record& record, const char* what) {
+  if (record.awaits_room) broken(std::string(what) + " of a record whose copy waits for room");
 }
 
 void Ledger::keep(RecordId id, Reason why) {
   Record& kept = record(id);
+  expect_no_wait(kept, "keep");
   if (kept.state == RecordState::Offloading)
     kept.has_slot = false;
   else if (kept.state != RecordState::Resident)
@@ -251,6 +264,7 @@ void Ledger::use_source(RecordId id) {
   Record& used = record(id);
   if (used.state != RecordState::Resident && used.state != RecordState::Offloading)
     broken(std::string("use_source needs a record whose source is here, this one is ") + to_string(used.state));
+  expect_no_wait(used, "use_source");
   used.state = RecordState::Reloaded;
   used.unseen = used.live_handles;
   ++used.epoch;
@@ -308,6 +322,8 @@ void Ledger::check_invariants() const {
     if (record.unseen > record.live_handles) broken("more handles unseen than alive");
     if (record.prefetched && record.state != RecordState::Reloading) broken("prefetched outside Reloading");
     if (record.is_kept() && record.has_slot) broken("a kept record has a slot");
+    if (record.awaits_room && (record.state != RecordState::Resident || record.is_kept()))
+      broken("a record waits for room that is not to move, or has moved");
     const bool needs_slot = record.state == RecordState::Offloading || record.state == RecordState::Offloaded ||
                             record.state == RecordState::Reloading;
     if (needs_slot && !record.has_slot) broken(std::string(to_string(record.state)) + " without a slot");

@@ -3,8 +3,9 @@
 // Thread safety: none; touched only with the GIL held.
 // Failures:      a transition from a wrong state throws std::logic_error and changes nothing.
 // Invariants:    a released record is counted by no tape; every other record has a handle or a hold;
-//                unseen <= live_handles; only a record that is Reloading carries `prefetched`; no record is added to a
-//                closed tape, and none of its records is joined. See check_invariants().
+//                unseen <= live_handles; only a record that is Reloading carries `prefetched`, and only one that is
+//                Resident and to move `awaits_room`; no record is added to a closed tape, and none of its records is
+//                joined. See check_invariants().
 //
 // No call runs Python or drops anything: a call returns what is to be dropped, and the engine drops it afterwards. A
 // reference to a record or a tape stays valid while others are added.
@@ -21,6 +22,7 @@
 #include <cstdint>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/chunked_vector.h"
@@ -54,6 +56,7 @@ struct Record {
   Decision decision;  // where it is to be; keep() changes it
   bool has_slot = false;
   bool was_saved = false;    // a handle was added to it
+  bool awaits_room = false;  // its copy out waits for room in the store; see await_room()
   bool prefetched = false;   // it was reloaded ahead and is not asked for yet
   uint64_t expected_at = 0;  // if it is prefetched: the number of the save that it was reloaded for
   TapeId tape;
@@ -117,7 +120,8 @@ class Ledger {
 
   // The live record of the open tape that stands for these bytes: it has the same identity and a span that contains
   // `span`, at a distance that is a multiple of `itemsize`. A record whose copy is not enqueued yet stands for whatever
-  // the storage holds, so versions are not compared: views may have version counters of their own.
+  // the storage holds, so versions are not compared: views may have version counters of their own. A record whose copy
+  // waits for room does not: the operators after the one that saved it have begun.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
   // The open tape's records of one storage.
   struct OfStorage {
@@ -164,6 +168,12 @@ class Ledger {
   // Will the next drop_handle() release the record?
   bool is_last_handle(RecordId id) { return record(id).live_handles == 1 && record(id).holds == 0; }
 
+  // The record's copy out would be enqueued now, if its store had room. The record stays Resident until that is so, and
+  // stands for its bytes at its version. Throws std::logic_error where it is not to move, or waits already.
+  void await_room(RecordId id);
+  // It waits no more: call it before any transition. Returns whether it did wait.
+  bool stop_awaiting_room(RecordId id) { return std::exchange(record(id).awaits_room, false); }
+
   // ---- transitions: each checks the state that it comes from, and throws std::logic_error where it is another ----
 
   void keep(RecordId id, Reason why);  // Resident or Offloading -> Resident, for ever
@@ -199,6 +209,7 @@ class Ledger {
   void free_tape(TapeId id);
   // The record, which must be in state `from`. `what` is the transition that the error names.
   Record& expect(RecordId id, RecordState from, const char* what);
+  static void expect_no_wait(const Record& record, const char* what);
 
   ChunkedVector<Record> records_;
   std::vector<uint32_t> free_records_;  // has capacity for all records, so that a release never allocates

@@ -2,7 +2,8 @@
 // by these counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by.
 // Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
-// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left.
+// Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left, and over those
+//                whose copies wait for room in the store.
 //                reload_bytes() is the sum over ahead().
 //                A tape's place for reloads is never above the end of its saves.
 // Not handled:   carrying anything out. Windows is told of events, and answers questions about what comes next.
@@ -91,11 +92,25 @@ class Windows {
       prune_at_ = 2 * in_flight_.size() + kPruneAtLeast;
     }
     in_flight_.push_back(id);
-    offload_bytes_ += nbytes;
+    in_flight_bytes_ += nbytes;
   }
   // The record's source was dropped, was used by a backward, or is kept after all, or the record was released.
-  void offload_left(uint64_t nbytes) { offload_bytes_ -= nbytes; }
-  uint64_t offload_bytes() const { return offload_bytes_; }
+  void offload_left(uint64_t nbytes) { in_flight_bytes_ -= nbytes; }
+
+  // The record's copy out waits for room in the store. Its source counts as that of a copy in flight does.
+  void wait_began(uint64_t nbytes) { waiting_bytes_ += nbytes; }
+  // Its copy is about to be enqueued after all, or never will be.
+  void wait_ended(uint64_t nbytes) { waiting_bytes_ -= nbytes; }
+  uint64_t waiting_bytes() const { return waiting_bytes_; }
+
+  // May the copies of all tapes that wait go on waiting, as far as this tape's window says, and with them one of
+  // `coming_bytes` more? Those in flight are not asked about: they are waited for where there is no room beside.
+  bool may_wait(TapeId tape, uint64_t coming_bytes) const {
+    return waiting_bytes_ + coming_bytes + kept_bytes(tape) <= limits(tape).offload_bytes;
+  }
+
+  // On the way out, in flight or waiting.
+  uint64_t offload_bytes() const { return in_flight_bytes_ + waiting_bytes_; }
 
   // The record whose copy out began first among those that have not left; nullopt: there is none.
   template <typename IsInFlight>
@@ -104,11 +119,11 @@ class Windows {
     return in_flight_.empty() ? std::nullopt : std::optional(in_flight_.front());
   }
 
-  // The record whose copy out must be waited for now: the oldest one, while what is in flight of all tapes and
-  // `kept_bytes` together exceed `window_bytes`. nullopt: none has to be.
+  // The record whose copy out must be waited for now: the oldest one in flight, while what is on the way out of all
+  // tapes and `kept_bytes` together exceed `window_bytes`. nullopt: none has to be.
   template <typename IsInFlight>
   std::optional<RecordId> offload_to_wait_for(uint64_t window_bytes, uint64_t kept_bytes, IsInFlight is_in_flight) {
-    if (offload_bytes_ == 0 || offload_bytes_ + kept_bytes <= window_bytes) return std::nullopt;
+    if (in_flight_bytes_ == 0 || offload_bytes() + kept_bytes <= window_bytes) return std::nullopt;
     return oldest_offload(is_in_flight);
   }
 
@@ -117,7 +132,7 @@ class Windows {
   template <typename IsInFlight, typename BytesOf, typename Note>
   void each_offload_to_wait_for(uint64_t coming_bytes, uint64_t window_bytes, uint64_t kept_bytes,
                                 IsInFlight is_in_flight, BytesOf bytes_of, Note note) const {
-    uint64_t held_bytes = offload_bytes_ + kept_bytes + coming_bytes;
+    uint64_t held_bytes = offload_bytes() + kept_bytes + coming_bytes;
     for (auto id = in_flight_.begin(); id != in_flight_.end() && held_bytes > window_bytes; ++id) {
       if (!is_in_flight(*id)) continue;
       if (!note(*id)) return;
@@ -222,7 +237,8 @@ class Windows {
   std::vector<OfTape> tapes_;       // by tape index
   std::deque<RecordId> in_flight_;  // oldest first; records that have left are removed later
   size_t prune_at_ = kPruneAtLeast;
-  uint64_t offload_bytes_ = 0;
+  uint64_t in_flight_bytes_ = 0;
+  uint64_t waiting_bytes_ = 0;
   std::vector<RecordId> ahead_;
   uint64_t reload_bytes_ = 0;
   uint64_t starting_bytes_ = 0;

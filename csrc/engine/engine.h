@@ -147,7 +147,7 @@ class Engine {
     int id = kNoGraphTask;
     std::weak_ptr<const void> ended;
   };
-  struct FlushOrder;
+  struct Flush;
   struct OffloadCopy;
   struct ReloadCopy;
 
@@ -226,7 +226,7 @@ class Engine {
   // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
   void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped);
 
-  // ---- copies out: offload.cpp ----
+  // ---- copies out: pending.cpp says when, and offload.cpp how ----
 
   // Enqueues one pending copy, if its record still is to move, and waits as far as the offload window asks for it. May
   // block.
@@ -243,6 +243,11 @@ class Engine {
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   // Is the record's copy still to be enqueued?
   bool is_pending(RecordId id);
+  // The record's copy does not wait for room any more, if it did. Call it before the record changes its state.
+  void stop_waiting(RecordId id);
+  static bool is_waiting(const PendingCopy& copy);
+  // The thread saves this storage: its copies that wait for room are not enqueued before this operator has ended (R1).
+  static void put_off_waiting(const void* storage);
   bool is_offloading(RecordId id) { return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading; }
   // A slot for the record, with the points that guard it. Grows the store where it has no room, which may block.
   // nullopt: the record is not pending any more, for example because the store could not grow and it is kept.

@@ -51,13 +51,6 @@ class SlotLoan {
 
 }  // namespace
 
-// In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
-// sources had been enqueued by then, so one point serves all copies of a flush.
-struct Engine::FlushOrder {
-  StreamId waiter = kNoStream;
-  StreamId producer = kNoStream;
-};
-
 struct Engine::OffloadCopy {
   Slot slot;
   DeviceBytes source;
@@ -74,47 +67,12 @@ struct Engine::OffloadCopy {
   RecordCode code;
 };
 
-// ---- pending copies ----
-
-void Engine::flush_pending(const ContextState* leaving) {
-  std::deque<PendingCopy>& pending = ThreadState::current().pending;
-  if (pending.empty()) return;
-  // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
-  // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
-  const bool is_inside = program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator);
-  if (is_inside && !ThreadState::current().packs_made) return;
-  if (leaving != nullptr) pending.back().engine->backend_.observer.saw_operators_end();
-  const uint64_t now = program::sequence_number();
-  FlushOrder order;
-  Engine* ordered_engine = nullptr;
-  for (size_t next = 0; next < pending.size();) {
-    const PendingCopy copy = pending[next];
-    // R1: the operator that saved this tensor may not have filled it yet.
-    const bool has_ended = copy.sequence_number == kOperatorEnded ||
-                           (!is_inside && (copy.sequence_number != now || copy.context == leaving));
-    const bool is_possible = has_ended && !copy.engine->backend_.streams.is_capturing();
-    if (!is_possible && !mutated(Mutant::CopyNotInsideItsOperator)) {
-      ++next;
-      continue;
-    }
-    if (next == 0)
-      pending.pop_front();
-    else
-      pending.erase(pending.begin() + static_cast<ptrdiff_t>(next));
-    if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
-    copy.engine->enqueue_offload(copy, order);
-  }
-}
-
-bool Engine::is_pending(RecordId id) {
-  if (!ledger_.is_live(id)) return false;
-  const Record& record = ledger_.record(id);
-  return record.state == RecordState::Resident && !record.is_kept() && record.live_handles > 0;
-}
+// ---- one copy ----
 
 void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   const RecordId id = pending.record;
   if (is_inherited() || !ledger_.is_live(id)) return;
+  stop_waiting(id);
   const Hold hold(*this, id);
   if (held(id).learned_bytes > 0) {
     if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
@@ -251,8 +209,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
     module->bytes_offloaded += nbytes;
   }
   drain_window_of(id);
-  uint64_t& peak_bytes = Statistics::global().peak_offload_window_bytes;
-  peak_bytes = std::max(peak_bytes, windows_.offload_bytes());
+  Statistics::global().saw_offload_window(windows_.offload_bytes());
 }
 
 // ---- slots ----
@@ -301,7 +258,9 @@ void Engine::drain_window_of(RecordId id) {
 void Engine::change_windows(TapeId tape, WindowBytes windows) {
   if (is_inherited() || !ledger_.is_open(tape)) return;
   windows_.set_limits_from(tape, ledger_.tape(tape).end_save(), windows);
-  if (!backend_.streams.is_capturing()) drain_window(windows.offload_bytes, windows_.kept_bytes(tape));
+  if (backend_.streams.is_capturing()) return;
+  if (windows_.waiting_bytes() > 0) flush_pending();  // fewer copies may wait for room now
+  drain_window(windows.offload_bytes, windows_.kept_bytes(tape));
 }
 
 // R4: the compute stream is made to wait only when the window is full, for the oldest copy first.
@@ -344,6 +303,7 @@ void Engine::finish_offload(RecordId id) {
 void Engine::keep(RecordId id, Reason why) {
   HeldRecord& held = this->held(id);
   const Record& record = ledger_.record(id);
+  stop_waiting(id);
   if (record.has_slot) release_slot(held);
   slots_.uncharge(context(id), std::exchange(held.charged_bytes, 0));
   note_kept(id, why, record.nbytes());

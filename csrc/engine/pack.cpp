@@ -8,6 +8,7 @@
 namespace torchoffload {
 
 std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
+  if (ThreadState::current().has_waiting) put_off_waiting(saved.memory.storage());
   const MemoryOrigin origin = backend_.memory.origin_of(saved.memory);
   Identity identity{saved.memory.storage(), saved.version.address(), saved.version.current(),
                     saved.memory.data(),    saved.memory.nbytes(),   origin.allocation};

@@ -49,6 +49,7 @@ void Engine::let_go(RecordId id) noexcept {
 void Engine::leave_windows(RecordId id) {
   const Record& record = ledger_.record(id);
   if (record.state == RecordState::Offloading) leave_offload_window(id);
+  stop_waiting(id);
   if (record.prefetched) leave_reload_window(id);
 }
 

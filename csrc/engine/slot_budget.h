@@ -68,6 +68,9 @@ class SlotBudget {
   // Makes room for at least one slot of `nbytes`. Blocks. Throws StoreFull.
   void grow(uint64_t nbytes);
 
+  // Would grow() wait for a disk now? See SlotStore::waits_for_room(). Never blocks.
+  bool waits_for_room(uint64_t nbytes) { return store_.waits_for_room(nbytes); }
+
   // Returns a slot to the store. `guards`: the points after which it may be written again. Never blocks.
   void release(const Slot& slot, const std::vector<Point>& guards) { store_.release(slot, guards); }
 

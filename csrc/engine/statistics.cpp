@@ -25,6 +25,10 @@ void Statistics::slot_released(uint64_t nbytes) {
   slot_bytes -= nbytes;
 }
 
+void Statistics::saw_offload_window(uint64_t nbytes) {
+  peak_offload_window_bytes = std::max(peak_offload_window_bytes, nbytes);
+}
+
 void Statistics::reset() {
   totals = {};
   handles = 0;

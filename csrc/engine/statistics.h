@@ -52,6 +52,7 @@ struct Statistics {
   void tape_finished(const TapeRow& row);
   void slot_acquired(uint64_t nbytes);
   void slot_released(uint64_t nbytes);
+  void saw_offload_window(uint64_t nbytes);  // so many bytes were on their way out
   // Sets totals, peaks and rows to zero. The counts of what is alive stay.
   void reset();
 };

@@ -22,12 +22,20 @@ struct ContextState;
 // Stands for the sequence number of an operator that has returned; see PacksMade.
 constexpr uint64_t kOperatorEnded = UINT64_MAX;
 
-// A record that the thread has packed and whose copy it has not enqueued yet (R1).
+// A record that the thread has packed and whose copy it has not enqueued yet: its operator has not ended (R1), or the
+// store has no room.
 struct PendingCopy {
   Engine* engine;
   RecordId record;
   uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
   const ContextState* context;  // compared, never dereferenced
+};
+
+// In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
+// sources had been enqueued by then, so one point serves all copies of a flush.
+struct FlushOrder {
+  StreamId waiter = kNoStream;
+  StreamId producer = kNoStream;
 };
 
 // The tape that a backward on the thread asked last.
@@ -45,7 +53,9 @@ struct ThreadState {
 
   std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
   std::deque<PendingCopy> pending;
-  bool packs_made = false;  // see PacksMade
+  bool has_waiting = false;  // some of them may wait for room; see Note [Copies that wait for room]
+  uint64_t flush_count = 0;  // of flushes begun: one that another one's copies led to has changed `pending`
+  bool packs_made = false;   // see PacksMade
 
   // The operator inside of which the thread packs now.
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }

@@ -85,6 +85,7 @@ std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
   if (record.state == RecordState::Offloading) {
     leave_offload_window(id);
   } else {
+    stop_waiting(id);
     note_kept(id, Reason::Pending, record.nbytes());
   }
   ledger_.use_source(id);

@@ -94,6 +94,12 @@ uint64_t PinnedArena::used_bytes() const {
   return ranges_.used_bytes();
 }
 
+bool PinnedArena::has_room(uint64_t nbytes) const {
+  if (fork_guard_.inherited()) return false;
+  std::lock_guard lock(mutex_);
+  return fits(nbytes);
+}
+
 uint64_t PinnedArena::take_peak_bytes() {
   if (fork_guard_.inherited()) return 0;
   std::lock_guard lock(mutex_);

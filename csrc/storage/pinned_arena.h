@@ -92,6 +92,9 @@ class PinnedArena final : public SlotStore {
 
   void allow_unlocked();  // for tests: require_locked() was not called
 
+  // Would try_acquire() give a slot of `nbytes`?
+  bool has_room(uint64_t nbytes) const;
+
   // Is a chunk being taken, or wanted ahead? False in a forked child.
   bool is_growing() const;
 

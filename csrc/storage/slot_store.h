@@ -44,6 +44,11 @@ class SlotStore {
   // Makes room for at least one slot of `nbytes`. May block: call it without the GIL. Throws StoreFull.
   virtual void grow(uint64_t nbytes) = 0;
 
+  // Would grow() wait for a disk now, to make room for a slot of `nbytes`? Where it says so, what makes room is under
+  // way, and room comes without anybody who waits for it. False where grow() waits for nothing, or throws. Never
+  // blocks.
+  virtual bool waits_for_room(uint64_t /*nbytes*/) { return false; }
+
   virtual void release(const Slot& slot, const std::vector<Point>& guards) = 0;
 
   // Gives idle blocks back to the system after a host wait for their guards. Returns the bytes given back. May block.

@@ -266,8 +266,8 @@ bool TieredStore::drop_oldest(uint64_t before) {
 void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond) {
   throw_if_stopped();
   std::string refusal;
-  const bool can_give_up = !clean_.empty() || transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to());
-  const bool would_fit = memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
+  const bool can_give_up = !clean_.empty() || can_make_room();
+  const bool would_fit = this->would_fit(nbytes);
   if (would_fit && !(is_arena_full() && can_give_up)) {
     lock.unlock();
     try {
@@ -279,12 +279,7 @@ void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes,
     if (refusal.empty()) return;
     if (drop_oldest(UINT64_MAX)) return;
   }
-  const auto is_short = [&] {
-    const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
-    return is_over || (would_fit && clean_.empty() && writing_bytes_ == 0);
-  };
-  while (is_short() && begin_write_of_oldest()) {
-  }
+  begin_writes_for(nbytes, would_fit);
   if (would_fit && refusal.empty() && drop_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;

@@ -97,6 +97,8 @@ class TieredStore final : public SlotStore {
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
   // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it.
   void grow(uint64_t nbytes) override;
+  // Gives up memory of slots that are in both places, as try_acquire() does.
+  bool waits_for_room(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;
   uint64_t trim() override;  // also waits for transfers of slots that were released meanwhile
   uint64_t capacity_bytes() const override { return arena_.capacity_bytes(); }
@@ -202,6 +204,10 @@ class TieredStore final : public SlotStore {
   static void add_point(std::vector<Point>& points, Point point);
   // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull where nothing can.
   void make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond);
+  // Does the limit allow `nbytes` more of memory, once all slots in both places have given theirs up?
+  bool would_fit(uint64_t nbytes) const {
+    return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
+  }
   Slot held(const Slot& slot, Resting& resting);
   void free_slot(uint64_t number, const std::vector<Point>& guards);
   // Waits for transfers until `is_done`, and counts that.
@@ -215,6 +221,14 @@ class TieredStore final : public SlotStore {
   void write_ahead();
   bool must_write_more() const;
   bool begin_write_of_oldest();
+  // Begins to write as many as it takes until `nbytes` of memory are free. `would_fit`: the limit allows them by now,
+  // so that it is the arena which has no range of that size.
+  void begin_writes_for(uint64_t nbytes, bool would_fit);
+  // Is a transfer under way, or can one begin, that lets a slot give up its memory?
+  bool can_make_room() const { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
+  // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs where the
+  // arena has no range of that size.
+  bool has_room(uint64_t nbytes);
   bool begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
   std::optional<size_t> disk_to_write_to() const;
   std::string disk_refusal() const;

@@ -90,6 +90,36 @@ bool TieredStore::begin_write_of_oldest() {
   return true;
 }
 
+void TieredStore::begin_writes_for(uint64_t nbytes, bool would_fit) {
+  const auto is_short = [&] {
+    const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
+    return is_over || (would_fit && clean_.empty() && writing_bytes_ == 0);
+  };
+  while (is_short() && begin_write_of_oldest()) {
+  }
+}
+
+bool TieredStore::has_room(uint64_t nbytes) {
+  if (!would_fit(nbytes)) return false;
+  while (is_arena_full() && !arena_.has_room(nbytes)) {
+    if (!drop_oldest(UINT64_MAX)) return false;
+  }
+  return true;
+}
+
+bool TieredStore::waits_for_room(uint64_t nbytes) {
+  if (fork_guard_.inherited()) return false;
+  const uint64_t memory_bytes = memory_for(slot_bytes(nbytes));
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_stopped_ || has_room(memory_bytes)) return false;
+    begin_writes_for(memory_bytes, would_fit(memory_bytes));
+  }
+  transfers_->make_progress();
+  const std::lock_guard lock(mutex_);  // that may have made room
+  return !is_stopped_ && !has_room(memory_bytes) && can_make_room();
+}
+
 bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {
   throw_if_stopped();
   std::vector<Point> guards;

@@ -37,13 +37,15 @@ class Record:
     state: str = "Resident"
     is_kept: bool = False
     has_slot: bool = False
+    awaits_room: bool = False
     epoch: int = 0
     holds: int = 0
     handles: dict[int, int] = dataclasses.field(default_factory=dict)  # handle -> the epoch that it has seen
 
     def stands_for(self, identity: tuple[int, int, int]) -> bool:
-        """Before its copy is enqueued for whatever the storage holds, after that for what did not change."""
-        return self.identity[0] == identity[0] and (self.state == "Resident" or self.identity == identity)
+        """Until its copy is enqueued or waits for room for whatever is in the storage, then for what did not change."""
+        is_any = self.state == "Resident" and not self.awaits_room
+        return self.identity[0] == identity[0] and (is_any or self.identity == identity)
 
     def all_seen(self) -> bool:
         return all(self.epoch != 0 and seen == self.epoch for seen in self.handles.values())
@@ -70,10 +72,15 @@ def transition(allowed: Any) -> Any:
 
 
 def in_state(*states: str) -> Any:
-    return lambda record: record.state in states
+    return lambda record: record.state in states and not record.awaits_room
 
 
-@transition(lambda record: record.state == "Resident" and not record.is_kept)
+@transition(lambda record: in_state("Resident")(record) and not record.is_kept)
+def await_room(record: Record) -> None:
+    record.awaits_room = True
+
+
+@transition(lambda record: in_state("Resident")(record) and not record.is_kept)
 def begin_offload(record: Record) -> None:
     record.state, record.has_slot = "Offloading", True
 
@@ -273,6 +280,9 @@ class Model(RuleBasedStateMachine):
     @rule(pick=PICKS, name=st.sampled_from(sorted(TRANSITIONS)))
     def make_transition(self, pick: int, name: str) -> None:
         record = self.records()[pick % len(self.records())]
+        if pick % 3 == 0:
+            assert self.ledger.stop_awaiting_room(record.key) == record.awaits_room
+            record.awaits_room = False
         allowed, change = TRANSITIONS[name]
         arguments = ARGUMENTS.get(name, lambda _: ())(pick)
         if allowed(record):

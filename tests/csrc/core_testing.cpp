@@ -84,6 +84,8 @@ void bind_core_testing(py::module_& module) {
       .def("has_slot", [](TestedLedger& self, Key id) { return self.record(record_id(id)).has_slot; })
       .def("keep",
            [](TestedLedger& self, Key id, const std::string& why) { self.keep(record_id(id), reason_named(why)); })
+      .def("await_room", [](TestedLedger& self, Key id) { self.await_room(record_id(id)); })
+      .def("stop_awaiting_room", [](TestedLedger& self, Key id) { return self.stop_awaiting_room(record_id(id)); })
       .def("begin_offload", [](TestedLedger& self, Key id) { self.begin_offload(record_id(id)); })
       .def("finish_offload", [](TestedLedger& self, Key id) { self.finish_offload(record_id(id)); })
       .def("use_source", [](TestedLedger& self, Key id) { self.use_source(record_id(id)); })

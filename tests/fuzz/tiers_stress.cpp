@@ -24,8 +24,8 @@ namespace {
 constexpr unsigned kThreadCount = 4;
 constexpr unsigned kStepCount = 150;
 
-const std::vector<std::string_view> kWanted = {"acquired",   "no room",  "held",    "read failed",
-                                               "read ahead", "released", "in vain", "trimmed"};
+const std::vector<std::string_view> kWanted = {"acquired", "no room", "held",    "read failed", "read ahead",
+                                               "released", "in vain", "trimmed", "put off"};
 
 class Player {
  public:
@@ -65,6 +65,7 @@ class Player {
     const uint64_t nbytes = kDiskBlockBytes * (1 + random_() % 4);
     std::vector<Point> guards;
     std::optional<Slot> slot;
+    if (random_() % 2 == 0 && store_.waits_for_room(nbytes)) return coverage.saw("put off");
     try {
       while (!(slot = store_.try_acquire(nbytes, guards))) store_.grow(nbytes);
     } catch (const StoreFull&) {
