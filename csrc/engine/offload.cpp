@@ -59,6 +59,7 @@ struct Engine::OffloadCopy {
   StreamId stream = kNoStream;
   std::span<const Point> guards;
   bool waits_for_operators = false;
+  Point filled;  // of the source's stream; the beginning: the present point
   StreamId also_filled_on = kNoStream;
   std::array<std::optional<StreamOrder::Wanted>, 2> window_waits;  // that the window asks for with this copy in it
   CopyProgress progress;
@@ -91,6 +92,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
   if (!streams_.can_be_used(held(id).bytes.stream)) return keep(id, Reason::ExternalStream);
   OffloadCopy copy = plan_offload(id, order);
+  copy.filled = pending.filled;
   copy.slot = *slot;
   copy.guards = waited_for;
   StreamOrder::Batch waits = streams_.batch();
@@ -106,7 +108,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
     }
     if (!copy.progress.is_whole || copy.progress.end.is_beginning()) throw;
   }
-  if (stream != copy.source.stream) order = {stream, copy.source.stream};
+  if (stream != copy.source.stream && copy.filled.is_beginning()) order = {stream, copy.source.stream};
   streams_.remember(waits);
   if (!is_pending(id)) {  // see Note [Copies that others come between]
     guards.clear();
@@ -165,8 +167,10 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
 
 void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
   for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
-  if (copy.waits_for_operators)
-    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, backend_.streams.record(copy.source.stream));
+  if (copy.waits_for_operators) {
+    const Point filled = copy.filled.is_beginning() ? backend_.streams.record(copy.source.stream) : copy.filled;
+    waits.wait(Rule::OffloadWaitsForCompute, copy.stream, filled);
+  }
   if (copy.also_filled_on != kNoStream)
     waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.streams.record(copy.also_filled_on));
   copy.ready = time_if(copy.time.is_wanted, backend_.streams, copy.source.stream);

@@ -9,6 +9,9 @@
 //   engine wait behind it, so that they do not take the room that it waits for.
 // - Where the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
 //   waits for its slot. So is each copy of a context that is being left.
+// - A copy that waited begins once the operators that were enqueued as its wait began have ended, and not those that the
+//   host has enqueued since. If an operator saves the storage once more meanwhile, which may fill it, that counts anew.
+// - While the times of a step are taken none waits: it is told at its enqueue from when on it could have begun.
 // - Only copies of contexts that the thread has entered wait, since their exit is sure to come on this thread. And only
 //   those whose stream lasts: whether a stream that may be destroyed is current is known at this flush alone.
 // - The record stays Resident, as one does between its save and the next hook event: a backward uses the source, and a
@@ -54,7 +57,7 @@ struct Engine::Flush {
   size_t waiting_before(size_t place) const;
   // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
   std::optional<size_t> oldest_waiting(size_t last) const;
-  // May block.
+  // Both may block.
   void begin_wait(PendingCopy& copy);
   void enqueue(size_t place);
 };
@@ -121,7 +124,8 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
 bool Engine::Flush::can_wait(const PendingCopy& copy) const {
   Engine& engine = *copy.engine;
   return engine.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
-         engine.is_pending(copy.record) && engine.streams_.is_lasting(engine.held(copy.record).bytes.stream);
+         engine.is_pending(copy.record) && engine.streams_.is_lasting(engine.held(copy.record).bytes.stream) &&
+         !engine.timeline_.is_on();
 }
 
 size_t Engine::Flush::waiting_before(size_t place) const {
@@ -141,9 +145,13 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
 void Engine::Flush::begin_wait(PendingCopy& copy) {
   thread.has_waiting = true;
   copy.sequence_number = kOperatorEnded;
-  if (is_waiting(copy)) return;
   Engine& engine = *copy.engine;
   const RecordId id = copy.record;
+  if (copy.filled.is_beginning()) {
+    const StreamId stream = engine.held(id).bytes.stream;
+    engine.streams_.without_gil(stream, [&] { copy.filled = engine.backend_.streams.record(stream); });
+  }
+  if (is_waiting(copy) || !engine.is_pending(id)) return;  // another thread may have released it meanwhile
   engine.ledger_.await_room(id);
   engine.windows_.wait_began(engine.ledger_.record(id).nbytes());
   engine.drain_window_of(id);
@@ -174,6 +182,7 @@ void Engine::put_off_waiting(const void* storage) {
       if (copy.sequence_number == now) return;
     } else if (copy.engine->ledger_.record(copy.record).identity.storage == storage) {
       copy.sequence_number = now;
+      copy.filled = {};
     }
   }
 }

@@ -29,6 +29,7 @@ struct PendingCopy {
   RecordId record;
   uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
   const ContextState* context;  // compared, never dereferenced
+  Point filled = {};            // where the copy waits for room: behind all that has filled its source by then
 };
 
 // In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
