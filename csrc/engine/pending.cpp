@@ -9,9 +9,9 @@
 //   engine wait behind it, so that they do not take the room that it waits for.
 // - Where the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
 //   waits for its slot. So is each copy of a context that is being left.
-// - A copy that waited begins once the operators that were enqueued as its wait began have ended, and not those that the
-//   host has enqueued since. If an operator saves the storage once more meanwhile, which may fill it, that counts anew.
-// - While the times of a step are taken none waits: it is told at its enqueue from when on it could have begun.
+// - A copy that waited begins once the operators that were enqueued as its wait began have ended. It does not wait for
+//   those that the host has enqueued since. If one of these saves the storage once more, it may fill it, and counts.
+// - While the times of a step are taken none waits, since the times say when a copy could have begun.
 // - Only copies of contexts that the thread has entered wait, since their exit is sure to come on this thread. And only
 //   those whose stream lasts: whether a stream that may be destroyed is current is known at this flush alone.
 // - The record stays Resident, as one does between its save and the next hook event: a backward uses the source, and a

@@ -27,6 +27,12 @@ STEPS = {
 }
 SINCE = {name: f"2026-11-22-h200-bound-{name}" for name in STEPS}
 FIT = {name: f"2026-11-23-h200-fit-{name}" for name in "ABC"}
+IN_LITTLE_MEMORY = {
+    "A": "2026-11-24-h200-fit-A-torchtunes-memory",
+    "B": "2026-11-24-h200-fit-B-torchtunes-memory",
+    "C": "2026-11-24-h200-fit-C",
+    "D": "2026-11-23-h200-fit-D",
+}
 ROWS = {
     "stock PyTorch": (STEPS, "none"),
     "torchoffload": (SINCE, "torchoffload"),
@@ -34,6 +40,7 @@ ROWS = {
     "TRL 1.16.0": (STEPS | {"C": "2026-11-21-h200-train-step-C-with-trl"}, "trl"),
     "each layer checkpointed": (FIT, "ac"),
     "checkpointed, inputs offloaded": (FIT, "ac, moved"),
+    "`fit`": (IN_LITTLE_MEMORY, "fit"),
 }
 
 

@@ -14,8 +14,7 @@ import torchoffload
 from devices import Device
 from functions import Save, SavesInput
 from gradients import Run, assert_same_gradients
-from simulated import seam_log
-from spilling_contexts import DEPTH, NBYTES, ROOM, SIDE, chain, sound_disks, spilling
+from spilling_contexts import DEPTH, NBYTES, ROOM, SIDE, Forward, chain, sound_disks, spilling
 from torchoffload._core import core
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build").testing
@@ -33,26 +32,6 @@ def _sound_disks() -> Iterator[None]:
     yield from sound_disks()
 
 
-class Forward:
-    """What was counted since it was made. The disks stand still until they are waited for, or until `room_comes`."""
-
-    def __init__(self, run: Run) -> None:
-        self.is_counted = not run.stock
-        testing.set_transfers_wait(True)
-        self.before = torchoffload.stats()
-
-    def expect(self, *, moved: int, disk_waits: int | None = None) -> None:
-        if not self.is_counted:
-            return
-        now = torchoffload.stats()
-        assert now.records_offloaded - self.before.records_offloaded == moved
-        if disk_waits is not None:
-            assert now.disk_waits - self.before.disk_waits == disk_waits
-
-    def room_comes(self) -> None:
-        testing.set_transfers_wait(False)
-
-
 def test_forward_goes_on_while_the_disk_is_behind(device_under_test: Device, tmp_path: Path):
     def program(run: Run) -> Any:
         x = run.leaf(SIDE, SIDE)
@@ -66,73 +45,6 @@ def test_forward_goes_on_while_the_disk_is_behind(device_under_test: Device, tmp
 
     stats = assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
     assert stats.records_kept == {}
-
-
-def points_waited_for(lines: list[str]) -> list[int]:
-    """The points of the compute stream that copies out wait for, by their numbers."""
-    start = "wait offload_stream[0] <- compute_stream[0]@"
-    return [int(line.removeprefix(start)) for line in lines if line.startswith(start)]
-
-
-def test_a_copy_that_waited_does_not_wait_for_operators_enqueued_since(device_under_test: Device, tmp_path: Path):
-    """Else what waits until the context is left would begin behind the loss, and its slot would be written later."""
-
-    def program(run: Run) -> Any:
-        x = run.leaf(SIDE, SIDE)
-        Forward(run)
-        with seam_log() as lines, spilling(run, tmp_path, SLOTS, offload_window_bytes=AMPLE):
-            y = chain(x)
-        if not run.stock:
-            waited_for = points_waited_for(lines)
-            assert len(waited_for) == DEPTH
-            assert sorted(set(waited_for)) == waited_for, "each copy waits for a point of its own"
-        y.sum().backward()
-        return x.grad
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
-
-
-def test_a_copy_that_waited_waits_for_an_operator_that_saved_it_once_more(device_under_test: Device, tmp_path: Path):
-    def program(run: Run) -> Any:
-        x = run.leaf(SIDE, SIDE)
-        Forward(run)
-        with seam_log() as lines, spilling(run, tmp_path, SLOTS, offload_window_bytes=AMPLE):
-            y = chain(x, SLOTS)
-            again = x * 2
-            z = SavesInput.apply(again)
-            chain(x, 1)
-            log = [] if run.stock else testing.seam_log()
-            z = z + SavesInput.apply(again)
-            z = chain(z, 1)
-        if not run.stock:
-            recorded = sum(line.startswith("record compute_stream[0]@") for line in log)
-            assert recorded == SLOTS + 1, "the last of them as its wait began"
-            assert points_waited_for(lines)[SLOTS] > recorded, "the operator may have filled it anew"
-        (y.sum() + z.sum()).backward()
-        return x.grad
-
-    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
-
-
-@pytest.fixture
-def a_device_that_tells_time() -> Iterator[None]:
-    testing.set_link(0, 1e9)
-    yield
-    testing.set_link(0, 0.0)
-
-
-@pytest.mark.usefixtures("a_device_that_tells_time")
-def test_while_times_are_taken_the_host_waits_for_room(device_under_test: Device, tmp_path: Path):
-    def program(run: Run) -> Any:
-        x = run.leaf(SIDE, SIDE)
-        forward = Forward(run)
-        with torchoffload.profile(), spilling(run, tmp_path, SLOTS, offload_window_bytes=AMPLE):
-            y = chain(x)
-            forward.expect(moved=DEPTH - 1, disk_waits=DEPTH - 1 - SLOTS)
-        y.sum().backward()
-        return x.grad
-
-    assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
 
 
 @pytest.mark.devices("simulated-early", "simulated-seeded")

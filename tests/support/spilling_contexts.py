@@ -38,3 +38,27 @@ def chain(x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
     for _ in range(depth):
         x = SavesInput.apply(x) * 0.5
     return x
+
+
+class Forward:
+    """What was counted since it was made. The disks stand still until they are waited for, or until `room_comes`."""
+
+    def __init__(self, run: Run) -> None:
+        from torchoffload import _C_testing
+
+        self.is_counted = not run.stock
+        _C_testing.testing.set_transfers_wait(True)
+        self.before = torchoffload.stats()
+
+    def expect(self, *, moved: int, disk_waits: int | None = None) -> None:
+        if not self.is_counted:
+            return
+        now = torchoffload.stats()
+        assert now.records_offloaded - self.before.records_offloaded == moved
+        if disk_waits is not None:
+            assert now.disk_waits - self.before.disk_waits == disk_waits
+
+    def room_comes(self) -> None:
+        from torchoffload import _C_testing
+
+        _C_testing.testing.set_transfers_wait(False)
