@@ -243,6 +243,7 @@ class Engine {
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy);
   // Is the record's copy still to be enqueued?
   bool is_pending(RecordId id);
+  bool can_name_allocation(RecordId id);  // the stream on which its source was allocated
   // The record's copy does not wait for room any more, if it did. Call it before the record changes its state.
   void stop_waiting(RecordId id);
   static bool is_waiting(const PendingCopy& copy);

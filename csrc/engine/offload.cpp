@@ -90,9 +90,9 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   timeline_.set_origin();
   if (!is_pending(id)) return;
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
-  if (!streams_.can_be_used(held(id).bytes.stream)) return keep(id, Reason::ExternalStream);
+  if (!streams_.can_be_used(held(id).bytes.stream) || !can_name_allocation(id)) return keep(id, Reason::ExternalStream);
   OffloadCopy copy = plan_offload(id, order);
-  copy.filled = pending.filled;
+  if (!copy.time.is_wanted) copy.filled = pending.filled;
   copy.slot = *slot;
   copy.guards = waited_for;
   StreamOrder::Batch waits = streams_.batch();
@@ -120,6 +120,11 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   }
   (void)loan.take();
   offload_is_enqueued(id, copy);
+}
+
+bool Engine::can_name_allocation(RecordId id) {
+  const StreamId allocated_on = held(id).allocated_on;
+  return allocated_on == kNoStream || streams_.can_be_used(allocated_on);
 }
 
 StreamId Engine::offload_begins_on(RecordId id) {

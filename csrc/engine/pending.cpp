@@ -13,7 +13,7 @@
 //   those that the host has enqueued since. If one of these saves the storage once more, it may fill it, and counts.
 // - While the times of a step are taken none waits, since the times say when a copy could have begun.
 // - Only copies of contexts that the thread has entered wait, since their exit is sure to come on this thread. And only
-//   those whose stream lasts: whether a stream that may be destroyed is current is known at this flush alone.
+//   those whose streams last: whether a stream that may be destroyed is current is known at this flush alone.
 // - The record stays Resident, as one does between its save and the next hook event: a backward uses the source, and a
 //   release drops it. But operators after the one that saved it run meanwhile, also on other streams, and may write to
 //   the storage. So from here on a save joins the record only at its own version, as if its copy were enqueued. And a
@@ -76,11 +76,9 @@ void Engine::flush_pending(const ContextState* leaving) {
 // What is called here may run Python code, with flushes of its own. After these nothing is known of places.
 void Engine::Flush::run() {
   uint64_t flush_count = ++thread.flush_count;
-  thread.has_waiting = false;
   for (size_t next = 0; next < thread.pending.size();) {
     PendingCopy& copy = thread.pending[next];
     if (!is_possible(copy) && !mutated(Mutant::CopyNotInsideItsOperator)) {
-      thread.has_waiting = thread.has_waiting || is_waiting(copy);
       ++next;
       continue;
     }
@@ -95,6 +93,7 @@ void Engine::Flush::run() {
     }
     if (std::exchange(flush_count, thread.flush_count) != thread.flush_count) next = 0;
   }
+  if (thread.has_waiting) thread.has_waiting = std::ranges::any_of(thread.pending, is_waiting);
 }
 
 bool Engine::Flush::is_possible(const PendingCopy& copy) const {
@@ -123,9 +122,10 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
 
 bool Engine::Flush::can_wait(const PendingCopy& copy) const {
   Engine& engine = *copy.engine;
+  const auto lasts = [&](StreamId stream) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
   return engine.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
-         engine.is_pending(copy.record) && engine.streams_.is_lasting(engine.held(copy.record).bytes.stream) &&
-         !engine.timeline_.is_on();
+         engine.is_pending(copy.record) && lasts(engine.held(copy.record).bytes.stream) &&
+         lasts(engine.held(copy.record).allocated_on) && !engine.timeline_.is_on();
 }
 
 size_t Engine::Flush::waiting_before(size_t place) const {
@@ -179,7 +179,7 @@ void Engine::put_off_waiting(const void* storage) {
   const uint64_t now = thread.sequence_number();
   for (PendingCopy& copy : thread.pending) {
     if (!is_waiting(copy)) {
-      if (copy.sequence_number == now) return;
+      if (copy.sequence_number == now && now != kOperatorEnded) return;
     } else if (copy.engine->ledger_.record(copy.record).identity.storage == storage) {
       copy.sequence_number = now;
       copy.filled = {};

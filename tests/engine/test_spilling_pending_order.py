@@ -91,3 +91,28 @@ def test_while_times_are_taken_the_host_waits_for_room(device_under_test: Device
         return x.grad
 
     assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
+
+
+def test_a_copy_waits_for_no_room_whose_source_was_allocated_on_a_stream_that_may_be_destroyed(
+    device_under_test: Device, tmp_path: Path
+):
+    def program(run: Run) -> Any:
+        x = run.leaf(SIDE, SIDE)
+        main, external = run.simulation.current_stream(), run.simulation.external_stream()
+        Forward(run)
+        external.wait_stream(main)
+        with spilling(run, tmp_path, SLOTS, offload_window_bytes=AMPLE):
+            y = chain(x, SLOTS)
+            with run.simulation.stream(external):
+                doubled = x * 2
+            main.wait_stream(external)
+            z = chain(SavesInput.apply(doubled), 2)
+            run.simulation.destroy(external)
+            z = chain(z, 1)
+        (y.sum() + z.sum()).backward()
+        return x.grad
+
+    stats = assert_same_gradients(
+        program, device=device_under_test, moved_bytes=(SLOTS + 3) * NBYTES, kept_reason="external_stream"
+    )
+    assert stats.records_kept == {"external_stream": 1}

@@ -18,7 +18,7 @@ from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.step import least_plan, plan_step
-from torchoffload._fit.trials import Trial, learned
+from torchoffload._fit.trials import Trial, overhead_of, with_overhead
 
 pytestmark = pytest.mark.devices("disk")
 
@@ -318,8 +318,10 @@ def test_what_trials_teach_is_of_plans_that_move_nothing(device_under_test: Devi
         step = handle._driver.step
         least, still = least_plan(step), plan_step(dataclasses.replace(step, may_move=False), 1 << 50)
         waited = Trial(step, dataclasses.replace(least, moved_bytes=1), step_s=least.step_s + 9.0)
-        assert learned(step, [waited]) is step
+        assert overhead_of([waited]) == 0
         again = Trial(step, dataclasses.replace(least, moved_bytes=0), step_s=least.step_s + 4.0)
-        slower = learned(step, [waited, again, Trial(step, still, step_s=9.0)])
+        overhead_s = overhead_of([waited, again, Trial(step, still, step_s=9.0)])
+        assert overhead_s == pytest.approx(4.0 / again.again_count)
+        slower = with_overhead(step, overhead_s)
         assert plan_step(slower, 1 << 50).step_s == pytest.approx(still.step_s)
         assert least_plan(slower).step_s == pytest.approx(least.step_s + 4.0, rel=0.02)

@@ -129,6 +129,34 @@ def test_a_plan_that_waits_for_memory_is_compared_with_one_that_takes_less():
     assert candidates.take_next() is None, "the fastest one has room"
 
 
+def test_no_plan_that_takes_less_is_looked_for_where_one_had_room_and_was_slower():
+    candidates = Candidates()
+    candidates.add(STEP, plan_step(STEP, 90 * MIB))
+    candidates.take_next()
+    time_twice(candidates, 13.0, waits_for_memory=True)
+    candidates.add_better(STEP, 90 * MIB, learns=False)
+    assert candidates.take_next() is not None
+    time_twice(candidates, 14.0, waits_for_memory=False)
+    candidates.add_better(STEP, 90 * MIB, learns=False)
+    assert candidates.take_next() is None
+
+
+def test_what_was_learned_is_not_part_of_the_pace():
+    candidates = Candidates()
+    for memory_bytes in (64 * MIB, 72 * MIB, 80 * MIB):
+        candidates.add(STEP, plan_step(STEP, memory_bytes))
+    taken = [trial.plan.step_s + 0.4 * trial.again_count for trial in candidates.trials]
+    for step_s in taken:
+        candidates.take_next()
+        time_twice(candidates, step_s, waits_for_memory=False)
+    step = candidates.add_better(STEP, 80 * MIB, learns=True)
+    assert step is not STEP
+    assert candidates.take_pace() == pytest.approx(1.0)
+    assert [trial.plan.step_s for trial in candidates.trials[:3]] == pytest.approx(taken)
+    assert plan_step(step, 90 * MIB).step_s == pytest.approx(12.0), "nothing is computed again, and takes no longer"
+    assert candidates.add_better(step, 80 * MIB, learns=True) is step, "it is learned once"
+
+
 def test_a_plan_that_takes_less_is_looked_for_until_it_takes_too_little():
     candidates = Candidates()
     candidates.add(STEP, plan_step(STEP, 90 * MIB))

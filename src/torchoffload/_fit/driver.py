@@ -227,7 +227,7 @@ class Driver:
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._context_options)
         self.step, kinds = surveyed_step(self.survey, self._link, self._context_options, self.agreement)
-        self._surveyed = self.step
+        self._surveyed, self._has_learned = self.step, False
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(self.survey.called_modules, self.names)
@@ -237,7 +237,7 @@ class Driver:
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""
         self.budget.give(memory_bytes)
-        self.step = self._surveyed
+        self.step, self._has_learned = self._surveyed, False
         if self.step is not None:
             self.choose()
 
@@ -245,7 +245,6 @@ class Driver:
         """Find plans for what the survey showed, and try them; ``after`` others that took too much."""
         step = cast(Step, self.step)
         self.candidates, self.settled = Candidates(), None
-        self._has_learned = step is not self._surveyed
         self.budget.share(self.agreement, self.meter)
         plans = plans_to_try(step, self.budget.room_bytes(step), has_allocator=self.meter.measures_memory)
         if plans and after is Excess.OUT_OF_MEMORY:  # one that runs is known then, whatever the others do
@@ -287,7 +286,7 @@ class Driver:
             self._after_trial()
         elif self._size != self.largest_size:
             if self.candidates.note_other_size():
-                self._settle(trial)
+                self._settle((self.candidates.measured or [trial])[0])
         elif self.candidates.ends_timed_step():
             has_waited = self.meter.retry_count() > self._retries
             taken_s, has_waited = self._largest(self.meter.between_s(self._began, self._ended), has_waited)
@@ -317,8 +316,9 @@ class Driver:
 
     def _learns(self) -> bool:
         """Learn from the trials. Returns whether another plan is to be tried then."""
-        step, is_first, self._has_learned = cast(Step, self.step), not self._has_learned, True
-        self.step = self.candidates.add_better(step, self.budget.room_bytes(step), learns=is_first)
+        step = cast(Step, self.step)
+        self.step = self.candidates.add_better(step, self.budget.room_bytes(step), learns=not self._has_learned)
+        self._has_learned |= self.step is not step
         return self._next_trial()
 
     def _settle(self, trial: Trial) -> None:

@@ -252,6 +252,10 @@ class StepPlan:
     forward_spare_bytes: int
     backward_spare_bytes: int
 
+    def with_overhead(self, overhead_s: float) -> "StepPlan":
+        """Return the same plan, in which computing again takes so much longer."""
+        return replace(self, step_s=self.step_s + overhead_s, recompute_s=self.recompute_s + overhead_s)
+
     def at_pace(self, pace: float) -> "StepPlan":
         """Return the same plan for a step at that pace."""
         return replace(self, step_s=self.step_s * pace, recompute_s=self.recompute_s * pace)

@@ -1,6 +1,7 @@
 """Plans that are tried, and what is laid on a step because of what they took."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,7 @@ __all__ = [
     "Candidates",
     "Trial",
     "failure_message",
-    "learned",
+    "overhead_of",
     "plans_to_try",
     "restricted",
     "unfit_message",
@@ -103,6 +104,8 @@ class Candidates:
         self.current: Trial | None = None
         self._timed = self._others = 0
         self._part = 1.0  # of the memory that plans may take
+        self._roomier: list[Trial] = []  # those that were added last because they take less
+        self._has_learned = False
 
     def add(self, step: Step, plan: StepPlan | None) -> None:
         """Add a plan, unless there is one already that does the same."""
@@ -147,17 +150,30 @@ class Candidates:
         """Add plans because of what the measured ones took. Returns the step, with what was learned if wanted.
 
         If the allocator had to give memory back under the fastest plan so far, the next ones take less memory: the best
-        plan of all, and the best one that moves nothing, since copies in flight cut the memory up, too.
+        plan of all, and the best one that moves nothing, since copies in flight cut the memory up, too. That goes on
+        until a plan has had room enough.
         """
-        if learns:
-            step = learned(step, self.measured)
+        if learns and not self._has_learned:
+            self._has_learned = True
+            step = self._learn(step)
             self.add(step, plan_step(step, memory_bytes))
-        waits, count = self.measured[0].waits_for_memory, len(self.trials)
-        while waits and len(self.trials) <= count and self._part * _WITH_MORE_ROOM >= _LEAST_PART:
+        is_tight = all(trial.waits_for_memory or trial.has_failed for trial in [self.measured[0], *self._roomier])
+        count = len(self.trials)
+        while is_tight and len(self.trials) == count and self._part * _WITH_MORE_ROOM >= _LEAST_PART:
             self._part *= _WITH_MORE_ROOM
             for each in (step, dataclasses.replace(step, may_move=False)):
                 self.add(step, plan_step(each, int(memory_bytes * self._part), timed_as=step))
+            self._roomier = self.trials[count:]
         return step
+
+    def _learn(self, step: Step) -> Step:
+        """Return the step with the overhead of computing again, which predictions have from then on."""
+        overhead_s = overhead_of(self.measured)
+        if overhead_s <= 0:
+            return step
+        for trial in self.trials:
+            trial.plan = trial.plan.with_overhead(overhead_s * trial.again_count)
+        return with_overhead(step, overhead_s)
 
     def take_pace(self) -> float:
         """Give all predictions the pace of the steps that were timed. Returns it, as a factor.
@@ -169,7 +185,7 @@ class Candidates:
         telling = [trial for trial in measured if not trial.waits_for_memory] or measured
         paces = [taken_s / trial.plan.step_s for trial in telling for taken_s in trial.timed_s if trial.plan.step_s > 0]
         pace = statistics.median(paces) if paces else 1.0
-        if not pace > 0:
+        if not 0 < pace < math.inf:
             return 1.0
         for trial in self.trials:
             trial.take_pace(pace)
@@ -206,8 +222,8 @@ def _cautious(step: Step, recompute: float, rate: float) -> Step:
     )
 
 
-def learned(step: Step, trials: Iterable[Trial]) -> Step:
-    """Lay what plans took longer than predicted on the blocks that were computed again.
+def overhead_of(trials: Iterable[Trial]) -> float:
+    """Return how much longer than predicted each call took that was computed again; 0 if that is not known.
 
     Only plans that move nothing tell: others may have waited for copies.
     """
@@ -216,8 +232,7 @@ def learned(step: Step, trials: Iterable[Trial]) -> Step:
         for trial in trials
         if trial.step_s is not None and trial.again_count and not trial.plan.moved_bytes
     ]
-    overhead_s = statistics.median(overheads) if overheads else 0.0
-    return with_overhead(step, overhead_s) if overhead_s > 0 else step
+    return max(0.0, statistics.median(overheads)) if overheads else 0.0
 
 
 def with_overhead(step: Step, overhead_s: float) -> Step:
