@@ -1,5 +1,5 @@
 // mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
-// Ownership:     one mask of bits for the process, in the test build alone.
+// Ownership:     one for the process, in the test build alone.
 // Thread safety: any thread may ask; a test sets the mask before it starts what is to ask.
 // Cost:          none but in the test build: mutated() is a constant false elsewhere.
 //
@@ -78,12 +78,21 @@ enum class Mutant : uint8_t {
   BorrowedStays,                 // memory that is not the storage's own
   StreamsMayBeDestroyed,         // by their owners, where they came from outside
   BudgetHonoured,                // design.md, Memory
+  // Replay (design.md, Planned blocks).
+  ReplaySetsSwitches,
+  ReplaySetsRandomState,
+  ReplayedVersionChecked,  // autograd's own error for a saved tensor that was written to
+  ForeignVersionChecked,   // a value from outside that was written to since
+  KeptValueChecked,        // a kept value that was written to is made again
+  SmallForeignCopied,
+  CopyBeforeWrite,
+  UninitialisedIsKept,
   kCount,
 };
 
 #ifdef TORCHOFFLOAD_TESTING
-extern uint64_t mutant_mask;
-inline bool mutated(Mutant mutant) { return (mutant_mask >> static_cast<unsigned>(mutant)) & 1U; }
+extern Mutant mutant_in_force;  // kCount: none
+inline bool mutated(Mutant mutant) { return mutant_in_force == mutant; }
 const char* mutant_name(Mutant mutant);
 #else
 constexpr bool mutated(Mutant) { return false; }

@@ -51,12 +51,12 @@ void start(const std::string& mode, uint64_t seed, int devices) {
 }
 
 void set_mutant(const std::optional<std::string>& name) {
-  uint64_t mask = 0;
+  Mutant found = Mutant::kCount;
   for (unsigned index = 0; name && index < static_cast<unsigned>(Mutant::kCount); ++index) {
-    if (*name == mutant_name(static_cast<Mutant>(index))) mask = uint64_t{1} << index;
+    if (*name == mutant_name(static_cast<Mutant>(index))) found = static_cast<Mutant>(index);
   }
-  if (name && mask == 0) throw std::invalid_argument("no mutant is called " + *name);
-  mutant_mask = mask;
+  if (name && found == Mutant::kCount) throw std::invalid_argument("no mutant is called " + *name);
+  mutant_in_force = found;
 }
 
 std::vector<std::string> mutant_names() {
