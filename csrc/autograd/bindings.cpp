@@ -10,6 +10,8 @@
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/object_contents.h"
+#include "autograd/operator_counter.h"
+#include "autograd/operator_mode.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/storage_addresses.h"
 #include "autograd/user_code.h"
@@ -303,6 +305,22 @@ Compress parse_compress(const py::handle& given) {
   return given.cast<bool>() ? Compress::On : Compress::Off;
 }
 
+// Modes that show their operators, and the listener that counts them.
+void add_operator_modes(py::module_& m) {
+  if (!add_operator_mode(m.ptr())) throw py::error_already_set();
+  m.def(
+      "opaque_method",
+      [](const py::object& function, const std::string& name) {
+        return taken(opaque_method(function.ptr(), name.c_str()));
+      },
+      py::arg("function"), py::arg("name"), py::pos_only());
+  py::class_<OperatorCounter, std::shared_ptr<OperatorCounter>>(m, "OperatorCounter")
+      .def(py::init<>())
+      .def_property_readonly("operators", &OperatorCounter::operators)
+      .def_property_readonly("regions", &OperatorCounter::regions)
+      .def("listener", [](std::shared_ptr<OperatorCounter> self) { return taken(to_python(std::move(self))); });
+}
+
 // What `fit` calls, to plan blocks and to run them by a plan.
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
@@ -332,6 +350,7 @@ void add_planned_blocks(py::module_& m) {
         return taken(changed_contents(before.ptr(), describe.ptr()));
       },
       py::arg("before"), py::arg("describe"), py::pos_only());
+  add_operator_modes(m);
   m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
         py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
   m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());

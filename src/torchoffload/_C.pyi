@@ -157,6 +157,31 @@ def changed_contents(
 ) -> list[tuple[int, list[Any]]]:
     """Return the places in ``before`` of objects that contain something else now, each with what it contains."""
 
+class OperatorMode:
+    """The base of a mode that shows its operators to a listener. See ``operator_mode.h``."""
+
+    def __new__(cls, listener: object, /) -> Self: ...
+    def _begin(self) -> None:
+        """Show the operators of this thread from now on."""
+
+    def on_other(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /) -> Any:
+        """Call what has no C++ arguments, as an opaque region."""
+
+class OperatorCounter:
+    """A listener that runs what it is shown and counts it."""
+
+    @property
+    def operators(self) -> int: ...
+    @property
+    def regions(self) -> int:
+        """How many opaque regions it was shown."""
+
+    def listener(self) -> object:
+        """Return the capsule that a mode takes."""
+
+def opaque_method(function: Callable[..., Any], name: str, /) -> Any:
+    """Return a method that calls ``function`` as an opaque region of the modes that are on. See ``operator_mode.h``."""
+
 def absent_tensor(
     sizes: Sequence[int],
     strides: Sequence[int],
