@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "autograd/block_call.h"
+#include "autograd/recorded_call.h"
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
 #include "autograd/link_share.h"
@@ -140,16 +140,16 @@ PyObject* context_pack(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-constexpr const char* kBlockCall = "torchoffload.BlockCall";
+constexpr const char* kRecordedCall = "torchoffload.RecordedCall";
 
-BlockCall* call_of(PyObject* capsule) {
-  auto* const shared = static_cast<std::shared_ptr<BlockCall>*>(PyCapsule_GetPointer(capsule, kBlockCall));
+RecordedCall* call_of(PyObject* capsule) {
+  auto* const shared = static_cast<std::shared_ptr<RecordedCall>*>(PyCapsule_GetPointer(capsule, kRecordedCall));
   return shared != nullptr ? shared->get() : nullptr;
 }
 
-PyObject* block_call_pack(PyObject* capsule, PyObject* object) {
+PyObject* recorded_call_pack(PyObject* capsule, PyObject* object) {
   HANDLE_TH_ERRORS
-  BlockCall* const call = call_of(capsule);
+  RecordedCall* const call = call_of(capsule);
   if (call == nullptr) return nullptr;
   return handle_of(object, call->context(), [&] { return call->pack(object); });
   END_HANDLE_TH_ERRORS
@@ -336,11 +336,11 @@ std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10:
   return std::make_unique<SavedTensor>(THPVariable_Unpack(object));
 }
 
-PyObject* pack_hook_of(std::shared_ptr<BlockCall> call) {
-  static PyMethodDef definition{"pack", block_call_pack, METH_O, "pack(tensor) -> handle: the pack hook of a call."};
-  auto shared = std::make_unique<std::shared_ptr<BlockCall>>(std::move(call));
-  THPObjectPtr capsule(PyCapsule_New(shared.get(), kBlockCall, [](PyObject* self) {
-    delete static_cast<std::shared_ptr<BlockCall>*>(PyCapsule_GetPointer(self, kBlockCall));
+PyObject* pack_hook_of(std::shared_ptr<RecordedCall> call) {
+  static PyMethodDef definition{"pack", recorded_call_pack, METH_O, "pack(tensor) -> handle: the pack hook of a call."};
+  auto shared = std::make_unique<std::shared_ptr<RecordedCall>>(std::move(call));
+  THPObjectPtr capsule(PyCapsule_New(shared.get(), kRecordedCall, [](PyObject* self) {
+    delete static_cast<std::shared_ptr<RecordedCall>*>(PyCapsule_GetPointer(self, kRecordedCall));
   }));
   if (!capsule) return nullptr;
   static_cast<void>(shared.release());

@@ -11,7 +11,7 @@
 
 namespace torchoffload {
 
-class BlockCall;
+class RecordedCall;
 
 // Makes the types and adds Context, unpack, noop_pack and noop_unpack to the module. `parameter_type`:
 // torch.nn.Parameter. Returns false with a Python error set.
@@ -24,7 +24,7 @@ Context* context_of(PyObject* object);
 std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper);
 
 // A new reference to a pack hook that has `call` save each tensor; null with a Python error set.
-PyObject* pack_hook_of(std::shared_ptr<BlockCall> call);
+PyObject* pack_hook_of(std::shared_ptr<RecordedCall> call);
 
 // What Context.__init__ parses in Python terms; implemented in bindings.cpp. Throws for what cannot be parsed.
 struct ContextArguments {

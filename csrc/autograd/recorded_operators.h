@@ -70,7 +70,8 @@ struct KeptValue {
 };
 
 struct RecordedStorage {
-  c10::weak_intrusive_ptr<c10::StorageImpl> weak;  // while it is recorded: its address stays its own
+  // While it is recorded: its address stays its own.
+  c10::weak_intrusive_ptr<c10::StorageImpl> weak{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::Device device = c10::kCPU;
   uint64_t nbytes = 0;
   Epoch epoch = 0;
@@ -92,7 +93,7 @@ struct RecordedStorage {
   KeptValue kept;
 
   bool is_pinned() const { return pinned <= epoch; }
-  bool was_made_here() const { return !writers.empty() && pinned != 0; }
+  bool was_made_here() const { return pinned != 0; }
   const c10::Storage* copy_of(Epoch epoch) const;
 };
 

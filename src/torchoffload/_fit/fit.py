@@ -15,7 +15,6 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
-from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
@@ -350,12 +349,6 @@ def fit(
     else:
         total_bytes = None
     memory_bytes = parse_memory(memory, total_bytes)
-    if recompute and not can_checkpoint():
-        recompute = False
-        warn_user(
-            f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
-            "nothing is computed again: what is saved is kept or moves. Update torchoffload."
-        )
     chosen = [
         Chosen(each.name, _computing(each.module))
         for each in outermost(choose(model, find_blocks(model) if blocks is None else blocks))

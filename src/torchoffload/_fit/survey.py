@@ -203,6 +203,11 @@ class Survey:
         self.kinds[key] = kind
         self._new_kinds = True
 
+    def refuse(self, key: tuple[Any, ...], why: str) -> None:
+        """Note that blocks of a kind cannot be computed again, as one of them showed in its backward."""
+        if (kind := self.kinds.get(key)) is not None:
+            kind.refuse(why)
+
     def differs(self, module: nn.Module) -> None:
         """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
         if module not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:

@@ -1,4 +1,4 @@
-#include "autograd/block_call.h"
+#include "autograd/recorded_call.h"
 
 #include <ATen/ops/equal.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -65,15 +65,15 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 // ---- calls that hold a storage ----
 
 // The finished calls that will read a storage which none of their operators made. Under held_mutex().
-std::unordered_multimap<const void*, BlockCall*>& readers() {
-  static auto* const leaked = new std::unordered_multimap<const void*, BlockCall*>;
+std::unordered_multimap<const void*, RecordedCall*>& readers() {
+  static auto* const leaked = new std::unordered_multimap<const void*, RecordedCall*>;
   return *leaked;
 }
 
 }  // namespace
 
 // What is known of one operator while it is recorded.
-struct BlockCall::Recording {
+struct RecordedCall::Recording {
   explicit Recording(const c10::OperatorHandle& handle) : op(handle) {}
 
   RecordedOperator op;
@@ -83,7 +83,7 @@ struct BlockCall::Recording {
   bool may_be_remembered = false;
 };
 
-BlockCall::BlockCall(const Options& options)
+RecordedCall::RecordedCall(const Options& options)
     : plan_(options.plan),
       context_(Py_XNewRef(options.context)),
       observer_(Py_XNewRef(options.observer)),
@@ -93,7 +93,7 @@ BlockCall::BlockCall(const Options& options)
   record_.switches = Switches::now();
 }
 
-BlockCall::~BlockCall() {
+RecordedCall::~RecordedCall() {
   {
     const std::lock_guard lock(held_mutex());
     for (const RecordedStorage& storage : record_.storages) {
@@ -113,13 +113,13 @@ BlockCall::~BlockCall() {
   moments_.clear();
 }
 
-void BlockCall::note_inputs(const std::vector<void*>& storages) {
+void RecordedCall::note_inputs(const std::vector<void*>& storages) {
   input_storages_.assign(storages.begin(), storages.end());
 }
 
 // ---- recording ----
 
-StorageNumber BlockCall::add_storage(const at::Tensor& tensor) {
+StorageNumber RecordedCall::add_storage(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   const auto number = static_cast<StorageNumber>(record_.storages.size());
   RecordedStorage& added = record_.storages.emplace_back();
@@ -133,7 +133,7 @@ StorageNumber BlockCall::add_storage(const at::Tensor& tensor) {
 }
 
 // The number of a storage; of one that no operator of the call has made, a new one.
-StorageNumber BlockCall::storage_of(const at::Tensor& tensor) {
+StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
   const auto found = numbers_.find(impl_of(tensor));
   if (found != numbers_.end()) {
     if (record_.storages[found->second].is_pinned()) watch(record_.storages[found->second], tensor);
@@ -143,26 +143,27 @@ StorageNumber BlockCall::storage_of(const at::Tensor& tensor) {
   RecordedStorage& added = record_.storages[number];
   added.pinned = 0;
   added.is_input = std::ranges::find(input_storages_, impl_of(tensor)) != input_storages_.end();
-  added.is_leaf = tensor.is_leaf() && tensor.requires_grad();
   watch(added, tensor);
   return number;
 }
 
-void BlockCall::watch(RecordedStorage& storage, const at::Tensor& tensor) {
-  storage.is_movable |= !storage.is_leaf && (storage.is_input || !tensor.is_leaf());
+void RecordedCall::watch(RecordedStorage& storage, const at::Tensor& tensor) {
+  const at::Tensor& owner = tensor.is_view() ? tensor._base() : tensor;
+  storage.is_leaf |= owner.is_leaf() && owner.requires_grad();
+  storage.is_movable |= storage.is_input || !owner.is_leaf();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   if (!version.enabled()) return;
   const auto is_known = [&](const VersionMark& each) { return each.is_of(version); };
   if (std::ranges::none_of(storage.versions, is_known)) storage.versions.emplace_back(version);
 }
 
-void BlockCall::pin(RecordedStorage& storage, const c10::Storage& strong) {
+void RecordedCall::pin(RecordedStorage& storage, const c10::Storage& strong) {
   if (storage.pinned != kNeverPinned) return;
   storage.pinned = storage.epoch;
   storage.strong = strong;
 }
 
-void BlockCall::note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic) {
+void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic) {
   RecordedStorage& storage = record_.storages[number];
   // Somebody has filled it whom nobody saw, or nobody has.
   if (storage.is_uninitialised && storage.nbytes != 0 && !mutated(Mutant::UninitialisedIsKept)) {
@@ -179,7 +180,7 @@ void BlockCall::note_read(StorageNumber number, const at::Tensor& tensor, bool i
     storage.copies.emplace_back(0, copied(storage.strong));
 }
 
-TensorRef BlockCall::ref_of(const at::Tensor& tensor, Role role, bool is_statistic, Recording& recording) {
+TensorRef RecordedCall::ref_of(const at::Tensor& tensor, Role role, bool is_statistic, Recording& recording) {
   TensorRef ref;
   if (!tensor.defined()) {
     ref.from = TensorRef::From::Nothing;
@@ -211,7 +212,7 @@ TensorRef BlockCall::ref_of(const at::Tensor& tensor, Role role, bool is_statist
   return ref;
 }
 
-void BlockCall::note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic,
+void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic,
                               Recording& recording) {
   using Kind = RecordedOperator::Place::Kind;
   const auto first = static_cast<uint32_t>(record_.refs.size());
@@ -243,7 +244,7 @@ void BlockCall::note_argument(c10::IValue& value, uint8_t argument, Role role, b
 }
 
 // Before an operator writes: whatever somebody is to read again later is copied.
-void BlockCall::prepare_writes(Recording& recording) {
+void RecordedCall::prepare_writes(Recording& recording) {
   if (recording.has_opaque && !recording.written.empty()) recording.op.runs_once = true;
   for (const auto& [number, tensor] : recording.written) {
     RecordedStorage& storage = record_.storages[number];
@@ -262,7 +263,7 @@ void BlockCall::prepare_writes(Recording& recording) {
   }
 }
 
-void BlockCall::note_results(Recording& recording, const torch::jit::Stack& stack) {
+void RecordedCall::note_results(Recording& recording, const torch::jit::Stack& stack) {
   const size_t result_count = recording.op.handle->schema().returns().size();
   const auto note = [&](const at::Tensor& tensor, size_t result, int32_t element) {
     if (!tensor.defined() || !TensorLayout::is_strided(tensor) || numbers_.contains(impl_of(tensor))) return;
@@ -283,7 +284,7 @@ void BlockCall::note_results(Recording& recording, const torch::jit::Stack& stac
   }
 }
 
-void BlockCall::note_writes(Recording& recording) {
+void RecordedCall::note_writes(Recording& recording) {
   for (const auto& [number, tensor] : recording.written) {
     RecordedStorage& storage = record_.storages[number];
     ++storage.epoch;
@@ -298,7 +299,7 @@ void BlockCall::note_writes(Recording& recording) {
 }
 
 // Did the operator run on a stream that is not its device's first one in this call?
-bool BlockCall::ran_elsewhere(const c10::Device& device) {
+bool RecordedCall::ran_elsewhere(const c10::Device& device) {
   if (device.is_cpu() || device.is_meta()) return false;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   for (const c10::Stream& known : record_.streams) {
@@ -308,13 +309,13 @@ bool BlockCall::ran_elsewhere(const c10::Device& device) {
   return false;
 }
 
-THPObjectPtr BlockCall::now() {
+THPObjectPtr RecordedCall::now() {
   if (!clock_) return {};
   const WithGil with_gil;
   return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
 }
 
-void BlockCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
   if (traits.makes_views || is_finished_ || is_busy_) {
     op.callBoxed(stack);
@@ -371,13 +372,13 @@ void BlockCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 // Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not do so each time.
-bool BlockCall::is_remembered(const TensorRef& ref) const {
+bool RecordedCall::is_remembered(const TensorRef& ref) const {
   if (ref.from != TensorRef::From::Storage) return false;
   const RecordedStorage& storage = record_.storages[ref.number];
   return storage.pinned == 0 && (storage.is_leaf || storage.is_input);
 }
 
-void BlockCall::finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
+void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
                                  bool may_be_remembered, const torch::jit::Stack& stack) {
   RecordedOperator& op = recording.op;
   const size_t result_count = op.handle->schema().returns().size();
@@ -418,7 +419,7 @@ void BlockCall::finish_recording(Recording&& recording, const OperatorTraits& tr
   record_.operators.push_back(std::move(op));
 }
 
-void BlockCall::keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op) {
+void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op) {
   RecordedStorage& storage = record_.storages[number];
   if (storage.is_pinned() || storage.is_uninitialised || tensor.is_inference() || storage.nbytes == 0) return;
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
@@ -436,7 +437,7 @@ void BlockCall::keep(StorageNumber number, const at::Tensor& tensor, bool moves,
 }
 
 // A view that has a version counter of its own, of a value that is kept.
-void BlockCall::watch_view(const c10::IValue& value) {
+void RecordedCall::watch_view(const c10::IValue& value) {
   const auto watch_one = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !TensorLayout::is_strided(tensor)) return;
     const auto found = numbers_.find(impl_of(tensor));
@@ -450,24 +451,24 @@ void BlockCall::watch_view(const c10::IValue& value) {
   for (const at::Tensor& tensor : value.toTensorVector()) watch_one(tensor);
 }
 
-void BlockCall::note_link_share(StorageNumber number, const at::Tensor& tensor) {
+void RecordedCall::note_link_share(StorageNumber number, const at::Tensor& tensor) {
   if (link_shares_.size() <= number) link_shares_.resize(number + 1, 1.0);
   const WithGil with_gil;
   if (Context* const context = context_of(context_.get())) link_shares_[number] = link_share(*context, tensor);
 }
 
-void BlockCall::note_moment(THPObjectPtr begin, THPObjectPtr end) {
+void RecordedCall::note_moment(THPObjectPtr begin, THPObjectPtr end) {
   const WithGil with_gil;
   moments_.push_back({record_.operators.back().counted, std::move(begin), std::move(end)});
 }
 
-void BlockCall::drop_with_gil(THPObjectPtr begin, THPObjectPtr end) {
+void RecordedCall::drop_with_gil(THPObjectPtr begin, THPObjectPtr end) {
   const WithGil with_gil;
   begin = nullptr;
   end = nullptr;
 }
 
-void BlockCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) {
+void RecordedCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) {
   std::vector<StorageNumber> given;
   const std::string_view what = name;
   const bool may_write = what.find("triton") != std::string_view::npos ||
@@ -501,7 +502,7 @@ void BlockCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Regio
 
 // ---- saved tensors ----
 
-std::unique_ptr<Saved> BlockCall::pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
+std::unique_ptr<Saved> RecordedCall::pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
                                              const c10::VariableVersion& version, bool is_filled) {
   Context* const context = context_of(context_.get());
   if (context == nullptr) throw python_error();
@@ -514,7 +515,7 @@ std::unique_ptr<Saved> BlockCall::pack_whole(const RecordedStorage& recorded, co
   return saved;
 }
 
-std::unique_ptr<Saved> BlockCall::pack(PyObject* object, const c10::VariableVersion* wrapper) {
+std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableVersion* wrapper) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   Context* context = nullptr;
   if (context_ && (context = context_of(context_.get())) == nullptr) throw python_error();
@@ -541,7 +542,7 @@ std::unique_ptr<Saved> BlockCall::pack(PyObject* object, const c10::VariableVers
   return saved;
 }
 
-ReplayedTensor::ReplayedTensor(std::shared_ptr<BlockCall> call, StorageNumber storage, const at::Tensor& tensor)
+ReplayedTensor::ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor)
     : call_(std::move(call)),
       storage_(storage),
       device_(tensor.device()),
@@ -584,7 +585,7 @@ std::optional<LiveSave> ReplayedTensor::describe() const {
 
 // ---- after forward ----
 
-std::vector<StorageNumber> BlockCall::wanted() const {
+std::vector<StorageNumber> RecordedCall::wanted() const {
   std::vector<StorageNumber> wanted;
   for (const ReplayedTensor* const each : saved_) {
     if (!each->kept_ && !each->value_) wanted.push_back(each->storage_);
@@ -594,7 +595,7 @@ std::vector<StorageNumber> BlockCall::wanted() const {
   return wanted;
 }
 
-void BlockCall::finish() {
+void RecordedCall::finish() {
   if (std::exchange(is_finished_, true)) return;
   numbers_.clear();
   const Replay needs(record_, wanted(), Replay::Uses::NothingKept);
@@ -621,7 +622,7 @@ void BlockCall::finish() {
 }
 
 // Forgets of a storage what nothing needs, and has what stays move.
-void BlockCall::finish_storage(StorageNumber number, const Replay& needs) {
+void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   RecordedStorage& storage = record_.storages[number];
   storage.weak.reset();
   const auto is_read = [&](Epoch epoch) { return std::ranges::find(needs.held(), std::pair(number, epoch)) != needs.held().end(); };
@@ -637,7 +638,7 @@ void BlockCall::finish_storage(StorageNumber number, const Replay& needs) {
   if (storage.epoch > 0) {
     for (VersionMark& each : storage.versions) each.mark_again();
   }
-  const bool moves = context_ && storage.is_movable && storage.pinned == 0 && storage.versions.size() == 1;
+  const bool moves = context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
     storage.packed = pack_whole(storage, storage.strong, storage.versions.front().version(), /*is_filled=*/true);
     storage.strong = {};
@@ -657,7 +658,7 @@ struct Truth {
 
 }  // namespace
 
-std::vector<int32_t> BlockCall::verify() {
+std::vector<int32_t> RecordedCall::verify() {
   std::vector<Truth> truths;
   for (const ReplayedTensor* const each : saved_)
     truths.push_back({each->storage_, each->layout_, each->truth_});
@@ -676,7 +677,7 @@ std::vector<int32_t> BlockCall::verify() {
   return numbers;
 }
 
-void BlockCall::settle(bool keeps_all) {
+void RecordedCall::settle(bool keeps_all) {
   for (ReplayedTensor* const each : std::vector<ReplayedTensor*>(saved_)) {
     const bool keeps = keeps_all || (each->storage_ < differs_.size() && differs_[each->storage_]);
     const at::Tensor truth = std::exchange(each->truth_, at::Tensor());
@@ -693,7 +694,7 @@ void BlockCall::settle(bool keeps_all) {
 
 // ---- replay ----
 
-void BlockCall::refuse(const ValueGone& gone) {
+void RecordedCall::refuse(const ValueGone& gone) {
   THPObjectPtr message;
   if (observer_) {
     message = THPObjectPtr(PyObject_CallMethod(observer_.get(), "refused", "sN", gone.what(),
@@ -704,10 +705,12 @@ void BlockCall::refuse(const ValueGone& gone) {
   TORCH_CHECK(false, text != nullptr ? std::string(text) : std::string("torchoffload: a tensor ") + gone.what());
 }
 
-void BlockCall::run_replay(std::vector<StorageNumber> wanted,
+void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
                            c10::function_ref<void(StorageNumber, const c10::Storage&)> give) {
   try {
     Replay replay(record_, std::move(wanted), Replay::Uses::All);
+    ++replay_count_;
+    replayed_operator_count_ += replay.operators().size();
     const InForwardsState state(record_);
     {
       const Operation operation;
@@ -734,17 +737,17 @@ void BlockCall::run_replay(std::vector<StorageNumber> wanted,
           },
           around);
     }
-    if (times_replay_) moments_ = std::move(moments);
+      if (times_replay_) moments_ = std::move(moments);
   } catch (const ValueGone& gone) {
     refuse(gone);
   }
 }
 
-void BlockCall::replay(ReplayedTensor& asked) {
-  const std::shared_ptr<BlockCall> alive = shared_from_this();
+void RecordedCall::replay(ReplayedTensor& asked) {
+  const std::shared_ptr<RecordedCall> alive = shared_from_this();
   const auto lock = lock_with_gil(replay_mutex_);
   if (asked.value_) return;  // another thread has made it meanwhile
-  observe("begins_again");
+  if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
   const int graph_task = program::graph_task();
   std::vector<StorageNumber> all = graph_task != kNoGraphTask ? wanted() : std::vector<StorageNumber>{asked.storage_};
   std::vector<c10::Storage> values(record_.storages.size());
@@ -757,15 +760,22 @@ void BlockCall::replay(ReplayedTensor& asked) {
     value_task_ = graph_task;
     program::at_end_of_graph_task([weak = weak_from_this()] {
       const WithGil with_gil;
-      if (const std::shared_ptr<BlockCall> call = weak.lock()) call->drop_values();
+      if (const std::shared_ptr<RecordedCall> call = weak.lock()) call->drop_values();
     });
   }
-  observe("ends_again");
+  if (observer_) {
+    THPObjectPtr told(or_throw(PyList_New(0)));
+    for (const Moment& each : times_replay_ ? std::exchange(moments_, {}) : std::vector<Moment>()) {
+      THPObjectPtr moment(or_throw(Py_BuildValue("iOO", each.counted, each.begin.get(), each.end.get())));
+      if (PyList_Append(told.get(), moment.get()) != 0) throw python_error();
+    }
+    const THPObjectPtr result(or_throw(PyObject_CallMethod(observer_.get(), "ends_again", "O", told.get())));
+  }
 }
 
 // With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another one
 // asks, it is done.
-void BlockCall::asked_for(ReplayedTensor& saved) {
+void RecordedCall::asked_for(ReplayedTensor& saved) {
   if (program::graph_task() == kNoGraphTask) {
     saved.value_ = {};
     return;
@@ -782,16 +792,12 @@ void BlockCall::asked_for(ReplayedTensor& saved) {
 }
 
 // A backward has ended. What it has made lives on where the program holds it, and is made again by the next one.
-void BlockCall::drop_values() {
+void RecordedCall::drop_values() {
   handed_out_.clear();
   asking_node_ = nullptr;
   value_task_ = kNoGraphTask;
   for (ReplayedTensor* const each : saved_) each->value_ = {};
 }
 
-void BlockCall::observe(const char* method) {
-  if (!observer_) return;
-  const THPObjectPtr result(or_throw(PyObject_CallMethod(observer_.get(), method, nullptr)));
-}
 
 }  // namespace torchoffload

@@ -1,4 +1,4 @@
-// BlockCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd saves
+// RecordedCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd saves
 // of what they made, and makes those again when the first of them is asked for in backward.
 // Ownership:     shared by the hook and the mode that are open while forward runs, and by each saved tensor that it stands
 //                in for. It holds no tensor with a history, and nothing in it refers to itself.
@@ -45,18 +45,18 @@ struct BlockActions {
 
 class ReplayedTensor;
 
-class BlockCall final : public OperatorListener, public std::enable_shared_from_this<BlockCall> {
+class RecordedCall final : public OperatorListener, public std::enable_shared_from_this<RecordedCall> {
  public:
   struct Options {
     std::shared_ptr<const BlockActions> plan;  // may be null: nothing is kept
     PyObject* context = nullptr;               // that moves values; borrowed. Null: none
-    PyObject* observer = nullptr;              // has begins_again(), ends_again() and refused(message, address); or null
+    PyObject* observer = nullptr;              // has begins_again(), ends_again(moments), refused(what, address); or null
     PyObject* clock = nullptr;                 // returns a moment; null: operators are not timed
     bool verifies = false;                     // the call holds what it stands in for, and `verify` may be called
     bool times_replay = false;
   };
-  explicit BlockCall(const Options& options);
-  ~BlockCall() override;
+  explicit RecordedCall(const Options& options);
+  ~RecordedCall() override;
 
   // Marks the storages of tensors that the block is given.
   void note_inputs(const std::vector<void*>& storages);
@@ -77,8 +77,10 @@ class BlockCall final : public OperatorListener, public std::enable_shared_from_
   void settle(bool keeps_all);
 
   const RecordedOperators& record() const { return record_; }
-  PyObject* context() const { return context_.get(); }  // borrowed; may be null
+  PyObject* context() { return context_.get(); }  // borrowed; may be null
   std::optional<int32_t> left_at() const { return left_at_; }
+  uint64_t replay_count() const { return replay_count_; }
+  uint64_t replayed_operator_count() const { return replayed_operator_count_; }
   // Moments before and after each counted operator, of forward if the call has a clock.
   struct Moment {
     int32_t counted;
@@ -124,7 +126,6 @@ class BlockCall final : public OperatorListener, public std::enable_shared_from_
   void asked_for(ReplayedTensor& saved);
   void drop_values();
   [[noreturn]] void refuse(const ValueGone& gone);
-  void observe(const char* method);
 
   RecordedOperators record_;
   std::unordered_map<const c10::StorageImpl*, StorageNumber> numbers_;  // while it is recorded
@@ -139,6 +140,8 @@ class BlockCall final : public OperatorListener, public std::enable_shared_from_
   bool is_finished_ = false;
   bool is_busy_ = false;           // operators are not recorded
   std::vector<bool> differs_;      // by storage: what verify() found
+  uint64_t replay_count_ = 0;
+  uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;
   std::vector<double> link_shares_;  // by storage, if the call has a clock
   std::mutex replay_mutex_;          // one replay at a time
@@ -150,18 +153,18 @@ class BlockCall final : public OperatorListener, public std::enable_shared_from_
 // What stands in for a saved tensor that the call can make again.
 class ReplayedTensor final : public Saved {
  public:
-  ReplayedTensor(std::shared_ptr<BlockCall> call, StorageNumber storage, const at::Tensor& tensor);
+  ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor);
   ~ReplayedTensor() override;
 
   void prepare() override;
   at::Tensor unpack(Versions versions) override;
 
  private:
-  friend class BlockCall;
+  friend class RecordedCall;
   std::optional<LiveSave> describe() const override;
   at::Tensor stand_in() const;
 
-  std::shared_ptr<BlockCall> call_;
+  std::shared_ptr<RecordedCall> call_;
   StorageNumber storage_;
   c10::Device device_;
   VersionCheck version_check_;
