@@ -148,7 +148,7 @@ StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
 }
 
 void RecordedCall::watch(RecordedStorage& storage, const at::Tensor& tensor) {
-  const at::Tensor& owner = tensor.is_view() ? tensor._base() : tensor;
+  const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   storage.is_leaf |= owner.is_leaf() && owner.requires_grad();
   storage.is_movable |= storage.is_input || !owner.is_leaf();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
@@ -310,7 +310,6 @@ bool RecordedCall::ran_elsewhere(const c10::Device& device) {
 }
 
 THPObjectPtr RecordedCall::now() {
-  if (!clock_) return {};
   const WithGil with_gil;
   return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
 }
@@ -356,9 +355,10 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   prepare_writes(recording);
   recording.op.random_states =
       RandomStates(traits, c10::ArrayRef<c10::IValue>(stack->data() + first_argument, argument_count));
-  THPObjectPtr begin = now();
+  const bool is_timed = clock_ && !times_replay_;
+  THPObjectPtr begin = is_timed ? now() : THPObjectPtr();
   op.callBoxed(stack);
-  THPObjectPtr end = now();
+  THPObjectPtr end = is_timed ? now() : THPObjectPtr();
   if (traits.may_draw && !traits.draws) recording.op.random_states.keep_changed();
   note_results(recording, *stack);
   if (recording.op.makes.empty() && recording.written.empty()) {
@@ -412,7 +412,7 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     for (const RecordedOperator::Made& made : op.makes) keep(made.storage, tensor_of(made), moves, op);
     for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
   }
-  if (clock_ && context_) {
+  if (clock_ && !times_replay_ && context_) {
     for (const RecordedOperator::Made& made : op.makes) note_link_share(made.storage, tensor_of(made));
     for (const auto& [number, tensor] : recording.written) note_link_share(number, tensor);
   }

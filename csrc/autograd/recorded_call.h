@@ -53,7 +53,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
     PyObject* observer = nullptr;              // has begins_again(), ends_again(moments), refused(what, address); or null
     PyObject* clock = nullptr;                 // returns a moment; null: operators are not timed
     bool verifies = false;                     // the call holds what it stands in for, and `verify` may be called
-    bool times_replay = false;
+    bool times_replay = false;                 // and not forward
   };
   explicit RecordedCall(const Options& options);
   ~RecordedCall() override;

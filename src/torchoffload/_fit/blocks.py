@@ -124,7 +124,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     else:
         plan = None if watch.plan is None else watch.plan.actions
         inputs = core.storage_addresses((args, kwargs))
-        call = core.RecordedCall(plan, inputs, context, observer, None, False, watch.times_operators)
+        clock = watch.now if watch.times_operators else None
+        call = core.RecordedCall(plan, inputs, context, observer, clock, False, watch.times_operators)
     mode = OperatorMode(call.listener())
     hooks = saved_tensors_hooks(call.pack_hook(), core.unpack)
     hook_stack.push(block, Role.MODULE, hooks, sys._getframe(1), partial(_end_recorded, call, mode, watch, recording))

@@ -47,6 +47,10 @@ class Watch:
     def ends_again(self) -> None:
         """Tell that the replay has ended."""
 
+    def now(self) -> Any:
+        """Return this moment, if ``times_operators``."""
+        raise NotImplementedError
+
     def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
         """Tell when each replayed operator began and ended, by its number. Called before ``ends_again``."""
 

@@ -104,6 +104,10 @@ class SurveyedCall(Watch):
         self.again_host_s = now - self._host_s
         self._host_s = now
 
+    def now(self) -> Any:
+        """Return this moment on the device."""
+        return self._survey.meter.now()
+
     def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
         """Note when the operators of the replay began and ended."""
         self.moments = moments
