@@ -4,12 +4,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "autograd/absent_tensor.h"
 #include "autograd/context.h"
-#include "autograd/forward_mode.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/object_contents.h"
 #include "autograd/operator_counter.h"
 #include "autograd/operator_mode.h"
 #include "autograd/recorded_call.h"
@@ -279,11 +276,6 @@ void set_module_windows(const py::handle& context, const std::vector<std::array<
   found->set_windows(std::move(windows));
 }
 
-at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t storage_offset,
-                         uint64_t nbytes, at::ScalarType dtype, at::Device device) {
-  return make_absent({sizes, strides, storage_offset, nbytes, dtype, device});
-}
-
 uint64_t trim() {
   drop_unheld();
   return trim_stores();
@@ -436,31 +428,8 @@ void add_planned_blocks(py::module_& m) {
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());
-  m.def(
-      "forward_notes",
-      [](const py::object& call, const py::tuple& operators, const py::bytes& special, const py::object& classify,
-         const py::object& note) {
-        return taken(forward_notes(call.ptr(), operators.ptr(), special.ptr(), classify.ptr(), note.ptr()));
-      },
-      py::arg("call"), py::arg("operators"), py::arg("special"), py::arg("classify"), py::arg("note"), py::pos_only());
-  m.attr("forward_dispatch") = taken(forward_dispatch());
-  m.def(
-      "object_contents",
-      [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {
-        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr(), most));
-      },
-      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::arg("most"), py::pos_only());
-  m.def(
-      "changed_contents",
-      [](const py::list& before, const py::object& describe) {
-        return taken(changed_contents(before.ptr(), describe.ptr()));
-      },
-      py::arg("before"), py::arg("describe"), py::pos_only());
   add_operator_modes(m);
   add_recorded_calls(m);
-  m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
-        py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
-  m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
 }
 
 }  // namespace
