@@ -160,7 +160,7 @@ def changed_contents(
 class OperatorMode:
     """The base of a mode that shows its operators to a listener. See ``operator_mode.h``."""
 
-    def __new__(cls, listener: object, /) -> Self: ...
+    def __init__(self, listener: object, /) -> None: ...
     def _begin(self) -> None:
         """Show the operators of this thread from now on."""
 
@@ -178,6 +178,15 @@ class OperatorCounter:
 
     def listener(self) -> object:
         """Return the capsule that a mode takes."""
+
+def install_interpreter_delegate() -> None:
+    """Hand operators to the listeners of modes without Python. See ``interpreter_delegate.h``."""
+
+def remove_interpreter_delegate() -> None:
+    """Hand operators to the listeners of modes by way of Python again."""
+
+def operators_by_python() -> int:
+    """Return how many operators came to a mode by way of Python, in this process."""
 
 def opaque_method(function: Callable[..., Any], name: str, /) -> Any:
     """Return a method that calls ``function`` as an opaque region of the modes that are on. See ``operator_mode.h``."""
