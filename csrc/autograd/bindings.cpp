@@ -7,6 +7,7 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
+#include "autograd/interpreter_delegate.h"
 #include "autograd/operator_counter.h"
 #include "autograd/operator_mode.h"
 #include "autograd/recorded_call.h"
@@ -307,6 +308,9 @@ void add_operator_modes(py::module_& m) {
         return taken(opaque_method(function.ptr(), name.c_str()));
       },
       py::arg("function"), py::arg("name"), py::pos_only());
+  m.def("install_interpreter_delegate", install_interpreter_delegate);
+  m.def("remove_interpreter_delegate", remove_interpreter_delegate);
+  m.def("operators_by_python", operators_by_python);
   py::class_<OperatorCounter, std::shared_ptr<OperatorCounter>>(m, "OperatorCounter")
       .def(py::init<>())
       .def_property_readonly("operators", &OperatorCounter::operators)

@@ -25,6 +25,7 @@ struct OperatorModeObject {
 };
 
 PyTypeObject* mode_type = nullptr;
+uint64_t dispatched_by_python = 0;  // with the GIL
 
 OperatorMode& mode_of(PyObject* self) { return *reinterpret_cast<OperatorModeObject*>(self)->mode; }
 
@@ -102,7 +103,8 @@ PyObject* on_other(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// 1: every type is that of a tensor that is made of other tensors; -1: a Python error is set.
+// 1: every type is that of a tensor that is made of other tensors; 0: one is not, such as a fake tensor's, or a plain
+// tensor's, which is named for the detach of a saved output alone; -1: a Python error is set.
 int are_wrappers(PyObject* types) {
   THPObjectPtr sequence(PySequence_Fast(types, "__torch_dispatch__ takes a sequence of types"));
   if (!sequence) return -1;
@@ -119,6 +121,7 @@ PyObject* torch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes a function, types, arguments and keyword arguments");
     return nullptr;
   }
+  ++dispatched_by_python;
   OperatorMode& mode = mode_of(self);
   THPObjectPtr args(count > 2 ? PySequence_Tuple(given[2]) : PyTuple_New(0));  // a tuple is returned as it is
   PyObject* const kwargs = count > 3 && given[3] != Py_None ? given[3] : nullptr;
@@ -246,6 +249,8 @@ PyObject* to_python(std::shared_ptr<OperatorListener> listener) {
   if (capsule != nullptr) static_cast<void>(shared.release());
   return capsule;
 }
+
+uint64_t operators_by_python() { return dispatched_by_python; }
 
 OperatorMode* mode_on_top() {
   const int64_t length = Modes::stack_len();

@@ -16,13 +16,15 @@
 // - It is shown to the listener.
 // - An argument is a tensor of a class that is made of other tensors and has a __torch_dispatch__ (DTensor, jagged
 //   tensors, quantized weights): that function runs with the mode on, and so the inner operators are shown.
-// - It runs unseen: on another thread, in an opaque region, and where FakeTensorMode or a tracer is on beneath the mode.
+// - It runs unseen: on another thread, in an opaque region, where FakeTensorMode or a tracer is on beneath the mode, and
+//   when a saved output is detached, which autograd does once for each and PyTorch shows to modes as aten::detach.
 // - It cannot be put on a stack: the mode's method `on_other` gets it, which by itself shows an opaque region.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <thread>
 
@@ -50,6 +52,9 @@ PyObject* to_python(std::shared_ptr<OperatorListener> listener);
 
 // The mode that the next operator of this thread goes to, if it is one of ours; else null. Needs no GIL.
 OperatorMode* mode_on_top();
+
+// How many operators the `__torch_dispatch__` of our modes was called for, in this process.
+uint64_t operators_by_python();
 
 // Returns a new reference to a function for a class to have in place of its method `function`, whose calls it makes: the
 // tensors of its arguments are an opaque region's. Costs nothing worth mentioning while no mode of ours is on.

@@ -1,10 +1,12 @@
 // A listener that notes what it is shown, for tests of the modes that show operators.
+#include <ATen/ThreadLocalState.h>
 #include <ATen/ops/ones.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "autograd/operator_mode.h"
@@ -46,6 +48,16 @@ class NotingListener final : public OperatorListener {
 }  // namespace
 
 void bind_operator_testing(py::module_& module) {
+  // On a thread to which PyTorch gives what the caller's has: its modes among it, as autograd's threads have them.
+  module.def("in_thread_with_state", [](const py::function& function) {
+    const py::gil_scoped_release released;
+    const at::ThreadLocalState state;
+    std::thread([&] {
+      const at::ThreadLocalStateGuard guard(state);
+      const py::gil_scoped_acquire acquired;
+      function();
+    }).join();
+  });
   py::class_<NotingListener, std::shared_ptr<NotingListener>>(module, "NotingListener")
       .def(py::init<>())
       .def_readonly("names", &NotingListener::names)
