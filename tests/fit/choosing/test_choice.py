@@ -174,7 +174,7 @@ def test_the_blocks_of_stages_are_blocks_and_not_the_stages():
 
 def test_fewer_blocks_are_better_if_they_hardly_need_more():
     """Two small modules inside of each layer would need 4 % less: not enough for twice as many calls."""
-    nbytes = {0: 1000} | {number: 5 for number in range(1, 9)}
+    nbytes = {0: 1000} | dict.fromkeys(range(1, 9), 5)
     halves = [
         (f"layer {n}", [(f"half {n} {m}", [4 * n + 2 * m + 1, 4 * n + 2 * m + 2]) for m in range(2)]) for n in range(2)
     ]
