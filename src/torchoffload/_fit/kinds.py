@@ -106,6 +106,12 @@ class Kind:
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.inputs)
 
     @property
+    def all_saved_bytes(self) -> int:
+        """The bytes of all that autograd saves, without parameters and buffers."""
+        record = self._record
+        return sum(record.nbytes[storage] for storage in record.saved - record.own)
+
+    @property
     def input_link_share(self) -> float:
         """The part of the arguments' bytes that the link carries, if they move."""
         return self._record.link_share_of(self._record.inputs)

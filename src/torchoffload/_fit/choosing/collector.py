@@ -23,7 +23,8 @@ _weak: Any = StorageWeakRef  # the class has no annotations
 
 def storages_in(value: object) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of the tensors in a value: in containers at any depth, and in the attributes of objects."""
-    waiting, seen = [value], set()
+    waiting: list[Any] = [value]
+    seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:
         each = waiting.pop()
         if isinstance(each, _PLAIN) or id(each) in seen:
@@ -67,6 +68,8 @@ class _Numbers:
 class Collector:
     """Builds the tree of the calls of modules in one forward, on the thread that made it.
 
+    If operators are not told of, the two largest tensors that a call saves by itself stand for the largest one's work.
+
     Parameters
     ----------
     model : nn.Module
@@ -100,30 +103,45 @@ class Collector:
         """
         handles = []
         for called, module in modules.items():
-            begins = functools.partial(self._begins, module)
-            ends = functools.partial(self._ends, module)
+            begins, ends = functools.partial(self._begins, module), functools.partial(self._ends, module)
             handles.append(called.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
             handles.append(called.register_forward_hook(ends, always_call=True))
         return handles
 
     def _begins(self, module: nn.Module, _called: nn.Module, args: Any, kwargs: Any) -> None:
+        self.begin(module, (args, kwargs))
+
+    def _ends(self, module: nn.Module, *_call: Any) -> None:
+        self.end(module)
+
+    def begin(self, module: nn.Module, arguments: Any) -> None:
+        """Note that a call of a module begins."""
         if threading.get_ident() != self._thread:
             return
-        inputs = frozenset(
-            self._numbers.of(each) for each in storages_in((args, kwargs)) if each._cdata not in self._state
-        )
+        inputs = frozenset(self._numbers.of(each) for each in storages_in(arguments) if each._cdata not in self._state)
         call = ModuleCall(module, begin=len(self._tree.saves), inputs=inputs)
         self._stack[-1].calls.append(call)
         self._stack.append(call)
 
-    def _ends(self, module: nn.Module, *_call: Any) -> None:
+    def end(self, module: nn.Module) -> None:
+        """Note that the latest call of a module ends."""
         if threading.get_ident() != self._thread or all(call.module is not module for call in self._stack):
             return
         while True:  # calls that were left by an exception that their hooks were not told of end, too
             call = self._stack.pop()
-            call.end = len(self._tree.saves)
+            self._finish(call)
             if call.module is module:
                 return
+
+    def _finish(self, call: ModuleCall) -> None:
+        call.end = len(self._tree.saves)
+        if not call.operator_count:
+            saved, begin = set[int](), call.begin
+            for inner in [*call.calls, ModuleCall(None, call.end)]:
+                saved.update(self._tree.saves[begin : inner.begin])
+                begin = inner.end
+            call.operator_count = len(saved)
+            call.work_bytes = sum(sorted((self._tree.nbytes[each] for each in saved), reverse=True)[:2])
 
     def note_save(self, tensor: torch.Tensor) -> None:
         """Note that autograd saves a tensor."""
@@ -143,5 +161,5 @@ class Collector:
     def tree(self) -> CallTree:
         """Return the tree, once the forward has ended."""
         while self._stack:
-            self._stack.pop().end = len(self._tree.saves)
+            self._finish(self._stack.pop())
         return self._tree

@@ -62,6 +62,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             raise _Stop("its forward communicates")
         packet, keywords = func.overloadpacket, kwargs or {}
+        if func.namespace == "prim":  # asks for a property of a tensor
+            return func(*args, **keywords)
         if packet in (_aten._local_scalar_dense, _aten.is_nonzero) and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if packet is _aten.nonzero and isinstance(args[0], FakeTensor):
@@ -123,14 +125,13 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
     args, kwargs : tuple, dict
         The arguments of the call.
     limit_s : float
-        How long it may take, in seconds. It is looked at with each operator.
+        How long forward may take, in seconds. It is looked at with each operator.
 
     Raises
     ------
     DryRunError
         The forward cannot run without data, takes too long, or would do more than compute.
     """
-    end = time.monotonic() + limit_s
     why = cannot_be_copied(model)
     if why is not None:
         raise DryRunError(why)
@@ -141,6 +142,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
             collector.watch(copy.originals)
             originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
             args, kwargs = copy.arguments
+            end = time.monotonic() + limit_s
 
             def note(tensor: torch.Tensor) -> torch.Tensor:
                 collector.note_save(tensor)

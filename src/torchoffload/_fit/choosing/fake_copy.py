@@ -45,7 +45,8 @@ def cannot_be_copied(model: nn.Module) -> str | None:
         return "hooks on all modules are registered"
     if _get_current_dispatch_mode_stack():
         return "a dispatch mode is active"
-    if any(not isinstance(mode, DeviceContext) for mode in torch.overrides._get_current_function_mode_stack()):
+    function_modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(not isinstance(mode, DeviceContext) for mode in function_modes):
         return "a mode for functions is active"
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
