@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,18 @@ from torch.utils.hooks import RemovableHandle
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["Collector", "storages_in"]
+__all__ = ["Collector", "leaves_in", "storages_in"]
 
 _MOST_OBJECTS = 20_000
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, nn.Module, type(None))
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 
-def storages_in(value: object) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of the tensors in a value: in containers at any depth, and in the attributes of objects."""
+def leaves_in(value: object) -> Iterator[Any]:
+    """Yield what is no container in a value: in containers at any depth, and in the attributes of objects.
+
+    Modules are not looked into.
+    """
     waiting: list[Any] = [value]
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -30,15 +33,23 @@ def storages_in(value: object) -> Iterator[torch.UntypedStorage]:
         if isinstance(each, _PLAIN) or id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            for tensor in plain_tensors(each):
+        parts = () if isinstance(each, torch.Tensor) else _parts(each)
+        if parts:
+            waiting += parts
+        else:
+            yield each
+
+
+def storages_in(value: object) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of the tensors among the leaves of a value."""
+    for leaf in leaves_in(value):
+        if isinstance(leaf, torch.Tensor):
+            for tensor in plain_tensors(leaf):
                 if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
                     yield tensor.untyped_storage()
-        else:
-            waiting += _parts(each)
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):

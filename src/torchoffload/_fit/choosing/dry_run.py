@@ -57,13 +57,13 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "prim":  # it asks for a property of a tensor, where C++ takes no exception
+            return func(*args, **(kwargs or {}))
         if time.monotonic() > self._end:
             raise _Stop(f"it took more than {LIMIT_S:g} s")
         if func.namespace == "c10d":
             raise _Stop("its forward communicates")
         packet, keywords = func.overloadpacket, kwargs or {}
-        if func.namespace == "prim":  # asks for a property of a tensor
-            return func(*args, **keywords)
         if packet in (_aten._local_scalar_dense, _aten.is_nonzero) and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if packet is _aten.nonzero and isinstance(args[0], FakeTensor):
@@ -146,7 +146,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
 
             def note(tensor: torch.Tensor) -> torch.Tensor:
                 collector.note_save(tensor)
-                return tensor
+                return tensor.detach()  # an output that its own graph holds is never freed
 
             with copy.mode, _Answers(collector, originals, end), saved_tensors_hooks(note, lambda tensor: tensor):
                 copy.model(*args, **kwargs)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from torchoffload._fit.choosing.collector import leaves_in
 from torchoffload._pytorch.compiled_calls import called_modules
 from torchoffload._pytorch.module_wrappers import COMPILED, COMPILED_FROM
 
@@ -119,6 +120,9 @@ class FakeCopy:
             for name in _HOOKS:
                 hooks = getattr(module, name)
                 memo[id(hooks)] = type(hooks)()
+        for leaf in leaves_in([[vars(module) for module in modules], arguments]):
+            if isinstance(leaf, torch.Generator):  # it would be copied by way of a tensor
+                memo[id(leaf)] = leaf.clone_state()
         with _Fakes(self.mode) as fakes:
             for tensor in [*model.parameters(), *model.buffers()]:
                 memo[id(tensor)] = fakes.of(tensor)
