@@ -134,6 +134,20 @@ def test_the_choice_is_that_of_the_rule_written_down_call_by_call(tree: CallTree
         assert least(tree, set(choice.modules), share) == (choice.least_bytes, choice.call_count)
 
 
+@given(tree=trees(), sets=st.lists(st.sets(st.integers(0, 7)), max_size=3))
+def test_other_sets_are_chosen_if_they_are_better(tree: CallTree, sets: list[set[int]]):
+    choice = choose_blocks(tree, share_that_stays=1.0, also=sets)
+    counts = [sum(each.operator_count for each in calls_of(call)) for call in calls_of(tree.root)]
+    if max(counts) <= choice_module.MOST_OPERATORS:
+        for modules in sets:
+            nbytes, _ = least(tree, set(modules), 1.0)
+            if any(tree.saved_in(call) for call in outermost_calls(tree.root, set(modules))):
+                slack = choice_module.TOLERANCE * (nbytes + tree.fixed_bytes)
+                assert choice.least_bytes <= nbytes + slack + 1e-6
+    if choice.modules:
+        assert least(tree, set(choice.modules), 1.0) == (choice.least_bytes, choice.call_count)
+
+
 @given(tree=trees())
 def test_no_module_is_a_block_that_saves_nothing_or_has_too_many_operators(tree: CallTree):
     calls = list(calls_of(tree.root))

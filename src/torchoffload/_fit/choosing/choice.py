@@ -12,15 +12,16 @@ difference is tried, and the rule is
 - ``need(M)``, of a module: the most that one of its calls saves and is given, and the largest operator in it;
 - ``blocks(window)``: the outermost modules of which none needs more than the window, and which have at most
   ``MOST_OPERATORS`` operators. A module that calls no other one cannot be divided and is taken as it is;
-- of the sets of blocks whose least memory is within ``TOLERANCE`` of the best: the one with the fewest calls.
+- of these sets of blocks, and of those that the structure of the model gives, whose least memory is within ``TOLERANCE`` of the best: the one with the fewest calls.
 """
 
+import itertools
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 
-__all__ = ["MOST_OPERATORS", "SHARE_THAT_STAYS", "TOLERANCE", "Choice", "choose_blocks"]
+__all__ = ["MOST_OPERATORS", "SHARE_THAT_STAYS", "TOLERANCE", "Choice", "choose_blocks", "with_blocks"]
 
 MOST_OPERATORS = 4096
 """A plan chooses among the operators of a block: with more of them that would take too long."""
@@ -49,7 +50,7 @@ class Choice:
     call_count: int
 
 
-def choose_blocks(tree: CallTree, *, share_that_stays: float) -> Choice:
+def choose_blocks(tree: CallTree, *, share_that_stays: float, also: Iterable[Collection[Hashable]] = ()) -> Choice:
     """Return the blocks of a model by what one forward of it saved.
 
     Parameters
@@ -58,13 +59,21 @@ def choose_blocks(tree: CallTree, *, share_that_stays: float) -> Choice:
         The calls of that forward.
     share_that_stays : float
         The share of the blocks' inputs that stays on the device: 1 if nothing may move, else ``SHARE_THAT_STAYS``.
+    also : iterable of collections of modules
+        Other sets of blocks that are compared. A window may divide the largest of several like modules and take the
+        containers of the smaller ones whole, where all of them as they are would need less.
 
     Returns
     -------
     Choice
         The blocks. There are none if nothing was saved.
     """
-    return _Rule(tree, share_that_stays).choose()
+    return _Rule(tree, share_that_stays).choose(also)
+
+
+def with_blocks(tree: CallTree, modules: Collection[Hashable], *, share_that_stays: float) -> Choice:
+    """Return what these blocks would need, for comparison."""
+    return _Rule(tree, share_that_stays).least(modules)
 
 
 class _Rule:
@@ -96,13 +105,14 @@ class _Rule:
                 self._callers.add(call.module)
         return work, count
 
-    def choose(self) -> Choice:
+    def choose(self, also: Iterable[Collection[Hashable]]) -> Choice:
+        """Return the best set of blocks."""
         choices: dict[frozenset[Hashable], Choice] = {}
-        for window in sorted(set(self._needs.values()), reverse=True):
-            modules = self._blocks(window)
+        windows = sorted(set(self._needs.values()), reverse=True)
+        for modules in itertools.chain(map(self._blocks, windows), map(self._called, also)):
             key = frozenset(modules)
             if key and key not in choices:
-                choices[key] = self._least(modules)
+                choices[key] = self.least(modules)
         if not choices:
             return Choice((), 0, 0)
         best = min(each.least_bytes for each in choices.values())
@@ -123,11 +133,21 @@ class _Rule:
                 waiting += reversed(call.calls)
         return list(found)
 
+    def _called(self, modules: Collection[Hashable]) -> list[Hashable]:
+        """Return those of these modules that are called and save something, if none has too many operators."""
+        blocks, _ = self._divided(frozenset(modules))
+        found = [block.module for block in blocks if block.module is not None]
+        return list(dict.fromkeys(found)) if all(map(self._is_small, found)) else []
+
+    def _is_small(self, module: Hashable) -> bool:
+        return self._operator_counts[module] <= MOST_OPERATORS
+
     def _is_block(self, module: Hashable, window: int) -> bool:
-        fits = self._needs[module] <= window and self._operator_counts[module] <= MOST_OPERATORS
+        fits = self._needs[module] <= window and self._is_small(module)
         return fits or module not in self._callers
 
-    def _least(self, modules: Collection[Hashable]) -> Choice:
+    def least(self, modules: Collection[Hashable]) -> Choice:
+        """Return what a step needs with these blocks."""
         blocks, outside = self._divided(frozenset(modules))
         return Choice(tuple(modules), self._least_bytes(blocks, outside), len(blocks))
 

@@ -22,7 +22,7 @@ from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks
 from torchoffload._fit.choosing.named_blocks import blocks_of, computing
 from torchoffload._fit.choosing.scouting import Scouting
-from torchoffload._fit.choosing.structure import innermost_blocks
+from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
 from torchoffload._modules.selection import Chosen
 from torchoffload._pytorch import hook_stack
 
@@ -163,7 +163,8 @@ class Chooser:
         self._predicted = _most_saved(tree, {each.module for each in chosen})
 
     def _chosen(self, model: nn.Module, tree: CallTree) -> list[Chosen]:
-        modules = choose_blocks(tree, share_that_stays=self._share_that_stays).modules
+        also = (find_blocks(model), innermost_blocks(model))
+        modules = choose_blocks(tree, share_that_stays=self._share_that_stays, also=also).modules
         known = set(model.modules())
         found = [each for each in modules if isinstance(each, nn.Module) and each in known]
         return blocks_of(model, found or innermost_blocks(model))

@@ -129,7 +129,7 @@ class FakeCopy:
             copied, self.arguments = copy.deepcopy((model, arguments), memo)
         for module in modules:
             _take_compiled_away(memo[id(module)])
-        self.model: nn.Module = copied._modules.get(COMPILED) or copied
+        self.model: nn.Module = copied._modules.get(COMPILED, copied)
         self.originals = {memo[id(each._modules.get(COMPILED, each))]: each for each in called_modules(model)}
 
 
