@@ -57,7 +57,7 @@ def _attention(
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Dropout by the kernel of a GPU, which saves a mask of one byte an element."""
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 and not inplace else x
 
 
 _math_attention = functional.scaled_dot_product_attention
@@ -240,25 +240,63 @@ def _torch_transformer() -> Made:
     return nn.Transformer(1024, 16, 12, 12, 4096, batch_first=True), tokens, {}
 
 
-_LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)  # fmt: skip
-_QWEN_MOE = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts=128,
-                 num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128, vocab_size=151936)  # fmt: skip
-_GEMMA = dict(hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16,
-              num_key_value_heads=8, head_dim=256)  # fmt: skip
-_BERT = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-_ALBERT = dict(hidden_size=4096, embedding_size=128, intermediate_size=16384, num_attention_heads=64)
-_T5 = dict(d_model=2048, d_ff=5120, d_kv=64, num_layers=24, num_heads=32, feed_forward_proj="gated-gelu",
-           decoder_start_token_id=0)  # fmt: skip
-_WHISPER = dict(d_model=1280, encoder_layers=32, decoder_layers=32, encoder_attention_heads=20, num_mel_bins=128,
-                decoder_attention_heads=20, encoder_ffn_dim=5120, decoder_ffn_dim=5120, vocab_size=51866)  # fmt: skip
-_SEGFORMER = dict(hidden_sizes=[64, 128, 320, 512], depths=[3, 6, 40, 3], decoder_hidden_size=768)
-_CONVNEXT = dict(hidden_sizes=[192, 384, 768, 1536], depths=[3, 3, 27, 3])
-_SWIN = dict(embed_dim=192, depths=[2, 2, 18, 2], num_heads=[6, 12, 24, 48])
-_VIT = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-_EFFICIENTNET = dict(width_coefficient=1.6, depth_coefficient=2.2, image_size=456, hidden_dim=2048)
-_REGNET = dict(hidden_sizes=[224, 448, 1232, 3024], depths=[2, 4, 11, 1], groups_width=112, layer_type="y")
-_PVT = dict(hidden_sizes=[64, 128, 320, 512], depths=[3, 6, 40, 3])
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+_QWEN_MOE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+_GEMMA = {
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+}
+_BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_ALBERT = {"hidden_size": 4096, "embedding_size": 128, "intermediate_size": 16384, "num_attention_heads": 64}
+_T5 = {
+    "d_model": 2048,
+    "d_ff": 5120,
+    "d_kv": 64,
+    "num_layers": 24,
+    "num_heads": 32,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+_WHISPER = {
+    "d_model": 1280,
+    "encoder_layers": 32,
+    "decoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "num_mel_bins": 128,
+    "decoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "decoder_ffn_dim": 5120,
+    "vocab_size": 51866,
+}
+_SEGFORMER = {"hidden_sizes": [64, 128, 320, 512], "depths": [3, 6, 40, 3], "decoder_hidden_size": 768}
+_CONVNEXT = {"hidden_sizes": [192, 384, 768, 1536], "depths": [3, 3, 27, 3]}
+_SWIN = {"embed_dim": 192, "depths": [2, 2, 18, 2], "num_heads": [6, 12, 24, 48]}
+_VIT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_EFFICIENTNET = {"width_coefficient": 1.6, "depth_coefficient": 2.2, "image_size": 456, "hidden_dim": 2048}
+_REGNET = {"hidden_sizes": [224, 448, 1232, 3024], "depths": [2, 4, 11, 1], "groups_width": 112, "layer_type": "y"}
+_PVT = {"hidden_sizes": [64, 128, 320, 512], "depths": [3, 6, 40, 3]}
 
 ARCHITECTURES: dict[str, Callable[[], Made]] = {
     "Llama 8B, 1 x 8192": _language("LlamaForCausalLM", 1, 8192, **_LLAMA),

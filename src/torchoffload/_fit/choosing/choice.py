@@ -12,7 +12,8 @@ difference is tried, and the rule is
 - ``need(M)``, of a module: the most that one of its calls saves and is given, and the largest operator in it;
 - ``blocks(window)``: the outermost modules of which none needs more than the window, and which have at most
   ``MOST_OPERATORS`` operators. A module that calls no other one cannot be divided and is taken as it is;
-- of these sets of blocks, and of those that the structure of the model gives, whose least memory is within ``TOLERANCE`` of the best: the one with the fewest calls.
+- of these sets of blocks, and of those that the structure of the model gives, whose least memory is within
+  ``TOLERANCE`` of the best: the one with the fewest calls.
 """
 
 import itertools

@@ -129,8 +129,11 @@ class FakeCopy:
             copied, self.arguments = copy.deepcopy((model, arguments), memo)
         for module in modules:
             _take_compiled_away(memo[id(module)])
-        self.model: nn.Module = copied._modules.get(COMPILED, copied)
-        self.originals = {memo[id(each._modules.get(COMPILED, each))]: each for each in called_modules(model)}
+        self.model = getattr(copied, COMPILED) if COMPILED in copied._modules else copied
+        self.originals = {
+            memo[id(getattr(each, COMPILED) if COMPILED in each._modules else each)]: each
+            for each in called_modules(model)
+        }
 
 
 def _take_compiled_away(module: nn.Module) -> None:
