@@ -28,6 +28,7 @@ from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Selector
+from torchoffload._pytorch.compiled_calls import keep_call_hooks
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
@@ -87,6 +88,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     driver = _driver_of(module)
     if driver is None:
         return
+    for block in driver.names:
+        keep_call_hooks(block)
     chooser = _choosers.get(module)
     if chooser is None or not chooser.takes_call(driver, args, kwargs, sys._getframe(1)):
         driver.call_begins((args, kwargs))

@@ -62,7 +62,7 @@ def cannot_be_copied(model: nn.Module) -> str | None:
 
 def _calls_itself(module: nn.Module) -> bool:
     """Return whether the forward of a module is a method of it, so that the copy's is a method of the copy."""
-    forward = module.__dict__.get("forward")
+    forward = None if COMPILED in module._modules else module.__dict__.get("forward")
     forward = getattr(forward, COMPILED_FROM, forward)
     return forward is None or getattr(forward, "__self__", None) is module
 
@@ -140,7 +140,7 @@ def _take_compiled_away(module: nn.Module) -> None:
     """Have a copied module run what was compiled, and not what the compiler made."""
     forward = module.__dict__.get("forward")
     original = getattr(forward, COMPILED_FROM, None)
-    if original is not None:
+    if original is not None and COMPILED not in module._modules:
         module.forward = MethodType(original.__func__, module)
     for name, child in module._modules.items():
         if child is not None and COMPILED in child._modules:

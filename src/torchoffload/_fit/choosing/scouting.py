@@ -14,7 +14,7 @@ from torchoffload._core import core
 from torchoffload._fit.choosing.call_tree import CallTree
 from torchoffload._fit.choosing.collector import Collector
 from torchoffload._pytorch import hook_stack
-from torchoffload._pytorch.compiled_calls import called_modules
+from torchoffload._pytorch.compiled_calls import called_modules, is_compiled
 from torchoffload._pytorch.hook_stack import Role
 
 __all__ = ["Scouting"]
@@ -43,11 +43,14 @@ class Scouting:
         self._collector = Collector(model)
         windows = {"offload_window_bytes": 0, "reload_window_bytes": 0}
         manager = OffloadActivations(model=model, **(dict(options) | windows))
-        inside = [each for each in called_modules(model) if each is not model and each._compiled_call_impl is None]
+        called = list(called_modules(model))
+        inside = [each for each in called if each is not model and each._compiled_call_impl is None]
         handles = self._collector.watch(dict(zip(inside, inside, strict=True)))
         self._collector.begin(model, arguments)
         self._context = manager._open()
-        hooks = saved_tensors_hooks(self._pack, core.unpack)
+        # Below a frame that Dynamo has given up it would trace the hook.
+        disable: Any = torch._dynamo.disable if any(map(is_compiled, called)) else lambda pack: pack
+        hooks = saved_tensors_hooks(disable(self._pack), core.unpack)
         hook_stack.push(self, Role.MODULE, hooks, frame, partial(_end, self._context, handles))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
