@@ -214,20 +214,6 @@ def operators_by_python() -> int:
 def opaque_method(function: Callable[..., Any], name: str, /) -> Any:
     """Return a method that calls ``function`` as an opaque region of the modes that are on. See ``operator_mode.h``."""
 
-def absent_tensor(
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    storage_offset: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    /,
-) -> torch.Tensor:
-    """Return a tensor on a storage of ``nbytes`` bytes without memory: whoever asks for its data gets an error."""
-
-def give_memory(tensor: torch.Tensor, /) -> None:
-    """Give the storage of an absent tensor memory, uninitialised; does nothing for a tensor that has memory."""
-
 def start_profile() -> None:
     """Begin to record copies, waits and memory on each device whose backend can take times.
 

@@ -7,7 +7,7 @@ the module is an ordinary module.
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,10 @@ from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.record import Recording
 from torchoffload._fit.replay import Watch
+from torchoffload._fit.whole import whole_call
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.compiled_calls import add_call_hooks, has_compiled, remove_call_hooks
 from torchoffload._pytorch.hook_stack import Role
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.operator_mode import OperatorMode
 from torchoffload._pytorch.tracing import is_transformed
 
@@ -72,10 +73,9 @@ def watch_block(module: nn.Module, watch: Callable[[nn.Module, Any], Watch]) -> 
     """
     with _lock:
         if module not in _blocks:
-            remove_forward_hooks(module, _enter, _leave)
+            remove_call_hooks(module, _enter, _leave)
             # Other hooks may come between these and forward: their operators are the block's then.
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, prepend=True, always_call=True)
+            add_call_hooks(module, _enter, _leave)
         _blocks[module] = _Block(watch)
 
 
@@ -83,7 +83,7 @@ def unplan_block(module: nn.Module) -> None:
     """Take the plan or the watch of a module, and its hooks, away; autograd graphs that are alive stay valid."""
     with _lock:
         if _blocks.pop(module, None) is not None:
-            remove_forward_hooks(module, _enter, _leave)
+            remove_call_hooks(module, _enter, _leave)
 
 
 def _may_record() -> bool:
@@ -113,6 +113,11 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     watch = block.watch(module, (args, kwargs)) if kwargs is not None and _may_record() else None
     if watch is None or not (watch.records or watch.plan is not None):
         hook_stack.push(block, Role.MODULE, None, sys._getframe(1), None if watch is None else partial(_end_plain, watch))
+        return
+    if has_compiled(module):
+        steps = whole_call(module, watch, args, kwargs, lambda: _outcome.has_returned)
+        hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_end_whole, steps, watch))
+        next(steps)
         return
     context = getattr(hook_stack.top_pack_hook(), "__self__", None)
     context = context if isinstance(context, core.Context) else None
@@ -154,6 +159,12 @@ _outcome = _Outcome()
 def _end_plain(watch: Watch) -> None:
     if _outcome.has_returned:
         watch.ended()
+
+
+def _end_whole(steps: Generator[None, None, None], watch: Watch) -> None:
+    for _ in steps:
+        raise RuntimeError("torchoffload: PyTorch's checkpoint has another form than expected")
+    _end_plain(watch)
 
 
 def _end_recorded(call: Any, mode: OperatorMode, watch: Watch, recording: Recording | None) -> None:

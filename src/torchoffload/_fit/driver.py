@@ -91,9 +91,9 @@ class Driver:
         group: Any = "auto",
     ) -> None:
         self.model = weakref.ref(model)
-        self._following = Following(model, chosen, may_move=may_move, options=options)
-        self.names = self._following.names
-        self.model_name, self.block_count = type(model).__name__, len(self.names)
+        self.model_name = type(model).__name__
+        self._options = options
+        self._set_blocks(model, chosen, may_move=may_move)
         self._group = group
         self.agreement: Agreement | None = None
         self.meter, self.budget = meter, budget
@@ -106,6 +106,7 @@ class Driver:
         self._has_begun = self._has_ended = self._was_open = False
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
+        self.saved_bytes: list[int] = []  # in each call of a block, as the survey has seen it
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._has_learned = False
         self.called = CalledBlocks([], self.names)
@@ -120,6 +121,19 @@ class Driver:
         self._backwards = Backwards(self)
         self._allocations = Allocations(meter)
         self.largest_size, self._size, self._known_shapes = 0, 0, cast(Any, None)
+        self._begin_survey()
+
+    def _set_blocks(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool) -> None:
+        self._following = Following(model, chosen, may_move=may_move, options=self._options)
+        self.names = self._following.names
+        self.block_count = len(self.names)
+
+    def take_blocks(self, chosen: list[Chosen]) -> None:
+        """Have other blocks from the next step on, and survey them."""
+        model = self.model()
+        assert model is not None
+        self._following.remove()
+        self._set_blocks(model, chosen, may_move=self.may_move)
         self._begin_survey()
 
     def call_begins(self, inputs: Any) -> None:
@@ -231,6 +245,7 @@ class Driver:
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(self.survey.called_modules, self.names)
+        self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in self.step.calls]
         self.survey.forget_tensors()
         self.choose()
 

@@ -1,6 +1,7 @@
 """fit: the step that takes the least time in the memory there is."""
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
@@ -16,16 +18,17 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
 from torchoffload._fit.budget import Budget
+from torchoffload._fit.choosing.chooser import Chooser
+from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
-from torchoffload._fit.finding import find_blocks
 from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
-from torchoffload._modules.selection import Chosen, Selector, choose, outermost
+from torchoffload._modules.selection import Selector
+from torchoffload._pytorch.compiled_calls import keep_call_hooks
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
-from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
 from torchoffload._warnings import warn_user
 
@@ -70,6 +73,7 @@ class FitPlan:
 
 _lock = threading.RLock()
 _drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictionary()
+_choosers: "weakref.WeakKeyDictionary[nn.Module, Chooser]" = weakref.WeakKeyDictionary()  # of models without blocks=
 
 
 def _driver_of(module: nn.Module) -> Driver | None:
@@ -81,13 +85,21 @@ def _driver_of(module: nn.Module) -> Driver | None:
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     driver = _driver_of(module)
-    if driver is not None:
+    if driver is None:
+        return
+    for block in driver.names:
+        keep_call_hooks(block)
+    chooser = _choosers.get(module)
+    if chooser is None or not chooser.takes_call(driver, args, kwargs, sys._getframe(1)):
         driver.call_begins((args, kwargs))
+        if chooser is not None:
+            chooser.agree(driver)
 
 
 def _leave(module: nn.Module, _args: Any, output: Any) -> None:
     driver = _driver_of(module)
-    if driver is not None:
+    chooser = _choosers.get(module)
+    if driver is not None and (chooser is None or not chooser.has_taken_call(driver)):
         driver.call_ends(output)
 
 
@@ -213,6 +225,7 @@ class Fitted:
             if model is not None:
                 remove_forward_hooks(model, _enter, _leave)
                 _drivers.pop(model, None)
+                _choosers.pop(model, None)
             self._driver.remove()
 
     def __enter__(self) -> Self:
@@ -233,15 +246,6 @@ def _device_of(model: nn.Module) -> torch.device:
         shown = ", ".join(map(str, on_accelerators))
         raise ValueError(f"model is spread over several devices ({shown}): call fit for the part on each of them")
     return on_accelerators[0] if on_accelerators else torch.device("cpu")
-
-
-def _computing(module: nn.Module) -> nn.Module:
-    """Return what computes in a wrapper that prepares for backward in its forward, or gathers parameters in it.
-
-    Such a forward must not be called again in backward.
-    """
-    names = [INNER_BY_CLASS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in INNER_BY_CLASS]
-    return module if not names or names[0] == PEFT else _computing(getattr(module, names[0]))
 
 
 @is_not_traced
@@ -275,7 +279,8 @@ def fit(
         text such as ``"40GiB"``, or a fraction of what the process can have there. Default: all of that, which is what
         is free and what PyTorch has reserved already.
     blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
-        The blocks, as ``offload_modules`` takes modules. Default: the modules that the model repeats.
+        The blocks, as ``offload_modules`` takes modules. Default: they are chosen at the first call with gradients, by
+        the bytes that each call of a module saves, so that a step can do with little memory.
     recompute : bool, default True
         Whether blocks may be computed again.
     move : bool, default True
@@ -349,10 +354,15 @@ def fit(
     else:
         total_bytes = None
     memory_bytes = parse_memory(memory, total_bytes)
-    chosen = [
-        Chosen(each.name, _computing(each.module))
-        for each in outermost(choose(model, find_blocks(model) if blocks is None else blocks))
-    ]
+    chooser = None
+    if blocks is not None:
+        chosen = blocks_of(model, blocks)
+    elif saved is not None and not saved.is_of_several:
+        chosen = blocks_named(model, saved.names)
+    else:
+        is_alone = group is None or not dist.is_initialized() or dist.get_world_size() == 1
+        chooser = Chooser(model, may_move=move, may_scout=move and is_alone, options=dict(options))
+        chosen = chooser.first_blocks()
     with _lock:
         if model in _drivers:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
@@ -377,6 +387,8 @@ def fit(
             model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
             model.register_forward_hook(_leave)
             _drivers[model] = driver
+            if chooser is not None:
+                _choosers[model] = chooser
     return Fitted(model, driver)
 
 

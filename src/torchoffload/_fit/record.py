@@ -15,7 +15,7 @@ from torchoffload._fit.operators import tensors
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.operator_mode import OperatorMode
 
-__all__ = ["BlockRecord", "OperatorCall", "Recorder", "Recording"]
+__all__ = ["BlockRecord", "Clock", "OperatorCall", "Recorder", "Recording"]
 
 
 @dataclass(kw_only=True)
@@ -67,6 +67,8 @@ class BlockRecord:
         How many operators have written to each storage.
     inputs : frozenset of int
         The storages of the block's arguments.
+    own : frozenset of int
+        The storages from outside that are none of its arguments, such as those of parameters.
     made : set of int
         The storages that were made in the call.
     held : frozenset of int
@@ -84,6 +86,7 @@ class BlockRecord:
     link_shares: dict[int, float] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
     made: set[int] = field(default_factory=set)
     held: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
@@ -97,7 +100,7 @@ class BlockRecord:
         return on_link / (sum(sizes.values()) or 1) if on_link else 1.0
 
 
-class _Clock:
+class Clock:
     """Moments on the device that computes, and the time between two of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -140,7 +143,7 @@ class Recording:
     def __init__(self, module: nn.Module, inputs: Any, context: Any, observer: Any) -> None:
         wait_for(inputs)
         devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
-        self._clock = _Clock(next(iter(devices), torch.device("cpu")))
+        self._clock = Clock(next(iter(devices), torch.device("cpu")))
         self._group_counts = counts_of_groups()
         addresses = core.storage_addresses(inputs)
         self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False)
@@ -155,6 +158,7 @@ class Recording:
                 record.link_shares[number] = each["link_share"]
         record.inputs = _where(storages, "is_input")
         record.made = set(_where(storages, "is_made"))
+        record.own = frozenset(range(len(storages))) - record.inputs - record.made
         record.held = _where(storages, "is_held")
         record.saved = _where(storages, "is_saved")
         counted = [each for each in operators if each["counted"] >= 0]

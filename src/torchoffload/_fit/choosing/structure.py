@@ -1,11 +1,11 @@
-"""Finding the blocks of a model: the modules that it repeats."""
+"""Finding the blocks of a model by its structure alone: the modules that it repeats."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["find_blocks"]
+__all__ = ["find_blocks", "innermost_blocks"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -15,18 +15,38 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Repeated are modules of the same class, with modules in them, that stand in one container; or beside each other, if
     no container has any. A block inside of a block is none. What stands beside them, such as embeddings and the last
-    normalization, may have something to keep or to move as well.
+    normalization, may have something to keep or to move as well. A module that is registered twice is there once.
     """
-    repeated = list(_repeated(model, only_containers=True)) or list(_repeated(model, only_containers=False))
-    return list(_with_the_rest(model, set(repeated))) if repeated else [model]
+    return _with_the_rest(model, set(_outermost(model)))
 
 
-def _with_the_rest(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
+def innermost_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the same, but blocks inside of blocks, and not those around them.
+
+    The outermost ones may be whole stages of a hierarchical model, each of which saves nearly all that the model saves.
+    """
+    return _with_the_rest(model, set(_innermost(model)))
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    return list(_repeated(model, only_containers=True)) or list(_repeated(model, only_containers=False))
+
+
+def _innermost(model: nn.Module) -> Iterator[nn.Module]:
+    for block in _outermost(model):
+        yield from list(_innermost(block)) or [block]
+
+
+def _with_the_rest(model: nn.Module, repeated: set[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(_beside(model, repeated))) if repeated else [model]
+
+
+def _beside(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         if child in repeated or repeated.isdisjoint(child.modules()):
             yield child
         else:
-            yield from _with_the_rest(child, repeated)
+            yield from _beside(child, repeated)
 
 
 def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module]:
