@@ -67,8 +67,8 @@ OperatorTraits find_traits(const c10::OperatorHandle& op) {
   traits.leaves_uninitialised = is_among(kUninitialised, name);
   traits.casts = name == "aten::_to_copy";
   // What a functional collective returns is there once wait_tensor has returned, which returns its argument.
-  if (name == "_c10d_functional::wait_tensor") traits.writes.push_back(0);
-  if (name_space == "_c10d_functional") traits.may_draw = false;
+  if (name.ends_with("c10d_functional::wait_tensor")) traits.writes.push_back(0);
+  if (name_space.ends_with("c10d_functional")) traits.may_draw = false;
   // Those of c10d write to their first argument, which their schemas do not say, and return before they have done so.
   if (name_space == "c10d" || name_space == "fsdp") {
     traits.runs_once = true;

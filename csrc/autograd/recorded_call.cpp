@@ -171,7 +171,10 @@ void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, boo
     watch(storage, tensor);
   }
   storage.is_uninitialised = false;
+  const bool is_first_read = storage.read_epoch < 0;
   storage.read_epoch = storage.epoch;
+  if (is_first_read && storage.is_movable && !storage.is_leaf && clock_ && !times_replay_ && context_)
+    note_link_share(number, tensor);
   if (storage.is_pinned() && !storage.strong) storage.strong = tensor.storage();
   const bool is_from_outside = storage.pinned == 0 && storage.epoch == 0;
   if (!is_from_outside || storage.copy_of(0) != nullptr || storage.is_leaf || tensor.requires_grad()) return;
@@ -536,7 +539,11 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
     pin(storage, tensor.storage());
     watch(storage, tensor);
   }
-  if (storage.is_pinned()) return pack_as_is(context, object, wrapper);
+  if (storage.is_pinned()) {
+    std::unique_ptr<Saved> as_is = pack_as_is(context, object, wrapper);
+    if (context == nullptr || storage.is_leaf || !storage.is_movable) return as_is;
+    return std::make_unique<SavedInput>(shared_from_this(), std::move(as_is));
+  }
   auto saved = std::make_unique<ReplayedTensor>(shared_from_this(), number, tensor);
   if (verifies_) saved->truth_ = alias_of(tensor);
   return saved;
@@ -576,6 +583,8 @@ at::Tensor ReplayedTensor::unpack(Versions versions) {
   call_->asked_for(*this);
   return version_check_.is_held_without_us() ? held(tensor) : tensor;
 }
+
+at::Tensor SavedInput::unpack(Versions versions) { return saved_->unpack(versions); }
 
 std::optional<LiveSave> ReplayedTensor::describe() const {
   if (!value_) return std::nullopt;
@@ -715,6 +724,7 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
     {
       const Operation operation;
       replay.prepare();
+      reloaded_ = replay.take_reloaded();
       Engine::flush_pending();
     }
     std::vector<Moment> moments;
@@ -756,6 +766,11 @@ void RecordedCall::replay(ReplayedTensor& asked) {
     if (!each->value_ && !each->kept_ && values[each->storage_]) each->value_ = values[each->storage_];
   }
   values.clear();
+  // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values are
+  // made again for that.
+  if (graph_task != kNoGraphTask && !program::keeps_graph()) {
+    for (RecordedStorage& storage : record_.storages) storage.kept = {};
+  }
   if (graph_task != kNoGraphTask && graph_task != value_task_) {
     value_task_ = graph_task;
     program::at_end_of_graph_task([weak = weak_from_this()] {
@@ -796,6 +811,7 @@ void RecordedCall::drop_values() {
   handed_out_.clear();
   asking_node_ = nullptr;
   value_task_ = kNoGraphTask;
+  reloaded_.clear();
   for (ReplayedTensor* const each : saved_) each->value_ = {};
 }
 

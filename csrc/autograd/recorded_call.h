@@ -147,6 +147,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   std::mutex replay_mutex_;          // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
+  std::vector<c10::Storage> reloaded_;  // what came back for a replay, until the graph task ends: nodes ask for it, too
   int value_task_ = -1;  // the graph task that the values were made in
 };
 
@@ -172,6 +173,19 @@ class ReplayedTensor final : public Saved {
   c10::Storage value_;
   at::Tensor truth_;             // while the call may be verified
   std::unique_ptr<Saved> kept_;  // it is not made again
+};
+
+// A saved tensor that was given to the call and moves. It holds the call, and so what came back for the call's replay.
+class SavedInput final : public Saved {
+ public:
+  SavedInput(std::shared_ptr<RecordedCall> call, std::unique_ptr<Saved> saved)
+      : call_(std::move(call)), saved_(std::move(saved)) {}
+  void prepare() override { saved_->prepare(); }
+  at::Tensor unpack(Versions versions) override;
+
+ private:
+  std::shared_ptr<RecordedCall> call_;
+  std::unique_ptr<Saved> saved_;
 };
 
 }  // namespace torchoffload

@@ -85,14 +85,21 @@ void Replay::find_last_uses() {
 }
 
 void Replay::prepare() {
-  // The last one first, which is the order in which reloads run ahead.
-  for (auto each = held_.rbegin(); each != held_.rend(); ++each) {
-    const auto [number, epoch] = *each;
-    Saved* const packed = record_.packed(number, epoch);
-    for (auto& [of, storage] : loaded_[number]) {
-      if (of != epoch) continue;
-      storage = packed != nullptr ? packed->unpack(Versions::Ignore).storage() : record_.held(number, epoch);
+  // What the call was given first, without which nothing can be made. Then what a plan keeps, the last one first, which
+  // is the order in which reloads run ahead.
+  for (const bool is_kept : {false, true}) {
+    for (auto each = held_.rbegin(); each != held_.rend(); ++each) {
+      if (record_.is_held(each->first, each->second) != is_kept) prepare_one(each->first, each->second);
     }
+  }
+}
+
+void Replay::prepare_one(StorageNumber number, Epoch epoch) {
+  Saved* const packed = record_.packed(number, epoch);
+  for (auto& [of, storage] : loaded_[number]) {
+    if (of != epoch) continue;
+    storage = packed != nullptr ? packed->unpack(Versions::Ignore).storage() : record_.held(number, epoch);
+    if (packed != nullptr && record_.storages[number].is_saved) reloaded_.push_back(storage);
   }
 }
 

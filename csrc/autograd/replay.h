@@ -30,6 +30,8 @@ class Replay {
 
   // Gets what contexts hold.
   void prepare();
+  // What came back of it that autograd has saved, too.
+  std::vector<c10::Storage> take_reloaded() { return std::move(reloaded_); }
 
   // Called with the value of each wanted storage, once it is there.
   using Give = c10::function_ref<void(StorageNumber, const c10::Storage&)>;
@@ -41,6 +43,7 @@ class Replay {
   void find_needed();
   void need(StorageNumber number, Epoch epoch);
   void find_last_uses();
+  void prepare_one(StorageNumber number, Epoch epoch);
   const c10::Storage& value(StorageNumber number, Epoch epoch);
   at::Tensor argument(const TensorRef& ref);
   void run_operator(const RecordedOperator& op);
@@ -54,6 +57,7 @@ class Replay {
   std::vector<std::vector<StorageNumber>> last_used_by_;  // by place in `operators_`
   std::vector<c10::Storage> values_;                      // by storage, made again
   std::vector<std::vector<std::pair<Epoch, c10::Storage>>> loaded_;  // by storage, not made again
+  std::vector<c10::Storage> reloaded_;
   std::vector<bool> is_wanted_;
   torch::jit::Stack stack_;
 };
