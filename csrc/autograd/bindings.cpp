@@ -332,12 +332,12 @@ std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::str
 }
 
 std::shared_ptr<RecordedCall> make_call(const std::shared_ptr<BlockActions>& plan, const py::object& inputs,
-                                     const py::object& context, const py::object& observer, const py::object& clock,
-                                     bool verifies, bool times_replay) {
+                                        const py::object& context, const py::object& observer, const py::object& clock,
+                                        bool verifies, bool times_replay) {
   const auto given = [](const py::object& object) { return object.is_none() ? nullptr : object.ptr(); };
   if (!context.is_none() && context_of(context.ptr()) == nullptr) throw py::error_already_set();
-  auto call = std::make_shared<RecordedCall>(RecordedCall::Options{
-      plan, given(context), given(observer), given(clock), verifies, times_replay});
+  auto call = std::make_shared<RecordedCall>(
+      RecordedCall::Options{plan, given(context), given(observer), given(clock), verifies, times_replay});
   std::vector<void*> storages;
   if (inputs.is_none()) return call;
   if (PyAnySet_Check(inputs.ptr())) {
@@ -404,8 +404,8 @@ void add_recorded_calls(py::module_& m) {
       .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("keeps_if_left"),
            py::pos_only());
   py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
-      .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"),
-           py::arg("observer"), py::arg("clock"), py::arg("verifies"), py::arg("times_replay"))
+      .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
+           py::arg("clock"), py::arg("verifies"), py::arg("times_replay"))
       .def("listener", [](const std::shared_ptr<RecordedCall>& self) { return taken(to_python(self)); })
       .def("pack_hook", [](const std::shared_ptr<RecordedCall>& self) { return taken(pack_hook_of(self)); })
       .def("finish", &RecordedCall::finish)

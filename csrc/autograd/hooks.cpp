@@ -10,10 +10,10 @@
 #include <optional>
 #include <utility>
 
-#include "autograd/recorded_call.h"
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
 #include "autograd/link_share.h"
+#include "autograd/recorded_call.h"
 #include "autograd/saved_wrapper.h"
 #include "engine/operation.h"
 #include "engine/profiler_range.h"

@@ -20,8 +20,9 @@ bool is_among(const std::array<std::string_view, Count>& names, std::string_view
 
 // They return a view of their argument, or the argument, though their schemas do not say so.
 constexpr std::array<std::string_view, 6> kUnannotatedViews = {
-    "aten::_unsafe_view",        "aten::_reshape_alias", "aten::unsafe_split", "aten::unsafe_split_with_sizes",
-    "aten::lift_fresh", "_c10d_functional::_wrap_tensor_autograd"};
+    "aten::_unsafe_view", "aten::_reshape_alias",
+    "aten::unsafe_split", "aten::unsafe_split_with_sizes",
+    "aten::lift_fresh",   "_c10d_functional::_wrap_tensor_autograd"};
 // They change what a tensor is, and not the bytes of a storage.
 constexpr std::array<std::string_view, 4> kMetadata = {"aten::set_", "aten::detach_", "aten::record_stream",
                                                        "aten::rename_"};

@@ -90,7 +90,7 @@ RecordedCall::RecordedCall(const Options& options)
       clock_(Py_XNewRef(options.clock)),
       verifies_(options.verifies),
       times_replay_(options.times_replay) {
-  record_.switches = Switches::now();
+  record_.switches.push_back(Switches::now());
 }
 
 RecordedCall::~RecordedCall() {
@@ -126,7 +126,8 @@ StorageNumber RecordedCall::add_storage(const at::Tensor& tensor) {
   added.weak = storage.getWeakStorageImpl();
   added.device = storage.device();
   added.nbytes = storage.nbytes();
-  if (TensorLayout layout(tensor); layout.span().begin == 0 && layout.span().end == added.nbytes && tensor.is_non_overlapping_and_dense())
+  if (TensorLayout layout(tensor);
+      layout.span().begin == 0 && layout.span().end == added.nbytes && tensor.is_non_overlapping_and_dense())
     added.whole = std::move(layout);
   numbers_.emplace(storage.unsafeGetStorageImpl(), number);
   return number;
@@ -149,7 +150,7 @@ StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
 
 void RecordedCall::watch(RecordedStorage& storage, const at::Tensor& tensor) {
   const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-  storage.is_leaf |= owner.is_leaf() && owner.requires_grad();
+  storage.is_leaf |= !storage.is_input && owner.is_leaf() && owner.requires_grad();
   storage.is_movable |= storage.is_input || !owner.is_leaf();
   const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
   if (!version.enabled()) return;
@@ -207,8 +208,8 @@ TensorRef RecordedCall::ref_of(const at::Tensor& tensor, Role role, bool is_stat
     if (std::ranges::none_of(recording.written, is_same)) recording.written.emplace_back(ref.number, tensor);
     if (role == Role::Write && storage.is_pinned()) recording.op.runs_once = true;
   }
-  recording.reads_written |= role == Role::Read && storage.pinned != kNeverPinned && !storage.is_input &&
-                             storage.epoch > storage.pinned;
+  recording.reads_written |=
+      role == Role::Read && storage.pinned != kNeverPinned && !storage.is_input && storage.epoch > storage.pinned;
   ref.epoch = storage.epoch;
   ref.requires_grad = tensor.requires_grad() && c10::isFloatingType(tensor.scalar_type());
   ref.layout = TensorLayout(tensor);
@@ -216,7 +217,7 @@ TensorRef RecordedCall::ref_of(const at::Tensor& tensor, Role role, bool is_stat
 }
 
 void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic,
-                              Recording& recording) {
+                                 Recording& recording) {
   using Kind = RecordedOperator::Place::Kind;
   const auto first = static_cast<uint32_t>(record_.refs.size());
   const auto place = [&](Kind kind) {
@@ -351,10 +352,14 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   auto action = BlockActions::Action::Nothing;
   if (plan_ && !may_be_remembered) {
     const auto number = static_cast<size_t>(counted_);
-    if (!left_at_ && number < plan_->operators.size() && plan_->operators[number] == op) action = plan_->actions[number];
+    if (!left_at_ && number < plan_->operators.size() && plan_->operators[number] == op)
+      action = plan_->actions[number];
     if (left_at_ && plan_->keeps_if_left) action = BlockActions::Action::Never;
   }
   recording.op.runs_once |= action == BlockActions::Action::Never;
+  if (const Switches switches = Switches::now(); switches != record_.switches.back())
+    record_.switches.push_back(switches);
+  recording.op.switches = static_cast<uint32_t>(record_.switches.size() - 1);
   prepare_writes(recording);
   recording.op.random_states =
       RandomStates(traits, c10::ArrayRef<c10::IValue>(stack->data() + first_argument, argument_count));
@@ -382,7 +387,7 @@ bool RecordedCall::is_remembered(const TensorRef& ref) const {
 }
 
 void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
-                                 bool may_be_remembered, const torch::jit::Stack& stack) {
+                                    bool may_be_remembered, const torch::jit::Stack& stack) {
   RecordedOperator& op = recording.op;
   const size_t result_count = op.handle->schema().returns().size();
   const auto tensor_of = [&](const RecordedOperator::Made& made) {
@@ -394,7 +399,8 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     const TensorRef& read = record_.refs[ref];
     if (read.from == TensorRef::From::Storage) op.runs_once |= ran_elsewhere(record_.storages[read.number].device);
   }
-  for (const RecordedOperator::Made& made : op.makes) op.runs_once |= ran_elsewhere(record_.storages[made.storage].device);
+  for (const RecordedOperator::Made& made : op.makes)
+    op.runs_once |= ran_elsewhere(record_.storages[made.storage].device);
   for (const RecordedOperator::Made& made : op.makes) {
     RecordedStorage& storage = record_.storages[made.storage];
     storage.is_uninitialised = traits.leaves_uninitialised;
@@ -474,8 +480,8 @@ void RecordedCall::drop_with_gil(THPObjectPtr begin, THPObjectPtr end) {
 void RecordedCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) {
   std::vector<StorageNumber> given;
   const std::string_view what = name;
-  const bool may_write = what.find("triton") != std::string_view::npos ||
-                         what.find("auto_functionalized") != std::string_view::npos;
+  const bool may_write =
+      what.find("triton") != std::string_view::npos || what.find("auto_functionalized") != std::string_view::npos;
   for (const at::Tensor& tensor : inputs) {
     if (!may_write || is_finished_ || !TensorLayout::is_strided(tensor)) continue;
     const auto found = numbers_.find(impl_of(tensor));
@@ -506,7 +512,7 @@ void RecordedCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Re
 // ---- saved tensors ----
 
 std::unique_ptr<Saved> RecordedCall::pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
-                                             const c10::VariableVersion& version, bool is_filled) {
+                                                const c10::VariableVersion& version, bool is_filled) {
   Context* const context = context_of(context_.get());
   if (context == nullptr) throw python_error();
   const at::Tensor tensor = recorded.whole ? recorded.whole->build(storage, 0, version) : bytes_of(storage);
@@ -550,11 +556,7 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
 }
 
 ReplayedTensor::ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor)
-    : call_(std::move(call)),
-      storage_(storage),
-      device_(tensor.device()),
-      version_check_(tensor),
-      layout_(tensor) {
+    : call_(std::move(call)), storage_(storage), device_(tensor.device()), version_check_(tensor), layout_(tensor) {
   call_->saved_.push_back(this);
 }
 
@@ -634,7 +636,9 @@ void RecordedCall::finish() {
 void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   RecordedStorage& storage = record_.storages[number];
   storage.weak.reset();
-  const auto is_read = [&](Epoch epoch) { return std::ranges::find(needs.held(), std::pair(number, epoch)) != needs.held().end(); };
+  const auto is_read = [&](Epoch epoch) {
+    return std::ranges::find(needs.held(), std::pair(number, epoch)) != needs.held().end();
+  };
   if (!needs.makes(number)) storage.kept = {};
   for (VersionMark& each : storage.kept.versions) each.mark_again();
   if (!storage.is_pinned()) return;
@@ -647,7 +651,8 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   if (storage.epoch > 0) {
     for (VersionMark& each : storage.versions) each.mark_again();
   }
-  const bool moves = context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
+  const bool moves =
+      context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
     storage.packed = pack_whole(storage, storage.strong, storage.versions.front().version(), /*is_filled=*/true);
     storage.strong = {};
@@ -669,8 +674,7 @@ struct Truth {
 
 std::vector<int32_t> RecordedCall::verify() {
   std::vector<Truth> truths;
-  for (const ReplayedTensor* const each : saved_)
-    truths.push_back({each->storage_, each->layout_, each->truth_});
+  for (const ReplayedTensor* const each : saved_) truths.push_back({each->storage_, each->layout_, each->truth_});
   std::vector<bool> differs(record_.storages.size(), false);
   run_replay(wanted(), [&](StorageNumber number, const c10::Storage& storage) {
     for (const Truth& truth : truths) {
@@ -715,7 +719,7 @@ void RecordedCall::refuse(const ValueGone& gone) {
 }
 
 void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
-                           c10::function_ref<void(StorageNumber, const c10::Storage&)> give) {
+                              c10::function_ref<void(StorageNumber, const c10::Storage&)> give) {
   try {
     Replay replay(record_, std::move(wanted), Replay::Uses::All);
     ++replay_count_;
@@ -747,7 +751,7 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
           },
           around);
     }
-      if (times_replay_) moments_ = std::move(moments);
+    if (times_replay_) moments_ = std::move(moments);
   } catch (const ValueGone& gone) {
     refuse(gone);
   }
@@ -814,6 +818,5 @@ void RecordedCall::drop_values() {
   reloaded_.clear();
   for (ReplayedTensor* const each : saved_) each->value_ = {};
 }
-
 
 }  // namespace torchoffload

@@ -50,10 +50,10 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   struct Options {
     std::shared_ptr<const BlockActions> plan;  // may be null: nothing is kept
     PyObject* context = nullptr;               // that moves values; borrowed. Null: none
-    PyObject* observer = nullptr;              // has begins_again(), ends_again(moments), refused(what, address); or null
-    PyObject* clock = nullptr;                 // returns a moment; null: operators are not timed
-    bool verifies = false;                     // the call holds what it stands in for, and `verify` may be called
-    bool times_replay = false;                 // and not forward
+    PyObject* observer = nullptr;  // has begins_again(), ends_again(moments), refused(what, address); or null
+    PyObject* clock = nullptr;     // returns a moment; null: operators are not timed
+    bool verifies = false;         // the call holds what it stands in for, and `verify` may be called
+    bool times_replay = false;     // and not forward
   };
   explicit RecordedCall(const Options& options);
   ~RecordedCall() override;
@@ -121,8 +121,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void finish_storage(StorageNumber number, const Replay& needs);
   std::vector<StorageNumber> wanted() const;
   void replay(ReplayedTensor& asked);
-  void run_replay(std::vector<StorageNumber> wanted,
-                  c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
+  void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
   void asked_for(ReplayedTensor& saved);
   void drop_values();
   [[noreturn]] void refuse(const ValueGone& gone);
@@ -138,8 +137,8 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   bool verifies_ = false;
   bool times_replay_ = false;
   bool is_finished_ = false;
-  bool is_busy_ = false;           // operators are not recorded
-  std::vector<bool> differs_;      // by storage: what verify() found
+  bool is_busy_ = false;       // operators are not recorded
+  std::vector<bool> differs_;  // by storage: what verify() found
   uint64_t replay_count_ = 0;
   uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;
@@ -148,7 +147,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
   std::vector<c10::Storage> reloaded_;  // what came back for a replay, until the graph task ends: nodes ask for it, too
-  int value_task_ = -1;  // the graph task that the values were made in
+  int value_task_ = -1;                 // the graph task that the values were made in
 };
 
 // What stands in for a saved tensor that the call can make again.

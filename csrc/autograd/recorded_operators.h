@@ -83,7 +83,7 @@ struct RecordedStorage {
   bool is_movable = false;
   bool is_uninitialised = false;
   bool is_saved = false;
-  bool is_made_unseen = false;          // by code that no listener looked into
+  bool is_made_unseen = false;        // by code that no listener looked into
   std::optional<TensorLayout> whole;  // of a tensor that has all of its bytes
 
   c10::Storage strong;
@@ -128,7 +128,7 @@ struct RecordedOperator {
   explicit RecordedOperator(std::optional<c10::OperatorHandle> op) : handle(std::move(op)) {}
 
   std::optional<c10::OperatorHandle> handle;  // nothing: code that no listener looked into
-  torch::jit::Stack arguments;  // without tensors
+  torch::jit::Stack arguments;                // without tensors
   c10::SmallVector<Place, 4> places;
   uint32_t first_ref = 0;
   uint32_t ref_count = 0;
@@ -136,6 +136,7 @@ struct RecordedOperator {
   c10::SmallVector<StorageNumber, 1> writes;
   RandomStates random_states;
   int32_t counted = -1;    // its number in the block; -1 if forward need not call it equally often
+  uint32_t switches = 0;   // their number
   bool runs_once = false;  // it is never replayed
   bool is_needed = true;
 };
@@ -143,7 +144,8 @@ struct RecordedOperator {
 // A value that is needed has changed, or its memory is gone.
 class ValueGone : public std::runtime_error {
  public:
-  ValueGone(const std::string& what, const void* storage_address) : std::runtime_error(what), storage(storage_address) {}
+  ValueGone(const std::string& what, const void* storage_address)
+      : std::runtime_error(what), storage(storage_address) {}
   const void* storage;  // compared, never dereferenced
 };
 
@@ -153,7 +155,7 @@ struct RecordedOperators {
   std::vector<TensorRef> refs;
   std::vector<std::pair<at::Tensor, VersionMark>> opaques;
   std::vector<c10::Stream> streams;  // of each device that operators ran on
-  Switches switches;
+  std::vector<Switches> switches;    // as the call began, and each time that an operator found others
 
   // Whether a value need not be made again: it is held in any case, or a plan keeps it.
   bool is_held(StorageNumber number, Epoch epoch) const;

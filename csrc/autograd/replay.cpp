@@ -10,7 +10,6 @@
 #include <optional>
 #include <utility>
 
-
 namespace torchoffload {
 
 Replay::Replay(const RecordedOperators& record, std::vector<StorageNumber> wanted, Uses uses)
@@ -177,6 +176,8 @@ void Replay::run(Give give, Around around) {
   for (size_t place = 0; place < operators_.size(); ++place) {
     const OperatorNumber number = operators_[place];
     const RecordedOperator& op = record_.operators[number];
+    std::optional<WithSwitches> switches;
+    if (op.switches != 0) switches.emplace(record_.switches[op.switches]);
     around(number, true);
     run_operator(op);
     around(number, false);
@@ -197,7 +198,7 @@ void Replay::run(Give give, Around around) {
 // ---- the surroundings ----
 
 struct InForwardsState::Impl {
-  explicit Impl(const RecordedOperators& record) : switches(record.switches) {
+  explicit Impl(const RecordedOperators& record) : switches(record.switches.front()) {
     if (c10::InferenceMode::is_enabled()) normal_mode.emplace(false);
     for (const c10::Stream& stream : record.streams) {
       const c10::impl::VirtualGuardImpl device(stream.device_type());

@@ -53,9 +53,9 @@ class Replay {
   std::vector<StorageNumber> wanted_;
   std::vector<OperatorNumber> operators_;
   std::vector<std::pair<StorageNumber, Epoch>> held_;
-  std::vector<Epoch> made_;                               // by storage: how many of its writers run
-  std::vector<std::vector<StorageNumber>> last_used_by_;  // by place in `operators_`
-  std::vector<c10::Storage> values_;                      // by storage, made again
+  std::vector<Epoch> made_;                                          // by storage: how many of its writers run
+  std::vector<std::vector<StorageNumber>> last_used_by_;             // by place in `operators_`
+  std::vector<c10::Storage> values_;                                 // by storage, made again
   std::vector<std::vector<std::pair<Epoch, c10::Storage>>> loaded_;  // by storage, not made again
   std::vector<c10::Storage> reloaded_;
   std::vector<bool> is_wanted_;

@@ -53,7 +53,10 @@ at::Tensor TensorLayout::bits_on(c10::Storage storage) const {
   c10::SmallVector<int64_t, 6> strides(sizes_and_strides_.strides_arrayref().begin(),
                                        sizes_and_strides_.strides_arrayref().end());
   int64_t offset = storage_offset_;
-  at::ScalarType type = itemsize() == 1 ? at::kByte : itemsize() == 2 ? at::kShort : itemsize() == 4 ? at::kInt : at::kLong;
+  at::ScalarType type = itemsize() == 1   ? at::kByte
+                        : itemsize() == 2 ? at::kShort
+                        : itemsize() == 4 ? at::kInt
+                                          : at::kLong;
   if (itemsize() > sizeof(int64_t)) {
     const auto parts = static_cast<int64_t>(itemsize() / sizeof(int64_t));
     for (int64_t& stride : strides) stride *= parts;

@@ -187,7 +187,9 @@ class OperatorMode:
     def _begin(self) -> None:
         """Show the operators of this thread from now on."""
 
-    def on_other(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /) -> Any:
+    def on_other(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /
+    ) -> Any:
         """Call what has no C++ arguments, as an opaque region."""
 
 class OperatorCounter:

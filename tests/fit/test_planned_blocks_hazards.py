@@ -217,7 +217,9 @@ def test_a_parameter_that_changed_before_backward_is_an_error(device_under_test:
     y = block(x)
     with torch.no_grad():
         block.down.bias.add_(1)
-    with pytest.raises(RuntimeError, match=r"the parameter down.bias of shape \(32,\) of a Linears was written to after"):
+    with pytest.raises(
+        RuntimeError, match=r"the parameter down.bias of shape \(32,\) of a Linears was written to after"
+    ):
         y.sum().backward()
 
 

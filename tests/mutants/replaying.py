@@ -19,6 +19,7 @@ class _Block(nn.Module):
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
         self.function = function
+        self.large = torch.ones(LARGE)  # no buffer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.function(self, self.up(x)))
@@ -107,7 +108,7 @@ def a_small_tensor_is_written_to(stage: Stage) -> str:
 @scenario("CopyBeforeWrite", right=AS_STOCK, wrong="raised: a value that is held has no copy")
 def the_block_writes_to_what_it_has_read(stage: Stage) -> str:
     def function(block: _Block, h: torch.Tensor) -> torch.Tensor:
-        large = torch.ops.aten.detach.default(block.__dict__.setdefault("large", torch.ones(LARGE)))
+        large = torch.ops.aten.detach.default(block.large)
         early = torch.sin(h.sum() + large).mean()
         large.mul_(2)
         return h * early * large.mean()
@@ -123,4 +124,8 @@ def memory_is_filled_past_the_dispatcher(stage: Stage) -> str:
         filled.numpy()[:] = 2
         return torch.sin(h * filled)
 
-    return _compare(function)
+    def reuse(_block: _Block) -> None:
+        others = [torch.full((16,), 7.0) for _ in range(64)]
+        del others
+
+    return _compare(function, reuse)

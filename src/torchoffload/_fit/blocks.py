@@ -112,7 +112,9 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     # If the hook was registered anew since the call began, PyTorch calls the former one, without the keywords.
     watch = block.watch(module, (args, kwargs)) if kwargs is not None and _may_record() else None
     if watch is None or not (watch.records or watch.plan is not None):
-        hook_stack.push(block, Role.MODULE, None, sys._getframe(1), None if watch is None else partial(_end_plain, watch))
+        hook_stack.push(
+            block, Role.MODULE, None, sys._getframe(1), None if watch is None else partial(_end_plain, watch)
+        )
         return
     if has_compiled(module):
         steps = whole_call(module, watch, args, kwargs, lambda: _outcome.has_returned)
