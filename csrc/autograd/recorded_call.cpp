@@ -541,7 +541,8 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
   const StorageNumber number = found != numbers_.end() ? found->second : storage_of(tensor);
   RecordedStorage& storage = record_.storages[number];
   storage.is_saved = true;
-  if (storage.is_uninitialised && storage.nbytes != 0 && !storage.is_pinned()) {
+  const bool is_found = storage.is_uninitialised && storage.nbytes != 0 && !storage.is_pinned();
+  if (is_found && !mutated(Mutant::UninitialisedIsKept)) {
     pin(storage, tensor.storage());
     watch(storage, tensor);
   }
@@ -707,6 +708,15 @@ void RecordedCall::settle(bool keeps_all) {
 
 // ---- replay ----
 
+// Autograd raises the versions of what an operator has written to after the operator, and so after it was recorded.
+void RecordedCall::mark_written() {
+  for (RecordedStorage& storage : record_.storages) {
+    for (VersionMark& each : storage.kept.versions) each.mark_again();
+    if (storage.epoch == 0) continue;
+    for (VersionMark& each : storage.versions) each.mark_again();
+  }
+}
+
 void RecordedCall::refuse(const ValueGone& gone) {
   THPObjectPtr message;
   if (observer_) {
@@ -720,6 +730,7 @@ void RecordedCall::refuse(const ValueGone& gone) {
 
 void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
                               c10::function_ref<void(StorageNumber, const c10::Storage&)> give) {
+  if (!is_finished_) mark_written();
   try {
     Replay replay(record_, std::move(wanted), Replay::Uses::All);
     ++replay_count_;

@@ -124,6 +124,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
   void asked_for(ReplayedTensor& saved);
   void drop_values();
+  void mark_written();
   [[noreturn]] void refuse(const ValueGone& gone);
 
   RecordedOperators record_;
@@ -178,13 +179,13 @@ class ReplayedTensor final : public Saved {
 class SavedInput final : public Saved {
  public:
   SavedInput(std::shared_ptr<RecordedCall> call, std::unique_ptr<Saved> saved)
-      : call_(std::move(call)), saved_(std::move(saved)) {}
+      : saved_(std::move(saved)), call_(std::move(call)) {}
   void prepare() override { saved_->prepare(); }
   at::Tensor unpack(Versions versions) override;
 
  private:
-  std::shared_ptr<RecordedCall> call_;
   std::unique_ptr<Saved> saved_;
+  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for what is given up
 };
 
 }  // namespace torchoffload

@@ -151,7 +151,7 @@ class RecordedCall:
     def listener(self) -> object:
         """Return the listener of the call, for a mode."""
 
-    def pack_hook(self) -> Callable[[torch.Tensor], Handle]:
+    def pack_hook(self) -> Callable[[torch.Tensor], object]:
         """Return the pack hook of the call."""
 
     def finish(self) -> None:

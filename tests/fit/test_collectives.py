@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchoffload

@@ -267,7 +267,7 @@ def fill_past_the_dispatcher(block: Any, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.devices("disk")
 def test_a_value_that_is_filled_past_the_dispatcher_comes_out_differently_and_is_kept(device_under_test: Device):
     recorded = record(Linears(fill_past_the_dispatcher), torch.ones(4, 8, WIDTH))
-    assert [call.operator for call in recorded.operators if call.differs] == [torch.ops.aten.zeros.default]
+    assert torch.ops.aten.zeros.default in [call.operator for call in recorded.operators if call.differs]
     assert_right(device_under_test, lambda: Linears(fill_past_the_dispatcher))
 
 

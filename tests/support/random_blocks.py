@@ -273,7 +273,8 @@ class RandomBlock(nn.Module):
             return pool[max(0, len(pool) - 1 - int(choice.expovariate(0.7)))]
 
         for name in choice.choices(list(OPERATORS), k=self.length):
-            pool.append(OPERATORS[name](self, pick(), pick()))
+            made = OPERATORS[name](self, pick(), pick())
+            pool.append(made)
         result = pool[-1]
         for each in choice.sample(pool, min(3, len(pool))):
             result = result + each * 0.3

@@ -30,7 +30,6 @@ from torchoffload._modules.selection import Selector
 from torchoffload._pytorch.compiled_calls import keep_call_hooks
 from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_not_traced, is_transformed
-from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
