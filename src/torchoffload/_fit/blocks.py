@@ -89,8 +89,8 @@ def unplan_block(module: nn.Module) -> None:
 def _may_record() -> bool:
     """Return whether autograd would save tensors here, and nobody else has hooks on them.
 
-    In backward a checkpoint of the user's is computed again. Inside of one in forward, that one computes the whole block
-    again, as does a planned block around this one.
+    In backward a checkpoint of the user's is computed again. Inside of one in forward, that one computes the whole
+    block again, as does a planned block around this one.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or is_transformed():
         return False
