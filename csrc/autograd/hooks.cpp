@@ -244,16 +244,20 @@ PyObject* context_set_module(PyObject* self, PyObject* object) {
 }
 
 PyObject* context_forget_modules(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   reinterpret_cast<ContextObject*>(self)->context->forget_modules();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* context_restrict(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
   double fraction = 1;
   int only_inputs = 0;
   if (PyArg_ParseTuple(args, "dp", &fraction, &only_inputs) == 0) return nullptr;
   reinterpret_cast<ContextObject*>(self)->context->restrict(fraction, only_inputs != 0);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* context_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {

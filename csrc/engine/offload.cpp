@@ -79,7 +79,6 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
     if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
     return drain_window_of(id);
   }
-  reap();
   if (!is_pending(id)) return;
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
@@ -305,7 +304,6 @@ void Engine::finish_offload(RecordId id) {
   }
   held.is_confirmed = true;
   ledger_.finish_offload(id);
-  Operation::drop_later(std::move(held.bytes.memory));
   held.bytes = {};
 }
 

@@ -24,6 +24,7 @@ DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
   const RecordId id = handle.record;
   Ask ask{handle, backend_.streams.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
   if (in_backward) backward_asks(ask);
+  Operation::drop_now();  // before buffers are allocated, and before the host may wait for a disk
   if (!ledger_.record(id).is_kept() && backend_.streams.is_capturing())
     throw std::runtime_error(
         "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "

@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from checks import RIGHT_GRADIENT, gradient_name
-from scenario import AMPLE_BYTES, Stage, another_thread_inside, race, scenario, testing
+from scenario import AMPLE_BYTES, NBYTES, Stage, another_thread_inside, race, scenario, testing
 
 import torchoffload
 
@@ -117,6 +118,32 @@ def a_graph_is_dropped_while_its_slot_is_written(stage: Stage) -> None:
             y = stage.leaf().sin()
             z = stage.leaf().sin()
     del y, z
+
+
+@scenario("IdleThreadsMakeRoom", right="copies of each thread: [3]", wrong="copies of each thread: [1, 2]")
+def a_thread_idles_inside_of_its_context(stage: Stage) -> str:
+    """There are its copy in the only slot, two that wait for room and fill the window, and one that is pending."""
+    main, is_idle, may_go_on = stage.main, threading.Event(), threading.Event()
+    outputs: list[torch.Tensor] = []
+
+    def idle() -> None:
+        with stage.simulation.stream(main), _spilling(stage, 1, offload_window_bytes=2 * NBYTES):
+            outputs.append(stage.leaf().sin().sin().sin().sin())
+            is_idle.set()
+            may_go_on.wait(60)
+
+    with _transfers_that_wait():
+        thread = threading.Thread(target=idle)
+        thread.start()
+        is_idle.wait(60)
+        with _spilling(stage, 1, offload_window_bytes=2 * NBYTES):
+            y = stage.leaf().sin().sin().sin()
+            moved = sorted(tape.records_offloaded for tape in torchoffload.stats().tapes if tape.records_offloaded > 0)
+        may_go_on.set()
+        thread.join()
+    del y
+    outputs.clear()
+    return f"copies of each thread: {moved}"
 
 
 @scenario("FailedSpillStaysInMemory", right=RIGHT_GRADIENT, wrong="a gradient at zeros")
