@@ -34,6 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
 from trl.models import activation_offloading as trls_own  # noqa: E402
 
+import torchoffload  # noqa: E402
 from hf_trainings import observe_trainer, on_one_device, quiet  # noqa: E402
 from torchoffload.integrations.transformers import LogOffloadingCallback, OffloadActivationsCallback  # noqa: E402
 from torchoffload.integrations.trl import get_act_offloading_ctx_manager, install  # noqa: E402
@@ -187,11 +188,14 @@ def test_the_totals_are_logged(tmp_path: Path, device_under_test: Device):
 
 def trl_modules_having(function: Any) -> set[str]:
     """The modules of TRL whose name of the factory is `function`, or one made of it."""
-    return {
-        name
-        for name, module in sys.modules.items()
-        if name.startswith("trl.") and getattr(vars(module).get(NAME), "func", vars(module).get(NAME)) is function
-    }
+    having = set()
+    for name, module in sys.modules.items():
+        value = vars(module).get(NAME) if name.startswith("trl.") else None
+        while hasattr(value, "func"):
+            value = value.func
+        if value is function:
+            having.add(name)
+    return having
 
 
 def test_installing_reaches_every_trainer_and_can_be_undone():
@@ -214,6 +218,19 @@ def test_installing_reaches_every_trainer_and_can_be_undone():
     second.remove()
     assert trainers <= trl_modules_having(stock)
     assert trl_modules_having(get_act_offloading_ctx_manager) == set()
+
+
+@pytest.mark.devices("disk")
+def test_a_report_without_the_configurations_switch_names_it(tmp_path: Path, device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+    torchoffload.reset_stats()
+    with install(**options(device_under_test)):
+        trainer_of("SFT", run, tmp_path, activation_offloading=False).train()
+        text = torchoffload.report()
+        assert "set activation_offloading=True in its configuration, and make the trainer after install()" in text
+        trainer_of("SFT", run, tmp_path)
+        assert "activation_offloading" not in torchoffload.report()
+    assert "activation_offloading" not in torchoffload.report()
 
 
 def test_a_wrong_option_is_named_when_installing():
