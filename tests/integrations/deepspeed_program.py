@@ -38,7 +38,7 @@ def train(device: Device, stage: int, way: str) -> dict[str, Any]:
     if way == "modules":
         handle = torchoffload.offload_modules(engine.module, "blocks.*", **options(device))
     elif way == "fit":
-        handle = torchoffload.fit(engine, "1MiB", on_unfit="warn", recompute=False, **options_of(device))
+        handle = torchoffload.fit(engine, "1MiB", on_unfit="warn", **options_of(device))
     losses = []
     for _ in range(STEPS_TO_SETTLE if way in ("fit", "plain") else 3):
         context = torchoffload.OffloadActivations(**options(device)) if way == "context" else contextlib.nullcontext()
