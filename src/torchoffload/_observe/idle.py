@@ -29,5 +29,5 @@ def idle_advice() -> str:
     """Return full sentences on what to change if nothing was saved inside any context."""
     if is_disabled():
         return _DISABLED
-    advices = (adviser() for adviser in (*_advisers, idle_modules_advice))
-    return next(filter(None, advices), _NOTHING_SAVED)
+    texts = (adviser() for adviser in (*_advisers, idle_modules_advice))
+    return next(filter(None, texts), _NOTHING_SAVED)
