@@ -70,6 +70,14 @@ BlockingSection::~BlockingSection() {
   now_.operation_depth = depth_;
 }
 
+bool is_interrupted() {
+  if (gettid() != getpid()) return false;
+  const WithGil gil;
+  if (PyOS_InterruptOccurred() == 0) return false;
+  PyErr_SetInterrupt();
+  return true;
+}
+
 WithGil::WithGil() : state_(PyGILState_Ensure()) {}
 
 WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
