@@ -76,6 +76,8 @@ constexpr std::array kNames{
     NAMED(FailedSpillStaysInMemory),
     NAMED(UnwrittenSourceStays),
     NAMED(FailedReadRaises),
+    NAMED(RefusalPasses),
+    NAMED(InterruptEndsWait),
     NAMED(ParameterStaysByStorage),
     NAMED(DeallocQueuedInsideOperation),
     NAMED(PackedInGraphTaskStays),

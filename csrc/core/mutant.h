@@ -72,6 +72,8 @@ enum class Mutant : uint8_t {
   FailedSpillStaysInMemory,    // R16, the same for a slot that is in host memory
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
+  RefusalPasses,                 // a disk whose write failed is tried again
+  InterruptEndsWait,             // a wait for a disk, in system/host_wait.cpp
   ParameterStaysByStorage,       // design.md, Pack
   DeallocQueuedInsideOperation,  // design.md, Locks
   PackedInGraphTaskStays,        // design.md, Pack

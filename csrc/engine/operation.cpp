@@ -69,6 +69,14 @@ BlockingSection::~BlockingSection() {
   (void)PutOffDrops::put_in_force(put_off_);
 }
 
+bool is_interrupted() {
+  if (gettid() != getpid()) return false;
+  const WithGil gil;
+  if (PyOS_InterruptOccurred() == 0) return false;
+  PyErr_SetInterrupt();
+  return true;
+}
+
 WithGil::WithGil() : state_(PyGILState_Ensure()) {}
 
 WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }

@@ -109,6 +109,10 @@ class BlockingSection {
   void* thread_state_;
 };
 
+// Has the user pressed Ctrl-C while the calling thread waits without the GIL? Always false on threads where Python runs
+// no handlers of signals. Runs no Python code, and Python still handles the interruption later. See system/host_wait.h.
+bool is_interrupted();
+
 // Takes the GIL for its scope, on a thread that may or may not hold it, such as one of autograd's.
 class WithGil {
  public:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/engine.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 
@@ -124,6 +125,8 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
 HeldSlot Engine::hold_slot(RecordId id) {
   try {
     return slots_.hold(held(id).slot);
+  } catch (const WaitAbandoned&) {
+    throw;
   } catch (const std::exception& error) {
     throw std::runtime_error(std::string("torchoffload: a saved tensor could not be read back: ") + error.what());
   }

@@ -1,8 +1,14 @@
-"""The scenarios of slots that go on to a disk, R16: on the simulated device, whose disk threads run when it says so."""
+"""The scenarios of slots that go on to a disk, R16: on the simulated device, whose disk threads run when it says so.
+
+And of disks that fail or do not answer.
+"""
 
 import contextlib
 import errno
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,3 +165,51 @@ def the_disk_refuses_a_slot(stage: Stage) -> str:
         testing.clear_io_faults()
     del z
     return gradient_name(gradient, x.detach())
+
+
+@scenario("RefusalPasses", right="the disk takes slots again", wrong="the disk was given up")
+def the_disk_is_full_for_a_moment(stage: Stage) -> str:
+    def step() -> None:
+        with _spilling(stage, 1):
+            y = stage.leaf().sin().sin().sin().sin()
+        y.sum().backward()
+
+    testing.inject_io_fault("pwrite", errno=errno.ENOSPC)
+    try:
+        step()
+    finally:
+        testing.clear_io_faults()
+    before = torchoffload.stats().bytes_spilled
+    step()
+    spilled = torchoffload.stats().bytes_spilled > before
+    return "the disk takes slots again" if spilled else "the disk was given up"
+
+
+@scenario(
+    "InterruptEndsWait", right="interrupted while the disk hung", wrong="interrupted once it had answered", on_disk=True
+)
+def the_user_interrupts_a_wait_for_a_disk_that_hangs(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    is_over, has_answered = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        is_over.wait(1)
+        has_answered.set()
+        testing.release_held_io("pread")
+
+    user = threading.Thread(target=interrupt)
+    testing.hold_next_io("pread")
+    try:
+        user.start()
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        time.sleep(10)
+        return "not interrupted"
+    except KeyboardInterrupt:
+        return "interrupted once it had answered" if has_answered.is_set() else "interrupted while the disk hung"
+    finally:
+        is_over.set()
+        user.join()
