@@ -241,30 +241,57 @@ StepOfBlocks parse_step(const py::handle& given) {
   return step;
 }
 
-py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_bytes, const py::object& timed_as) {
-  const StepOfBlocks step = parse_step(given);
-  std::optional<JointPlan> plan = memory_bytes ? plan_step(step, *memory_bytes) : least_plan(step);
-  if (!plan) return py::none();
-  if (!timed_as.is_none()) time_plan(parse_step(timed_as), *plan);
+py::dict plan_to_dict(const JointPlan& plan) {
   py::list calls;
-  for (size_t number = 0; number < plan->calls.size(); ++number) {
-    const CallPlan& call = plan->calls[number];
-    const CallWindows& windows = plan->windows[number];
+  for (size_t number = 0; number < plan.calls.size(); ++number) {
+    const CallPlan& call = plan.calls[number];
+    const CallWindows& windows = plan.windows[number];
     calls.append(py::make_tuple(call.way, call.moved, call.moves, windows.offload_bytes, windows.reload_bytes));
   }
   py::dict dict;
   dict["calls"] = calls;
-  dict["step_s"] = plan->step_s;
-  dict["recompute_s"] = plan->recompute_s;
-  dict["peak_bytes"] = plan->peak_bytes;
-  dict["loss_bytes"] = plan->loss_bytes;
-  dict["kept_bytes"] = plan->kept_bytes;
-  dict["moved_bytes"] = plan->moved_bytes;
-  dict["forward_spare_bytes"] = plan->forward_spare_bytes;
-  dict["backward_spare_bytes"] = plan->backward_spare_bytes;
-  dict["window_bytes"] = plan->window_bytes;
-  dict["loss_window_bytes"] = plan->loss_window_bytes;
+  dict["step_s"] = plan.step_s;
+  dict["recompute_s"] = plan.recompute_s;
+  dict["peak_bytes"] = plan.peak_bytes;
+  dict["loss_bytes"] = plan.loss_bytes;
+  dict["kept_bytes"] = plan.kept_bytes;
+  dict["moved_bytes"] = plan.moved_bytes;
+  dict["forward_spare_bytes"] = plan.forward_spare_bytes;
+  dict["backward_spare_bytes"] = plan.backward_spare_bytes;
+  dict["window_bytes"] = plan.window_bytes;
+  dict["loss_window_bytes"] = plan.loss_window_bytes;
   return dict;
+}
+
+py::object joint_plan(const py::handle& given, uint64_t memory_bytes) {
+  const std::optional<JointPlan> plan = plan_step(parse_step(given), memory_bytes);
+  return plan ? py::object(plan_to_dict(*plan)) : py::none();
+}
+
+py::dict least_joint_plan(const py::handle& given, uint64_t window_bytes) {
+  return plan_to_dict(least_plan(parse_step(given), window_bytes));
+}
+
+// What a plan takes in a step of other times, in seconds: the whole step, and what is computed again of it.
+std::pair<double, double> joint_plan_times(const py::handle& given, const py::handle& planned) {
+  const StepOfBlocks step = parse_step(given);
+  JointPlan plan;
+  for (const py::handle& call : planned.attr("calls")) {
+    plan.calls.push_back({call.attr("way").cast<uint32_t>(), call.attr("moved").cast<std::vector<uint32_t>>(),
+                          call.attr("moves").cast<bool>()});
+    plan.windows.push_back({call.attr("offload_bytes").cast<uint64_t>(), call.attr("reload_bytes").cast<uint64_t>()});
+  }
+  if (plan.calls.size() != step.calls.size()) throw py::value_error("the plan is for another number of calls");
+  for (size_t number = 0; number < plan.calls.size(); ++number) {
+    const BlockKind& kind = step.kinds.at(step.calls[number].kind);
+    if (plan.calls[number].way >= kind.ways.size()) throw py::value_error("the plan names a way that does not exist");
+    for (const uint32_t output : plan.calls[number].moved)
+      if (output >= kind.outputs.size()) throw py::value_error("the plan names an output that does not exist");
+  }
+  plan.window_bytes = planned.attr("window_bytes").cast<uint64_t>();
+  plan.loss_window_bytes = planned.attr("loss_window_bytes").cast<uint64_t>();
+  time_plan(step, plan);
+  return {plan.step_s, plan.recompute_s};
 }
 
 void set_module_windows(const py::handle& context, const std::vector<std::array<uint64_t, 3>>& given) {
@@ -307,8 +334,9 @@ Compress parse_compress(const py::handle& given) {
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::arg("timed_as") = py::none(),
-        py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes"), py::pos_only());
+  m.def("least_joint_plan", least_joint_plan, py::arg("step"), py::arg("window_bytes"), py::pos_only());
+  m.def("joint_plan_times", joint_plan_times, py::arg("step"), py::arg("plan"), py::pos_only());
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());

@@ -319,12 +319,12 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
 
 void time_plan(const StepOfBlocks& step, JointPlan& plan) { BlockPlans(step).time(plan); }
 
-JointPlan least_plan(const StepOfBlocks& step) {
+JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes) {
   const BlockPlans plans(step);
   const std::vector<uint32_t> ways(step.calls.size(), 0);
   std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt, BlockPlans::Keeps::AllThatFits);
   if (step.may_move) {
-    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, 0, BlockPlans::Keeps::Nothing);
+    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, window_bytes, BlockPlans::Keeps::Nothing);
     if (moved && (!plan || moved->peak_bytes < plan->peak_bytes)) plan = std::move(moved);
   }
   JointPlan least = plan.value_or(JointPlan{});

@@ -131,7 +131,8 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
 // Sets the times of a plan that was made for another step, which has other times and the same bytes.
 void time_plan(const StepOfBlocks& step, JointPlan& plan);
 
-// The plan of the least memory.
-JointPlan least_plan(const StepOfBlocks& step);
+// The plan of the least memory: all calls go the way of the least bytes, and all moves that can, with windows of this
+// size. A survey runs its steps like that.
+JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes = 0);
 
 }  // namespace torchoffload
