@@ -1,6 +1,7 @@
 """Plans that are tried one after the other, each of which takes more memory than the one before."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from torchoffload._fit.beliefs import Beliefs
@@ -55,19 +56,20 @@ class Room:
 def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     """Return what the next plan may be predicted to allocate, after those that were tried.
 
-    What is reserved is known for the plans that ran, and grows with what is allocated. So the next plan takes more than
-    the largest of these, by no more than what is left then: also if it grows as fast as was ever seen.
+    What was allocated and reserved is known for the plans that ran. What the next plan allocates is predicted no better
+    than for these. And what is reserved grows with what is allocated. So the next plan takes more than the largest of
+    these, by no more than what is left then, also if it grows as fast as was ever seen.
     """
     tried = list(tried)
-    ran = sorted((each for each in tried if room.holds(each)), key=lambda each: each.peak_bytes)
-    most = room.allocated_bytes
+    ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
     at_ease = [each for each in ran if not each.waits_for_memory] or ran[:1]
     if not at_ease:
         return 0
-    last = at_ease[-1]
+    most, last = room.allocated_bytes, at_ease[-1]
     if room.is_measured:
         left = room.reserved_bytes - last.reserved_bytes - int(_SAFE_PART * last.reserved_bytes)
-        most = min(most, last.peak_bytes + int(left / room.sharers / _growth(at_ease)))
+        most = min(most, _taken_bytes(last) + int(left / room.sharers / _growth(at_ease)))
+        most -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
     for each in tried:
         if not room.holds(each) and each.peak_bytes > last.peak_bytes:
             most = min(most, (each.peak_bytes + last.peak_bytes) // 2)
@@ -76,11 +78,16 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     return most
 
 
+def _taken_bytes(trial: Trial) -> int:
+    """Return what a plan allocates, as measured, or else as predicted."""
+    return trial.allocated_bytes or trial.peak_bytes
+
+
 def _growth(ran: list[Trial]) -> float:
     """Return how fast what is reserved may grow with what is allocated, by the plans that ran, the smallest first."""
     first, last = ran[0], ran[-1]
-    allocated = last.peak_bytes - first.peak_bytes
-    if allocated <= 0.02 * last.peak_bytes:
+    allocated = _taken_bytes(last) - _taken_bytes(first)
+    if allocated <= 0.02 * _taken_bytes(last):
         return _MOST_GROWTH
     seen = (last.reserved_bytes - first.reserved_bytes) / allocated
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
@@ -229,7 +236,7 @@ class Climb:
         self.current.has_failed = True
 
     def _learn(self) -> None:
-        timed = [(each.plan, each.step_s) for each in self.trials if each.step_s]
-        telling = [(each.plan, each.step_s) for each in self.trials if each.step_s and not each.waits_for_memory]
-        if timed:
-            self._beliefs.learn(telling or timed)
+        timed = [each for each in self.trials if each.step_s is not None and 0 < each.step_s < math.inf]
+        telling = [each for each in timed if not each.waits_for_memory] or timed
+        if telling:
+            self._beliefs.learn([(each.plan, each.step_s or 0.0) for each in telling])
