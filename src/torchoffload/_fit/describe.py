@@ -148,6 +148,8 @@ def describe(driver: "Driver") -> str:
         f"torchoffload.fit: {driver.model_name}, {driver.block_count} blocks, within "
         f"{human_bytes(budget.memory_bytes)}{had}{shared}"
     ]
+    if driver.allocator:
+        lines[0] += f"; {driver.allocator}"
     step, settled = driver.step, driver.settled
     notes = [f"Note: {note}" for note in driver.notes]
     if step is None or settled is None:

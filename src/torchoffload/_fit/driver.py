@@ -75,6 +75,8 @@ class Driver:
         The blocks that the surveyed step called.
     notes : list of str
         What did not go as planned.
+    allocator : str
+        What was done about the device's allocator, for people.
     left_plan_count : int
         How many calls of blocks called other operators than planned.
     largest_size : int
@@ -113,6 +115,7 @@ class Driver:
         self.called = CalledBlocks([], self.names)
         self._followed: Trial | None = None
         self.notes: list[str] = []
+        self.allocator = ""
         self.left_plan_count = 0
         self.obstacles: dict[int, str] = {}
         self._link: Link | None = None

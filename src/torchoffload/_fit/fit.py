@@ -15,6 +15,7 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.allocator import ALLOCATORS, prepare_allocator
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
@@ -256,6 +257,7 @@ def fit(
     margin: float = _DEFAULT_MARGIN,
     plan: str | os.PathLike[str] | None = None,
     on_unfit: Literal["error", "warn"] = "error",
+    allocator: Literal["expandable", "as it is"] = "expandable",
     group: "ProcessGroup | Literal['auto'] | None" = "auto",
     **options: Unpack[ContextKeywords],
 ) -> Fitted:
@@ -263,8 +265,8 @@ def fit(
 
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
-    steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
-    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
+    steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
+    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
     ``torch.utils.checkpoint`` are.
 
     Parameters
@@ -289,6 +291,12 @@ def fit(
     on_unfit : {"error", "warn"}, default "error"
         What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
         way it runs in the least memory from then on.
+    allocator : {"expandable", "as it is"}, default "expandable"
+        Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
+        of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
+        is set, if the program has set anything itself or has another allocator, and on platforms that have no such
+        segments; ``report()`` says so. What that changes for tensors that are shared with other processes is in the
+        guide.
     group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
         The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
         and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
@@ -331,6 +339,8 @@ def fit(
     check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    if allocator not in ALLOCATORS:
+        raise ValueError(f'allocator must be "expandable" or "as it is", got {short(allocator)}')
     if group is not None and group != "auto" and not hasattr(group, "rank"):
         raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
     windows = [
@@ -371,6 +381,7 @@ def fit(
             model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
             may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
         )  # fmt: skip
+        driver.allocator = prepare_allocator(meter.device, allocator)
         try:
             if saved is not None:
                 driver.follow_saved(saved)
