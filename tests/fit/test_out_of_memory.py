@@ -122,7 +122,7 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
             assert own_s is not None
             assert loop.times_s[-1] <= own_s * 1.001
             if part > 1:
-                assert handle.plan.recompute_s <= 0.02 * handle.plan.predicted_s, "there is room for all"
+                assert handle.plan.recompute_s <= 0.03 * handle.plan.predicted_s, "there is room for all"
 
 
 def model_of_blocks(count: int = 4) -> nn.Module:

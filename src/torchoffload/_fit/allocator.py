@@ -10,6 +10,8 @@ __all__ = ["ALLOCATORS", "prepare_allocator"]
 
 ALLOCATORS = ("expandable", "as it is")
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_EXPANDABLE = "expandable_segments:True"
+_IS_EXPANDABLE = "the allocator's segments are expandable"
 _PROBE_BYTES = 32 << 20  # more than the allocator keeps together with other tensors
 
 
@@ -34,12 +36,14 @@ def prepare_allocator(device: torch.device, wanted: str) -> str:
         return ""
     if wanted == "as it is":
         return 'the allocator is as it was: allocator="as it is"'
+    if _EXPANDABLE in _settings():
+        return _IS_EXPANDABLE
     why = _why_not(device)
     if why is not None:
         return f"the allocator is as it was: {why}"
-    _set("expandable_segments:True")
+    _set(_EXPANDABLE)
     if _makes_expandable(device):
-        return "the allocator's segments are expandable"
+        return _IS_EXPANDABLE
     _set("expandable_segments:False")
     return "the allocator is as it was: this platform has no expandable segments"
 
@@ -49,9 +53,8 @@ def _why_not(device: torch.device) -> str | None:
     chosen = next((name for name in _VARIABLES if os.environ.get(name)), None)
     if chosen is not None:
         return f"{chosen} is set"
-    settings: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if settings is not None and settings():
-        return f"it was set to {settings()!r}"
+    if _settings():
+        return f"it was set to {_settings()!r}"
     backend = torch.cuda.memory.get_allocator_backend()
     if backend != "native":
         return f"its backend is {backend!r}"
@@ -69,6 +72,12 @@ def _is_pluggable() -> bool:
     except RuntimeError:  # a pluggable allocator has no statistics
         return True
     return torch.cuda.is_initialized() and not stats
+
+
+def _settings() -> str:
+    """Return what the allocator was told at run time or by the environment; empty where it cannot be asked."""
+    getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return "" if getter is None else getter()
 
 
 def _set(settings: str) -> None:

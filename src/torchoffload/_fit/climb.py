@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 
 from torchoffload._fit.beliefs import Beliefs
+from torchoffload._fit.scaling import scaled
 from torchoffload._fit.step import Step, StepPlan, plan_step
 from torchoffload._fit.trials import Trial
 
@@ -12,6 +13,7 @@ __all__ = ["Climb", "Room", "allowed_bytes"]
 
 _STEPS_OF_PLAN = 2  # memory is reserved in the first one, and so the second one is timed
 _STEPS_OF_OTHER_SIZES = 12
+_LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
 _MOST_SLOWNESS = 1.3  # a plan of which a step takes so many times as long as the survey's own has no second step
 _CAUTIOUS_SLOWNESS = 1.15  # which is tried only if it takes no longer than this, whatever is true of the times
 _LEAST_GAIN = 0.01
@@ -60,7 +62,7 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     than for these. And what is reserved grows with what is allocated. So the next plan takes more than the largest of
     these, by no more than what is left then, also if it grows as fast as was ever seen.
     """
-    tried = list(tried)
+    tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
     ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
     at_ease = [each for each in ran if not each.waits_for_memory] or ran[:1]
     if not at_ease:
@@ -111,6 +113,8 @@ class Climb:
         How many steps may be taken.
     known : sequence of Trial
         Plans of the same step that were tried before.
+    own_reserved_bytes : int
+        What the survey's steps have reserved.
 
     Attributes
     ----------
@@ -120,13 +124,16 @@ class Climb:
         The one that is tried now.
     """
 
-    def __init__(self, step: Step, own: StepPlan, room: Room, steps: int, known: Iterable[Trial] = ()) -> None:
+    def __init__(
+        self, step: Step, own: StepPlan, room: Room, steps: int, known: Iterable[Trial] = (),
+        own_reserved_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.room = room
         self.trials = list(known)
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
-        own_trial = Trial(step, own)
+        own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
         self._steps = steps
         self._taken = self._others = 0  # steps of the current plan, and steps of other sizes
@@ -167,7 +174,7 @@ class Climb:
     def _next(self) -> Trial | None:
         own_s = self._own.step_s
         if own_s is None:
-            return None if self._own.has_failed or self._own in self.trials else self._own
+            return None if self._own.has_failed else self._own
         if self._steps < _STEPS_OF_PLAN or any(each.has_failed for each in self.trials):
             return None
         fastest_s = min((each.step_s for each in self.trials if each.step_s and self.room.holds(each)), default=own_s)
@@ -209,10 +216,35 @@ class Climb:
         plan = plan_step(step, self.room.allocated_bytes)
         return plan is not None and plan.step_s <= wanted_s
 
-    def note_step(self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool) -> bool:
-        """Note a step of the current plan. Returns whether that was its last one."""
+    def note_step(
+        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool, share: float = 1.0
+    ) -> bool:
+        """Note a step of the current plan. Returns whether that was its last one.
+
+        Parameters
+        ----------
+        step_s : float
+            What it took.
+        allocated_bytes, reserved_bytes : int
+            The most that was allocated and reserved.
+        waits_for_memory : bool
+            Whether the allocator had to give back what it caches.
+        share : float
+            Its size, of that of the step that was surveyed. What that one would have taken is reckoned.
+        """
         trial = self.current
         assert trial is not None
+        if share < _LEAST_SHARE:  # it says too little
+            self._others += 1
+            trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
+            return self._others > _STEPS_OF_OTHER_SIZES
+        if share < 1:
+            fixed = sum(self._surveyed.fixed.values())
+            allocated_bytes, reserved_bytes = (
+                int(fixed + max(0, each - fixed) / share) if each else 0 for each in (allocated_bytes, reserved_bytes)
+            )
+            less_s = trial.plan.timed_as(scaled(trial.step, share)).step_s
+            step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
         self._steps -= 1
         self._taken += 1
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
@@ -224,11 +256,6 @@ class Climb:
         trial.step_s = step_s if trial.step_s is None else min(trial.step_s, step_s)
         self._learn()
         return True
-
-    def note_other_size(self) -> bool:
-        """Note a step of another size, whose time says nothing. Returns whether there were too many of them."""
-        self._others += 1
-        return self._others > _STEPS_OF_OTHER_SIZES
 
     def note_failure(self) -> None:
         """Note that a step of the current plan ran out of memory."""

@@ -129,9 +129,14 @@ class Driver:
         self._state_surveys = 0  # because of such states
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
-        self._block_calls = BlockCalls(self.names, self._block_begins, self._look_at_state)
-        self.state: State
-        self._begin_survey()
+        self._block_calls = BlockCalls(weakly(self._block_begins), weakly(self._look_at_state))
+        self.state: State = Removed(None)
+        try:
+            self._block_calls.watch(self.names)
+            self._begin_survey()
+        except BaseException:  # such as a TorchScript module, which takes no hooks
+            self.remove()
+            raise
 
     @property
     def phase(self) -> Phase:
@@ -300,6 +305,7 @@ class Driver:
         if 0 < measured < largest:
             self.notes.append(f"the survey measured a step of {measured / largest:.0%} of the largest one's size")
             step = scaled(step, largest / measured)
+            self._survey_reserved_bytes = int(self._survey_reserved_bytes * largest / measured)
         self._surveyed = self.step = step
         self._own = survey_plan(step, survey.window_bytes)
         self.operators = [kind.operators for kind in kinds]
@@ -334,7 +340,7 @@ class Driver:
             self._follow_least(step, raises=raises)
             return
         steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
-        climb = Climb(step, own, room, steps, known=self.trials)
+        climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=self._survey_reserved_bytes)
         self.trials = climb.trials
         self.state = Climbing(climb)
         self.clock.measures = True
@@ -387,19 +393,23 @@ class Driver:
             self._settle(climb)
         elif self._largest(self._differs(step))[0]:
             self._begin_survey()
-        elif step.size < self.largest_size or step.blocks_bytes < self._blocks_bytes:
-            if climb.note_other_size():
-                self._settle(climb)
         else:
-            taken_s, allocated_bytes, reserved_bytes, has_waited = self._largest(
-                self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes, step.has_waited
-            )
+            taken_s, allocated_bytes, reserved_bytes, has_waited, share = self._largest(
+                self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
+                step.has_waited, self._share_of(step),
+            )  # fmt: skip
             is_done = climb.note_step(
                 taken_s, allocated_bytes=int(allocated_bytes), reserved_bytes=int(reserved_bytes),
-                waits_for_memory=bool(has_waited),
+                waits_for_memory=bool(has_waited), share=share,
             )  # fmt: skip
             if is_done and not self._next_trial(climb):
                 self._settle(climb)
+
+    def _share_of(self, step: FinishedStep) -> float:
+        """Return the size of a step, of that of the largest one of the survey: by what its blocks were given."""
+        if self._blocks_bytes:
+            return min(1.0, step.blocks_bytes / self._blocks_bytes)
+        return min(1.0, step.size / self.largest_size) if self.largest_size else 1.0
 
     def _settle(self, climb: Climb) -> None:
         """Follow the best plan of a climb; the one of the least memory if even the survey's own has failed."""

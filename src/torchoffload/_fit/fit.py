@@ -377,10 +377,15 @@ def fit(
             for each in chosen:
                 if each.module in other.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
-        driver = Driver(
-            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
-            may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
-        )  # fmt: skip
+        budget = Budget(memory_bytes, float(margin), meter.device, model)
+        try:
+            driver = Driver(
+                model, chosen, meter, budget=budget, may_recompute=recompute, may_move=move, options=dict(options),
+                raises=on_unfit == "error", group=group,
+            )  # fmt: skip
+        except BaseException:
+            budget.end()
+            raise
         driver.allocator = prepare_allocator(meter.device, allocator)
         try:
             if saved is not None:

@@ -81,25 +81,25 @@ class BlockCalls:
 
     Parameters
     ----------
-    blocks : iterable of nn.Module
-        The blocks. They are held weakly.
     tell : callable
         Called with the bytes of the arguments of each call with gradients.
     tell_state : callable
         Called with the state of the block that is looked at.
     """
 
-    def __init__(
-        self, blocks: Iterable[nn.Module], tell: Callable[[int], None], tell_state: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, tell: Callable[[int], None], tell_state: Callable[[Any], None]) -> None:
         self._tell, self._tell_state = tell, tell_state
-        self._blocks = weakref.WeakSet(blocks)
+        self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._number = 0  # of the next call in the step
         self._looked_at, self._looks_at_all = 0, True  # the number of the call to look at
-        for block in self._blocks:
+
+    def watch(self, blocks: Iterable[nn.Module]) -> None:
+        """Install the hooks on blocks, which are held weakly."""
+        for block in blocks:
             remove_forward_hooks(block, _enter, None)
             # In front of all others: fit's other hook has to be the last one before forward.
             block.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+            self._blocks.add(block)
             _watched[block] = weakref.ref(self)
 
     def note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
