@@ -115,8 +115,6 @@ def test_the_first_plan_is_that_of_the_survey():
     assert first.plan.calls == survey_plan(device.step).calls
 
 
-
-
 class OfBytes(Trial):
     """A trial of which only the bytes are known."""
 
@@ -162,7 +160,9 @@ def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once(
 
 def test_several_models_that_climb_share_what_is_left():
     room = Room(1000 * MIB, 960 * MIB, is_measured=True, sharers=3)
-    assert allowed_bytes(room, [of_bytes(100 * MIB, 100 * MIB)]) == pytest.approx(100 * MIB + 898 * MIB / 3 / 1.5, rel=1e-6)
+    assert allowed_bytes(room, [of_bytes(100 * MIB, 100 * MIB)]) == pytest.approx(
+        100 * MIB + 898 * MIB / 3 / 1.5, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("seed", range(10))

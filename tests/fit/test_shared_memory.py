@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import warnings
 
 import pytest
 import torch

@@ -92,6 +92,6 @@ class Beliefs:
         return dataclasses.replace(belief, doubt=miss + far)
 
     def predicted_s(self, plan: StepPlan) -> tuple[float, float, float]:
-        """Return how long a step under a plan takes: at the least, by the best belief, and at the most that is likely."""
+        """Return how long a step takes under a plan: the least that is likely, by the best belief, and the most."""
         times = [plan.timed_as(belief.of(self._step)).step_s for belief in self.likely]
         return min(times), plan.timed_as(self.best.of(self._step)).step_s, max(times)

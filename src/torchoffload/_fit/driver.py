@@ -483,8 +483,8 @@ class Driver:
         else:
             self.state = LeastMemory(trial)
             self._tell_unfit(
-                f"fit: {failure_message(trial)}, and no plan takes less. Give a smaller batch, smaller blocks, or leave "
-                "more of the device to this process."
+                f"fit: {failure_message(trial)}, and no plan takes less. Give a smaller batch, smaller blocks, or "
+                "leave more of the device to this process."
             )
             return
         self._follow_settled(below, below.peak_bytes)

@@ -266,8 +266,8 @@ def fit(
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
     steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
-    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
-    ``torch.utils.checkpoint`` are.
+    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit
+    for bit, where those of ``torch.utils.checkpoint`` are.
 
     Parameters
     ----------
