@@ -24,9 +24,10 @@ def _random_kind(rng: random.Random) -> Kind:
         for number in range(rng.randint(2, 5))
     )
     input_bytes = rng.randint(1, 32) * MIB
-    ways = []
-    for count in range(len(outputs)):
-        ways.append(Way(forward_s * (1 - count / len(outputs)) ** 1.5, tuple(range(count)), input_bytes, _AGAIN))
+    ways = [
+        Way(forward_s * (1 - count / len(outputs)) ** 1.5, tuple(range(count)), input_bytes, _AGAIN)
+        for count in range(len(outputs))
+    ]
     ways.append(Way(0.0, tuple(range(len(outputs))), input_bytes))
     return Kind(forward_s, 2 * forward_s, outputs, tuple(ways))
 

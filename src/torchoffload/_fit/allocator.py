@@ -71,7 +71,7 @@ def _is_pluggable() -> bool:
         stats: Any = torch.cuda.memory_stats_as_nested_dict()
     except RuntimeError:  # a pluggable allocator has no statistics
         return True
-    return torch.cuda.is_initialized() and not stats
+    return not stats and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _settings() -> str:
@@ -96,7 +96,7 @@ def _makes_expandable(device: torch.device) -> bool:
         return False
     address = probe.data_ptr()
     found = False
-    for segment in torch.cuda.memory_snapshot():
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         begin = segment["address"]
         if begin <= address < begin + segment["total_size"]:
             found = bool(segment.get("is_expandable"))

@@ -114,9 +114,10 @@ class Clock:
         """Take notice of a call of the model. Returns its size, or that of the largest one of any rank."""
         counts = self._meter.counts()
         step = self._step
-        is_lost = step is not None and step.has_lost(counts)
-        agreed = self._agree(size, self._backwards.has_open_calls, is_lost, counts.reserved_bytes)
-        size, self.has_open_calls, is_lost, reserved_bytes = map(int, agreed)
+        lost = step is not None and step.has_lost(counts)
+        agreed = self._agree(size, self._backwards.has_open_calls, lost, counts.reserved_bytes)
+        size, is_open, is_lost, reserved_bytes = map(int, agreed)
+        self.has_open_calls = bool(is_open)
         if step is not None:
             step.call_count += 1
             is_full = step.call_count > _MOST_OPEN_CALLS
