@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "core/planning/block_plans.h"
@@ -317,7 +318,19 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
   return Search(step, memory_bytes).best();
 }
 
-void time_plan(const StepOfBlocks& step, JointPlan& plan) { BlockPlans(step).time(plan); }
+void time_plan(const StepOfBlocks& step, JointPlan& plan) {
+  const BlockPlans plans(step);
+  if (plan.calls.size() != step.calls.size() || plan.windows.size() != step.calls.size())
+    throw std::invalid_argument("the plan is for another number of calls");
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    const BlockKind& kind = plans.kind_of(call);
+    if (plan.calls[call].way >= kind.ways.size())
+      throw std::invalid_argument("the plan names a way that does not exist");
+    for (const uint32_t output : plan.calls[call].moved)
+      if (output >= kind.outputs.size()) throw std::invalid_argument("the plan names an output that does not exist");
+  }
+  plans.time(plan);
+}
 
 JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes) {
   const BlockPlans plans(step);

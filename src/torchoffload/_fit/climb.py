@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torchoffload._fit.beliefs import Beliefs
 from torchoffload._fit.scaling import scaled
-from torchoffload._fit.step import Step, StepPlan, plan_step
+from torchoffload._fit.step import Step, StepPlan, least_plan, plan_step, survey_plan
 from torchoffload._fit.trials import Trial
 
-__all__ = ["Climb", "Room", "allowed_bytes"]
+__all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
 
 _STEPS_OF_PLAN = 2  # memory is reserved in the first one, and so the second one is timed
 _STEPS_OF_OTHER_SIZES = 12
@@ -18,6 +18,7 @@ _MOST_SLOWNESS = 1.3  # a plan of which a step takes so many times as long as th
 _CAUTIOUS_SLOWNESS = 1.15  # which is tried only if it takes no longer than this, whatever is true of the times
 _LEAST_GAIN = 0.01
 _UNKNOWN_GAIN = 0.1
+_DISAGREEMENT = 1.25  # by which what the survey measured and what its plan takes may differ without being told
 # What is reserved grows with what is allocated by 1.0 to 1.43 times as much, as measured on eight models. What is known
 # of this one is its growth between the plans that ran, to which something is added.
 _MOST_GROWTH = 1.5
@@ -93,6 +94,57 @@ def _growth(ran: list[Trial]) -> float:
         return _MOST_GROWTH
     seen = (last.reserved_bytes - first.reserved_bytes) / allocated
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
+
+
+def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
+    """Return the plan that is tried first; None if none fits.
+
+    It is that of the survey. One whose windows are smaller, or whose blocks keep what has room, may fit where that does
+    not. What was measured counts more than what is reckoned: steps of the survey did run.
+
+    Parameters
+    ----------
+    step : Step
+        What the survey showed.
+    room : Room
+        What plans may take.
+    own : StepPlan or None
+        The plan by which the survey ran.
+    ran_bytes : int
+        What was reserved for that; 0 if it is not known.
+    """
+    least_windows = survey_plan(step)
+    for plan in (own or least_windows, least_windows):
+        if step.peak_bytes(plan) <= room.allocated_bytes:
+            return plan
+    least = least_plan(step)
+    if step.peak_bytes(least) <= room.allocated_bytes:
+        return least
+    return least_windows if room.is_measured and 0 < ran_bytes <= room.reserved_bytes else None
+
+
+def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
+    """Return what to follow once a plan has failed that had run before: one that takes less; None if none does."""
+    ran = []
+    for each in trials:
+        each.has_failed |= each.peak_bytes >= failed.peak_bytes
+        if each.step_s is not None and not each.has_failed:
+            ran.append(each)
+    if ran:
+        return min(ran, key=lambda each: each.step_s or 0.0).with_times(failed.step)
+    least = Trial(failed.step, least_plan(failed.step))
+    return least if least.peak_bytes < failed.peak_bytes else None
+
+
+def disagreement(climb: "Climb") -> list[str]:
+    """Return what to tell of how the times that the survey measured differ from what its own plan took."""
+    taken = climb.disagreement
+    if taken is None or 1 / _DISAGREEMENT <= taken <= _DISAGREEMENT:
+        return []
+    return [
+        f"the survey's own plan took {taken:.2f} times what its measured times say: what was planned then goes by what "
+        "steps took under the plans that were tried"
+    ]
 
 
 class Climb:

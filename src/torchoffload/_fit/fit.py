@@ -4,7 +4,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
@@ -21,6 +20,7 @@ from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.fit_plan import FitPlan
 from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
@@ -37,37 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
 
 _DEFAULT_MARGIN = 0.04
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitPlan:
-    """The plan that a fitted model follows.
-
-    Attributes
-    ----------
-    predicted_s, measured_s : float or None
-        How long forward and backward take together, in seconds: as predicted, and as measured when the plan was tried.
-        None where nothing was measured.
-    predicted_peak_bytes : int
-        The most memory that is allocated on the device, as predicted.
-    reserved_bytes : int
-        The most that PyTorch had reserved on the device under the plan; 0 where this cannot be asked for.
-    recompute_s : float
-        How much of the predicted time is spent on computing again, in seconds.
-    kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
-    window_bytes : int
-        The most that the offload window or the reload window of any block has, in bytes.
-    """
-
-    predicted_s: float
-    measured_s: float | None
-    predicted_peak_bytes: int
-    reserved_bytes: int
-    recompute_s: float
-    kept_bytes: int
-    moved_bytes: int
-    window_bytes: int
 
 
 _lock = threading.RLock()

@@ -7,7 +7,10 @@ from torchoffload._fit.budget import Budget
 from torchoffload._fit.step import Call, CallPlan, Step, StepPlan, Way
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["Trial", "failure_message", "restricted", "unfit_message"]
+__all__ = ["MORE_ROOM", "Trial", "failure_message", "restricted", "unfit_message"]
+
+
+MORE_ROOM = "Give a smaller batch, smaller blocks (blocks=), or leave more of the device to this process."
 
 
 @dataclasses.dataclass
