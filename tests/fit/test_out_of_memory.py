@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchoffload
+from devices import Device
+from fitted_models import options_of
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator, SimulatedMeter
 from torchoffload._fit.phase import Climbing
@@ -66,7 +68,7 @@ class Loop:
 def fitted(model: nn.Module, allocator: SimulatedAllocator, memory: Any, **options: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchoffload._fit.fit.meter_for", lambda _device: SimulatedMeter(allocator))
-        with torchoffload.fit(model, memory, move=False, **options) as handle:
+        with torchoffload.fit(model, memory, **({"move": False} | options)) as handle:
             yield handle
 
 
@@ -123,6 +125,28 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
             assert loop.times_s[-1] <= own_s * 1.001
             if part > 1:
                 assert handle.plan.recompute_s <= 0.03 * handle.plan.predicted_s, "there is room for all"
+
+
+@pytest.mark.devices("disk")
+@pytest.mark.parametrize("seed", range(4))
+def test_where_tensors_move_even_the_survey_takes_no_more_than_checkpoints_by_hand(
+    device_under_test: Device, seed: int
+):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model, growth = random_model(rng), rng.uniform(1.0, 1.43)
+    least, stock = (reserved_by_hand(model, growth, checkpointed=each) for each in (True, False))
+    for part in (0.02, 0.5):
+        model.zero_grad()
+        memory_bytes = int(least + (stock - least) * part)
+        allocator = SimulatedAllocator(growth, memory_bytes)
+        options = options_of(device_under_test) | {"move": True}
+        with allocator, fitted(model, allocator, memory_bytes, **options) as handle:
+            loop = Loop(model, allocator)
+            trained(allocator, loop, MOST_STEPS + 1)
+            assert not loop.errors, (part, handle.report())
+            assert handle.phase == "settled"
+            assert allocator.most_reserved_bytes <= memory_bytes
 
 
 def model_of_blocks(count: int = 4) -> nn.Module:

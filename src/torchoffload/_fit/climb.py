@@ -24,7 +24,7 @@ _DISAGREEMENT = 1.25  # by which what the survey measured and what its plan take
 _MOST_GROWTH = 1.5
 _LEAST_GROWTH = 1.05
 _SAFE_GROWTH = 0.15
-_SAFE_PART = 0.02  # by which plans that allocate as much differ in what is reserved for them
+_SAFE_PART = 0.04  # by which plans differ that are predicted to allocate as much, in what is reserved for them
 _AFTER_WAITING = 0.94  # of what a plan took under which the allocator had too little room
 
 

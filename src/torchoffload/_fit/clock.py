@@ -100,6 +100,7 @@ class Clock:
         self._step: _Step | None = None
         self.measures = False  # whether moments and peaks are wanted, which takes a little time
         self.has_open_calls = False  # of any rank, at the latest call
+        self._is_in_call = False  # or a call has raised
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
@@ -134,6 +135,7 @@ class Clock:
                 self._meter.take_peak()
                 self._step.began = self._meter.now()
         self._step.size = max(self._step.size, size)
+        self._is_in_call = True
         return size
 
     def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
@@ -153,12 +155,13 @@ class Clock:
 
     def block_begins(self, nbytes: int) -> None:
         """Take notice of a call of a block, which is given so many bytes."""
-        if self._step is not None:
+        if self._step is not None and self._is_in_call:  # blocks may be called by themselves as well
             self._step.blocks_bytes += nbytes
             self._step.block_count += 1
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
+        self._is_in_call = False
         self._backwards.follow(output)
         if self._step is not None:
             self._step.was_open |= self._backwards.has_open_calls
