@@ -274,7 +274,8 @@ class FittedModel(abc.ABC):
         step = self.step = climb.step
         trial = climb.best or Trial(step, least_plan(step))
         plan_bytes = allowed_bytes(climb.room, climb.trials) if climb.best is not None else 0
-        self.notes += disagreement(climb)
+        told = disagreement(climb)
+        self.notes += [each for each in told if each not in self.notes]
         self._follow_settled(trial.with_times(step), max(plan_bytes, trial.peak_bytes))
 
     def _follow_settled(self, trial: Trial, plan_bytes: int) -> None:
