@@ -87,7 +87,7 @@ def test_blocks_that_are_compiled_in_place_after_they_were_chosen_move(device_un
     with torchoffload.offload_modules(model, "layers.*", **disk) as handle:
         in_place(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.filterwarnings("error", message="torchoffload")
             step(model)
         assert all(row.bytes_offloaded > 0 for row in handle.stats())
         assert "did not run outside" not in torchoffload.report()

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from torchoffload._pytorch.compiled_calls import is_compiled
+
 __all__ = ["find_blocks", "innermost_blocks"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -42,7 +44,7 @@ def _with_the_rest(model: nn.Module, repeated: set[nn.Module]) -> list[nn.Module
 
 
 def _beside(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
-    for child in module.children():
+    for child in _children(module):
         if child in repeated or repeated.isdisjoint(child.modules()):
             yield child
         else:
@@ -50,7 +52,7 @@ def _beside(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module]:
-    children = list(module.children())
+    children = _children(module)
     blocks = set()
     if isinstance(module, _CONTAINERS) or not only_containers:
         counts = Counter(type(child) for child in children if _is_large(child))
@@ -60,6 +62,11 @@ def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module
             yield child
         else:
             yield from _repeated(child, only_containers=only_containers)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside, if their calls can be seen."""
+    return [] if is_compiled(module) else list(module.children())
 
 
 def _is_large(module: nn.Module) -> bool:
