@@ -9,7 +9,9 @@ from torchoffload._pytorch.compiled_calls import is_compiled
 
 __all__ = ["find_blocks", "innermost_blocks"]
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""They are never called; they may be empty."""
+_CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -45,7 +47,8 @@ def _with_the_rest(model: nn.Module, repeated: set[nn.Module]) -> list[nn.Module
 
 def _beside(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
     for child in _children(module):
-        if child in repeated or repeated.isdisjoint(child.modules()):
+        is_called = not isinstance(child, _LISTS)
+        if is_called and (child in repeated or repeated.isdisjoint(child.modules())):
             yield child
         else:
             yield from _beside(child, repeated)
@@ -70,4 +73,4 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_large(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS[::2]) and any(True for _ in module.children())
+    return not isinstance(module, _LISTS) and any(True for _ in module.children())
