@@ -296,17 +296,15 @@ def test_a_model_that_is_dropped_is_freed(device_under_test: Device):
         handle.remove()
 
 
-def test_steps_without_a_backward_and_calls_past_the_model_hold_nothing(device_under_test: Device):
+def test_steps_without_a_backward_hold_nothing_and_calls_past_the_model_are_steps(device_under_test: Device):
     """The survey goes on once there are training steps."""
     model = Model(BLOCKS["transformer"])
     with torchoffload.fit(model, "1GiB", **options_of(device_under_test)) as handle:
         for _ in range(100):
             model(torch.randn(4, 8, WIDTH))
-        for _ in range(5):
-            model.forward(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "survey"
         for _ in range(16):
-            model(torch.randn(4, 8, WIDTH)).backward()
+            model.forward(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "settled"
 
 

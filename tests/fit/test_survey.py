@@ -8,7 +8,7 @@ from torch import nn
 
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.choosing.structure import find_blocks
 from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, together
 
 

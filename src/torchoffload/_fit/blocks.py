@@ -24,9 +24,16 @@ from torchoffload._fit.operators import addresses
 from torchoffload._fit.recompute import Recomputation
 from torchoffload._fit.record import Recorder
 from torchoffload._fit.replay import Call, Forward, Watch
+from torchoffload._fit.whole import COMPILED_CALL, WholeRecorder, call_again
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.compiled_calls import (
+    add_call_hooks,
+    compiled_call,
+    has_compiled,
+    remove_call_hooks,
+    runs_hooks_around_call,
+)
 from torchoffload._pytorch.hook_stack import Role
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tracing import is_transformed
 
 __all__ = ["can_checkpoint", "plan_block", "unplan_block", "watch_block"]
@@ -88,19 +95,20 @@ def unplan_block(module: nn.Module) -> None:
     """Take the plan or the watch of a module, and its hooks, away; autograd graphs that are alive stay valid."""
     with _lock:
         if _blocks.pop(module, None) is not None:
-            remove_forward_hooks(module, _enter, _leave)
+            remove_call_hooks(module, _enter, _leave)
 
 
 def _install(module: nn.Module) -> None:
-    remove_forward_hooks(module, _enter, _leave)
+    remove_call_hooks(module, _enter, _leave)
     # Our pre-hook runs last and our forward hook first, so that what other hooks do is no part of the block: it would
     # not be done again by the recomputation, which calls forward alone.
-    module.register_forward_pre_hook(_enter, with_kwargs=True)
-    module.register_forward_hook(_leave, prepend=True, always_call=True)
+    add_call_hooks(module, _enter, _leave)
 
 
 def _is_innermost(module: nn.Module) -> bool:
-    """Return whether no other hook comes between ours and the module's forward."""
+    """Return whether no other hook comes between ours and the module's forward, or its compiled call."""
+    if runs_hooks_around_call(module):
+        return True
     if torch_module._global_forward_hooks:
         return False
     last_before = next(reversed(module._forward_pre_hooks.values()), None)
@@ -183,7 +191,7 @@ def _plain() -> Generator[None, None, None]:
 
 
 def _recorded(module: nn.Module, watch: Watch, args: Any, kwargs: Any) -> Generator[None, None, None]:
-    with Recorder(module, (args, kwargs)) as recorder:
+    with (WholeRecorder if has_compiled(module) else Recorder)(module, (args, kwargs)) as recorder:
         yield
     if _outcome.has_returned:
         watch.recorded(recorder.record)
@@ -194,6 +202,8 @@ def _checkpointed(
 ) -> Generator[None, None, None]:
     """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
     flat, structure = tree_flatten((args, kwargs))
+    if plan.operators == (COMPILED_CALL,):
+        return call_again(_checkpoint, compiled_call(module), watch, flat, structure)
     pack = hook_stack.top_pack_hook()
     call = Call(module, plan, None if pack is core.noop_pack else pack, (args, kwargs), watch)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
@@ -17,18 +18,18 @@ from torchoffload._contexts.options import OffloadOptions, check_bool, check_mod
 from torchoffload._fit.allocator import ALLOCATORS, prepare_allocator
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
+from torchoffload._fit.choosing.chooser import Chooser
+from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
-from torchoffload._fit.finding import find_blocks
 from torchoffload._fit.fit_plan import FitPlan
 from torchoffload._fit.meter import meter_for
+from torchoffload._fit.model_calls import ModelCalls
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
-from torchoffload._modules.selection import Chosen, Selector, choose, outermost
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
-from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
-from torchoffload._pytorch.tracing import is_not_traced, is_transformed
+from torchoffload._modules.selection import Selector
+from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
@@ -44,26 +45,7 @@ _OFF = (
 
 
 _lock = threading.RLock()
-_drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictionary()
-
-
-def _driver_of(module: nn.Module) -> Driver | None:
-    """Return the driver of a model that is called in a training step; None for a copy, and in any other call."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
-        return None
-    return None if torch._C._current_graph_task_id() != -1 else _drivers.get(module)
-
-
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    driver = _driver_of(module)
-    if driver is not None:
-        driver.call_begins((args, kwargs))
-
-
-def _leave(module: nn.Module, _args: Any, output: Any) -> None:
-    driver = _driver_of(module)
-    if driver is not None:
-        driver.call_ends(output)
+_calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDictionary()
 
 
 class Fitted:
@@ -197,9 +179,8 @@ class Fitted:
         with _lock:
             if self._driver.phase is Phase.REMOVED:
                 return
-            if model is not None:
-                remove_forward_hooks(model, _enter, _leave)
-                _drivers.pop(model, None)
+            if model is not None and (calls := _calls.pop(model, None)) is not None:
+                calls.remove()
             self._driver.remove()
 
     def __enter__(self) -> Self:
@@ -220,15 +201,6 @@ def _device_of(model: nn.Module) -> torch.device:
         shown = ", ".join(map(str, on_accelerators))
         raise ValueError(f"model is spread over several devices ({shown}): call fit for the part on each of them")
     return on_accelerators[0] if on_accelerators else torch.device("cpu")
-
-
-def _computing(module: nn.Module) -> nn.Module:
-    """Return what computes in a wrapper that prepares for backward in its forward, or gathers parameters in it.
-
-    Such a forward must not be called again in backward.
-    """
-    names = [INNER_BY_CLASS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in INNER_BY_CLASS]
-    return module if not names or names[0] == PEFT else _computing(getattr(module, names[0]))
 
 
 @is_not_traced
@@ -263,7 +235,8 @@ def fit(
         text such as ``"40GiB"``, or a fraction of what the process can have there. Default: all of that, which is what
         is free and what PyTorch has reserved already.
     blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
-        The blocks, as ``offload_modules`` takes modules. Default: the modules that the model repeats.
+        The blocks, as ``offload_modules`` takes modules. Default: they are chosen at the first call with gradients, by
+        the bytes that each call of a module saves, so that a step can do with little memory.
     recompute : bool, default True
         Whether blocks may be computed again.
     move : bool, default True
@@ -351,16 +324,21 @@ def fit(
             f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
             "nothing is computed again: what is saved is kept or moves. Update torchoffload."
         )
-    chosen = [
-        Chosen(each.name, _computing(each.module))
-        for each in outermost(choose(model, find_blocks(model) if blocks is None else blocks))
-    ]
+    chooser = None
+    if blocks is not None:
+        chosen = blocks_of(model, blocks)
+    elif saved is not None and not saved.is_of_several:
+        chosen = blocks_named(model, saved.names)
+    else:
+        is_alone = group is None or not dist.is_initialized() or dist.get_world_size() == 1
+        chooser = Chooser(model, may_move=move, may_scout=move and is_alone, options=dict(options))
+        chosen = chooser.first_blocks()
     with _lock:
-        if model in _drivers:
+        if model in _calls:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
-        for other in _drivers.values():
+        for other in _calls.values():
             for each in chosen:
-                if each.module in other.names:
+                if each.module in other.driver.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
         budget = Budget(memory_bytes, float(margin), meter.device, model)
         try:
@@ -382,10 +360,7 @@ def fit(
         if is_off:
             driver.remove()
         else:
-            remove_forward_hooks(model, _enter, _leave)
-            model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-            model.register_forward_hook(_leave)
-            _drivers[model] = driver
+            _calls[model] = ModelCalls(model, driver, chooser)
     return Fitted(model, driver, is_off=is_off)
 
 

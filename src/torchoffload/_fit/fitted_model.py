@@ -2,7 +2,7 @@
 
 import abc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -68,8 +68,8 @@ class FittedModel(abc.ABC):
         What the survey showed, with the times that the trials have shown.
     trials : list of Trial
         The plans that are or were tried.
-    called : CalledBlocks
-        The blocks that the surveyed step called.
+    called, saved_bytes : CalledBlocks, list of int
+        The blocks that the surveyed step called, and the bytes that each of these calls saved.
     notes : list of str
         What did not go as planned.
     allocator : str
@@ -92,17 +92,18 @@ class FittedModel(abc.ABC):
         group: Any = "auto",
     ) -> None:
         self.model = weakref.ref(model)
+        self.model_name = type(model).__name__
         self._following = Following(model, chosen, may_move=may_move, options=options)
-        self.names = self._following.names
-        self.model_name, self.block_count = type(model).__name__, len(self.names)
+        self.block_count = len(self.names)
         self._group = group
         self.agreement: Agreement | None = None
         self.meter, self.budget = meter, budget
         self.may_recompute, self.may_move = may_recompute, may_move
-        self._context_options = OffloadOptions(**options)
+        self._options, self._context_options = options, OffloadOptions(**options)
         self._raises = raises
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
+        self.saved_bytes: list[int] = []
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
         self._survey_reserved_bytes = 0
@@ -130,6 +131,17 @@ class FittedModel(abc.ABC):
             self.remove()
             raise
 
+    def take_blocks(self, chosen: list[Chosen]) -> None:
+        """Have other blocks from the next step on, and survey them."""
+        model = self.model()
+        assert model is not None
+        self._block_calls.remove()
+        self._following.remove()
+        self._following = Following(model, chosen, may_move=self.may_move, options=self._options)
+        self.block_count = len(self.names)
+        self._block_calls.watch(self.names)
+        self._begin_survey()
+
     @abc.abstractmethod
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins with a call of this size."""
@@ -145,6 +157,11 @@ class FittedModel(abc.ABC):
     @abc.abstractmethod
     def backward_ended(self) -> None:
         """Take notice of the end of a backward."""
+
+    @property
+    def names(self) -> Mapping[nn.Module, str]:
+        """The names of the blocks."""
+        return self._following.names
 
     @property
     def phase(self) -> Phase:
@@ -214,6 +231,7 @@ class FittedModel(abc.ABC):
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
+        self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
         survey.forget_tensors()
         self.choose()
 

@@ -13,6 +13,7 @@ from torchoffload._fit.operators import communicates, to_one_rank
 from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.step import Call, Output, Step, Way
 from torchoffload._fit.step import Kind as StepKind
+from torchoffload._pytorch.compiled_calls import has_compiled
 
 __all__ = ["Kind", "hull", "kind_of_call", "step_of"]
 
@@ -35,7 +36,7 @@ def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
     )
     device_type = next((each.device.type for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), "cpu")
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-    return modules, tensors, arguments, autocast
+    return modules, tensors, arguments, autocast, has_compiled(module)
 
 
 class Kind:
@@ -104,6 +105,12 @@ class Kind:
     def saved_input_bytes(self) -> int:
         """The bytes of the arguments that autograd saves."""
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.inputs)
+
+    @property
+    def all_saved_bytes(self) -> int:
+        """The bytes of all that autograd saves, without parameters and buffers."""
+        record = self._record
+        return sum(record.nbytes[storage] for storage in record.saved - record.own)
 
     @property
     def input_link_share(self) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 from torchoffload._fit.describe import why_over
 from torchoffload._fit.graph import BlockPlan
 from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
+from torchoffload._fit.whole import COMPILED_CALL
 
 if TYPE_CHECKING:
     from torchoffload._fit.driver import Driver
@@ -153,6 +154,8 @@ def _as_tuple(value: Any) -> Any:
 
 def _operator(name: str) -> Any:
     """Return the operator of this name, such as "aten.mm.default", or "flex_attention", which runs a graph."""
+    if name == str(COMPILED_CALL):
+        return COMPILED_CALL
     found: Any = torch.ops if "." in name else torch.ops.higher_order
     for part in name.split("."):
         found = getattr(found, part)

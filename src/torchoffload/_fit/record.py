@@ -1,6 +1,5 @@
 """Recording one call of a block: its operators, what they read, make and write, how long they take, what is saved."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,9 +32,8 @@ from torchoffload._fit.operators import (
     written,
 )
 from torchoffload._fit.values import LinkShares, Values, bytes_of
-from torchoffload._pytorch.module_wrappers import COMPILED
 
-__all__ = ["BlockRecord", "OperatorCall", "Recorder"]
+__all__ = ["BlockRecord", "Clock", "Numbers", "OperatorCall", "Recorder", "hooks_in_force"]
 
 
 @dataclass(kw_only=True)
@@ -132,7 +130,7 @@ _UNINITIALISED = frozenset(
 )
 
 
-class _Numbers:
+class Numbers:
     """Numbers for storages. An address names another storage once its storage is gone, so storages are held weakly."""
 
     def __init__(self) -> None:
@@ -157,7 +155,7 @@ class _Numbers:
                 yield number, storage
 
 
-class _Clock:
+class Clock:
     """Moments on the device that computes, and the time between two of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -233,9 +231,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = BlockRecord()
-        self._numbers = numbers = _Numbers()
+        self._numbers = numbers = Numbers()
         self._values = Values()
-        self._shares = LinkShares(_hooks_in_force()[0])
+        self._shares = LinkShares(hooks_in_force()[0])
         self._is_looking = False
         wait_for(inputs)
         self._inputs = addresses(inputs)
@@ -246,11 +244,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: set[int] = set()
         self._moments: list[tuple[Any, Any]] = []
         devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
-        self._clock = _Clock(next(iter(devices), torch.device("cpu")))
+        self._clock = Clock(next(iter(devices), torch.device("cpu")))
         self._generators = _Generators(devices)
-        # A mode for functions lets Dynamo read wrong attributes of tensors in what it compiles.
-        is_compiled = any(hasattr(each, COMPILED) or each._compiled_call_impl is not None for each in module.modules())
-        self._reads: Any = contextlib.nullcontext() if is_compiled else _Reads(self._note_read)
+        self._reads: Any = _Reads(self._note_read)
         self._hooks: saved_tensors_hooks | None = None
         self._group_counts: dict[Any, int] = {}
 
@@ -262,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def __enter__(self) -> Self:
-        pack, unpack = _hooks_in_force()
+        pack, unpack = hooks_in_force()
         self._group_counts = counts_of_groups()
 
         def note(tensor: torch.Tensor) -> object:
@@ -382,7 +378,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.record.has_hidden_writes = True
 
 
-def _hooks_in_force() -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:
+def hooks_in_force() -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:
     """Return the pack and the unpack hook that autograd would call; without any, hooks that change nothing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (core.noop_pack, core.unpack) if hooks is None else hooks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
+from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tracing import is_transformed
 
 __all__ = ["BlockCalls", "argument_bytes", "state_of_block"]
@@ -96,9 +96,9 @@ class BlockCalls:
     def watch(self, blocks: Iterable[nn.Module]) -> None:
         """Install the hooks on blocks, which are held weakly."""
         for block in blocks:
-            remove_forward_hooks(block, _enter, None)
+            remove_call_hooks(block, _enter, None)
             # In front of all others: fit's other hook has to be the last one before forward.
-            block.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+            add_call_hooks(block, _enter, None, outermost=True)
             self._blocks.add(block)
             _watched[block] = weakref.ref(self)
 
@@ -123,11 +123,11 @@ class BlockCalls:
     def remove(self) -> None:
         """Take the hooks away."""
         for block in self._blocks:
-            remove_forward_hooks(block, _enter, None)
+            remove_call_hooks(block, _enter, None)
             _watched.pop(block, None)
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return
     if is_transformed():
@@ -135,4 +135,5 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     reference = _watched.get(module)  # None for a copy
     calls = None if reference is None else reference()
     if calls is not None:
-        calls.note(module, args, kwargs)
+        # PyTorch leaves the keywords out if an earlier hook of this very call has registered this one anew.
+        calls.note(module, args, kwargs or {})

@@ -24,8 +24,8 @@ from torchoffload._core import core
 from torchoffload._modules.selection import Chosen, compiled_with_more
 from torchoffload._observe.module_stats import COMPILE_FIRST, ModuleStats
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.compiled_calls import add_call_hooks, keep_call_hooks, remove_call_hooks
 from torchoffload._pytorch.hook_stack import Role
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._warnings import warn_user
 
@@ -78,6 +78,9 @@ class Offloading:
     def open(self) -> Callable[[], None]:
         """Begin a call of the model on this thread, with a tape of its own; return the function that ends the call."""
         self.warn_of_compiled()
+        for _, chosen in self._chosen:
+            if (module := chosen()) is not None:
+                keep_call_hooks(module)
         self.manager._open()
         self._on_thread.is_open = True
         with _lock:
@@ -248,7 +251,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
         owner.calls += 1
         owner.enter((args, kwargs), sys._getframe(1))
     else:
-        remove_forward_hooks(module, _enter, _leave)  # offloading was removed in the middle of a call
+        remove_call_hooks(module, _enter, _leave)  # offloading was removed in the middle of a call
 
 
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
@@ -273,11 +276,10 @@ def install(parts: list[tuple[nn.Module, Part]]) -> None:
         for module, part in parts:
             owner = _owners.setdefault(module, Owner())
             if not owner.parts:
-                remove_forward_hooks(module, _enter, _leave)
+                remove_call_hooks(module, _enter, _leave)
                 # Our pre-hook runs last, so that it sees the inputs as other hooks leave them; our forward hook runs
                 # first. So what other hooks save does not count as saved inside the module.
-                module.register_forward_pre_hook(_enter, with_kwargs=True)
-                module.register_forward_hook(_leave, prepend=True, always_call=True)
+                add_call_hooks(module, _enter, _leave)
             owner.parts.append(part)
 
 
@@ -290,5 +292,5 @@ def uninstall(offloading: Offloading) -> None:
             owner.parts = [part for part in owner.parts if part.offloading is not offloading]
             # In the middle of a call the forward hooks are still needed. Then the next call removes them.
             if not owner.parts and not offloading.open_calls:
-                remove_forward_hooks(module, _enter, _leave)
+                remove_call_hooks(module, _enter, _leave)
                 del _owners[module]

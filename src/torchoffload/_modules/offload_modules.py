@@ -171,8 +171,8 @@ def offload_modules(
     Notes
     -----
     The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
-    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. For a
-    module that ``module.compile()`` compiled in place, choose a module that contains it.
+    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. A module
+    that ``module.compile()`` compiles in place is chosen as it is.
 
     Examples
     --------

@@ -176,10 +176,8 @@ def compiled_with_more(model: nn.Module, chosen: Iterable[Chosen]) -> list[str]:
     """Return the names of the chosen modules that are part of a compiled region, which traces their hooks away."""
     inside: set[int] = set()
     for module in model.modules():
-        if COMPILED in module._modules:
+        if COMPILED in module._modules or module._compiled_call_impl is not None:
             inside |= {id(each) for each in module.modules() if each is not module}
-        elif module._compiled_call_impl is not None:  # by module.compile()
-            inside |= {id(each) for each in module.modules()}
     return [each.name for each in chosen if id(each.module) in inside]
 
 

@@ -12,10 +12,7 @@ from torchoffload._observe.units import human_bytes
 
 __all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_modules_advice", "module_lines", "note_source"]
 
-COMPILE_FIRST = (
-    "Compile first, then choose what torch.compile(module) returned; of a module that module.compile() compiled in "
-    "place, choose what contains it."
-)
+COMPILE_FIRST = "Compile first, then choose what torch.compile(module) returned, or compile each module in place."
 
 _ROWS_SHOWN = 8
 _REASONS_SHOWN = 2

@@ -1,0 +1,1 @@
+"""Choosing which modules of a model are its blocks."""

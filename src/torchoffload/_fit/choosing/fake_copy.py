@@ -1,0 +1,147 @@
+"""A copy of a model and its arguments without memory: its tensors are fake, and it shares nothing with the model."""
+
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from torchoffload._fit.choosing.collector import leaves_in
+from torchoffload._pytorch.compiled_calls import called_modules
+from torchoffload._pytorch.module_wrappers import COMPILED, COMPILED_FROM
+
+__all__ = ["FakeCopy", "cannot_be_copied"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def cannot_be_copied(model: nn.Module) -> str | None:
+    """Return why a forward of a copy of the model would do more than compute, or would not do what the model does."""
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return "hooks on all modules are registered"
+    if _get_current_dispatch_mode_stack():
+        return "a dispatch mode is active"
+    function_modes: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(not isinstance(mode, DeviceContext) for mode in function_modes):
+        return "a mode for functions is active"
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is a TorchScript module, which would run for real"
+        if not _calls_itself(module):
+            return f"{name or 'the model'} has a forward of another object, which would not be that of a copy"
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) not in _TENSORS:
+            return f"{name} is a {type(tensor).__name__}"
+    return None
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Return whether the forward of a module is a method of it, so that the copy's is a method of the copy."""
+    forward = None if COMPILED in module._modules else module.__dict__.get("forward")
+    forward = getattr(forward, COMPILED_FROM, forward)
+    return forward is None or getattr(forward, "__self__", None) is module
+
+
+class _Fakes(TorchFunctionMode):
+    """While something is deep-copied, the copies of its tensors are fake."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._mode.from_tensor(tensor, static_shapes=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.of(tensor)
+            return memo[id(tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class FakeCopy:
+    """A copy of a model and of the arguments of a call.
+
+    Hooks are not copied. What was compiled is not: the copy runs what it was made of.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    arguments : tuple
+        The positional and the keyword arguments of the call.
+
+    Attributes
+    ----------
+    mode : FakeTensorMode
+        The mode under which the copy can be called.
+    model, arguments : nn.Module, tuple
+        The copies.
+    originals : dict of nn.Module to nn.Module
+        For each module of the copy that is called the module of the model that it stands for. What was compiled is one
+        module, whatever modules are inside.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Any) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        modules = list(model.modules())
+        memo: dict[int, Any] = {}
+        for module in modules:
+            for name in _HOOKS:
+                hooks = getattr(module, name)
+                memo[id(hooks)] = type(hooks)()
+        for leaf in leaves_in([[vars(module) for module in modules], arguments]):
+            if isinstance(leaf, torch.Generator):  # it would be copied by way of a tensor
+                memo[id(leaf)] = leaf.clone_state()
+        with _Fakes(self.mode) as fakes:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                memo[id(tensor)] = fakes.of(tensor)
+            copied, self.arguments = copy.deepcopy((model, arguments), memo)
+        for module in modules:
+            _take_compiled_away(memo[id(module)])
+        self.model = getattr(copied, COMPILED) if COMPILED in copied._modules else copied
+        self.originals = {
+            memo[id(getattr(each, COMPILED) if COMPILED in each._modules else each)]: each
+            for each in called_modules(model)
+        }
+
+
+def _take_compiled_away(module: nn.Module) -> None:
+    """Have a copied module run what was compiled, and not what the compiler made."""
+    forward = module.__dict__.get("forward")
+    original = getattr(forward, COMPILED_FROM, None)
+    if original is not None and COMPILED not in module._modules:
+        module.forward = MethodType(original.__func__, module)
+    for name, child in module._modules.items():
+        if child is not None and COMPILED in child._modules:
+            module._modules[name] = child._modules[COMPILED]

@@ -1,0 +1,38 @@
+"""The blocks of a model together with their names, by whatever says which they are."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from torchoffload._fit.choosing.structure import innermost_blocks
+from torchoffload._modules.selection import Chosen, Selector, choose, outermost
+from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
+
+__all__ = ["blocks_named", "blocks_of", "computing"]
+
+
+def blocks_of(model: nn.Module, selectors: Selector | Sequence[Selector]) -> list[Chosen]:
+    """Return the modules that are chosen, without those inside of another one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As ``offload_modules``.
+    """
+    return [Chosen(each.name, computing(each.module)) for each in outermost(choose(model, selectors))]
+
+
+def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
+    """Return the modules of these names; if the model has none of them, its innermost repeated ones."""
+    wanted, own_name = frozenset(names), type(model).__name__
+    found = [module for name, module in model.named_modules() if (name or own_name) in wanted]
+    return blocks_of(model, (lambda name, _module: (name or own_name) in wanted) if found else innermost_blocks(model))
+
+
+def computing(module: nn.Module) -> nn.Module:
+    """Return what computes in a wrapper that prepares for backward in its forward, or gathers parameters in it.
+
+    Such a forward must not be called again in backward.
+    """
+    names = [INNER_BY_CLASS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in INNER_BY_CLASS]
+    return module if not names or names[0] == PEFT else computing(getattr(module, names[0]))
