@@ -12,6 +12,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <cstddef>
 #include <ios>
@@ -36,6 +39,7 @@ OLDER("GLIBC_2.2.5", int, pthread_create,
       (pthread_t * thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument),
       (thread, attributes, run, argument))
 OLDER("GLIBC_2.2.5", int, pthread_join, (pthread_t thread, void** result), (thread, result))
+OLDER("GLIBC_2.2.5", int, pthread_once, (pthread_once_t * control, void (*run)()), (control, run))
 OLDER("GLIBC_2.2.5", int, pthread_sigmask, (int how, const sigset_t* set, sigset_t* before), (how, set, before))
 OLDER("GLIBC_2.2.5", int, pthread_attr_setstacksize, (pthread_attr_t * attributes, size_t nbytes), (attributes, nbytes))
 OLDER("GLIBC_2.3.4", int, pthread_setaffinity_np, (pthread_t thread, size_t nbytes, const cpu_set_t* cpus),
@@ -50,6 +54,32 @@ OLDER("GLIBCXX_3.4.11", void, _ZNSt18condition_variable4waitERSt11unique_lockISt
       (self, lock))
 
 #endif
+
+// Since glibc 2.30.
+HIDDEN pid_t thread_id() asm("gettid");
+pid_t thread_id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
+
+// Since glibc 2.30: what std::condition_variable waits by until a time of std::chrono::steady_clock. Waits by the clock
+// that older systems know; where the system's time is set meanwhile, a wait ends early or late, as it did before.
+HIDDEN int wait_by_clock(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
+                         const timespec* time) asm("pthread_cond_clockwait");
+int wait_by_clock(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* time) {
+  constexpr long nanoseconds = 1'000'000'000;
+  timespec now{};
+  timespec until{};
+  clock_gettime(clock, &now);
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += time->tv_sec - now.tv_sec;
+  until.tv_nsec += time->tv_nsec - now.tv_nsec;
+  if (until.tv_nsec < 0) {
+    until.tv_nsec += nanoseconds;
+    --until.tv_sec;
+  } else if (until.tv_nsec >= nanoseconds) {
+    until.tv_nsec -= nanoseconds;
+    ++until.tv_sec;
+  }
+  return pthread_cond_timedwait(condition, mutex, &until);
+}
 
 // std::exception_ptr is one pointer. Since gcc 11 its copies are inline and call these two; before, they were made by
 // its constructor and ended by its destructor, which libstdc++ still has.

@@ -15,7 +15,7 @@ from module_models import DEPTH, TOKENS, WIDTH, Stack, offload
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 
 LINEAR = nn.Linear(2, 2)
-FIRST = r"Compile first, then choose what torch\.compile\(module\) returned; .* choose what contains it\.$"
+FIRST = r"Compile first, then choose what torch\.compile\(module\) returned, or compile each module in place\.$"
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +76,30 @@ def test_what_contains_compiled_blocks_is_chosen(device_under_test: Device, prep
     assert_same_gradients(training(device_under_test, prepare, Stack), device=device_under_test)
 
 
+def test_blocks_that_were_compiled_in_place_are_chosen(device_under_test: Device):
+    program = training(device_under_test, in_place, "layers.*")
+    assert_same_gradients(program, device=device_under_test, moved_bytes=2 * Stack.SAVED_BYTES)
+
+
 @pytest.mark.devices("disk")
-@pytest.mark.parametrize("prepare", [in_place, registered_anew])
-def test_blocks_that_are_compiled_after_they_were_chosen(
-    device_under_test: Device, disk, prepare: Callable[[Stack], None]
-):
+def test_blocks_that_are_compiled_in_place_after_they_were_chosen_move(device_under_test: Device, disk):
+    model = Stack()
+    with torchoffload.offload_modules(model, "layers.*", **disk) as handle:
+        in_place(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="torchoffload")
+            step(model)
+        assert all(row.bytes_offloaded > 0 for row in handle.stats())
+        assert "did not run outside" not in torchoffload.report()
+
+
+@pytest.mark.devices("disk")
+def test_blocks_that_are_compiled_after_they_were_chosen(device_under_test: Device, disk):
     """Nothing of them moves: the first call of the model warns, and report() says what to do."""
     model = Stack()
     handle = torchoffload.offload_modules(model, "layers.*", **disk)
     torchoffload.reset_stats()
-    prepare(model)
+    registered_anew(model)
     with pytest.warns(UserWarning, match=rf"{DEPTH} of {DEPTH} chosen modules, such as 'layers\.0', .* {FIRST}"):
         step(model)
     with warnings.catch_warnings():

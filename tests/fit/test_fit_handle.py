@@ -1,11 +1,11 @@
 """The handle of fit: its errors, its report, its files, and what it leaves behind."""
 
 import copy
-import dataclasses
 import gc
 import json
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +17,6 @@ import torchoffload
 from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit.step import least_plan, plan_step
-from torchoffload._fit.trials import Trial, overhead_of, with_overhead
 
 pytestmark = pytest.mark.devices("disk")
 
@@ -142,6 +140,25 @@ def test_a_handle_says_what_it_knows_when_all_is_over(device_under_test: Device,
     handle.remove()
     handle.remove()
     assert handle.phase == "removed"
+
+
+def test_a_handle_says_that_the_environment_turned_it_off(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("TORCHOFFLOAD_DISABLE", "1")
+    handle = settled(Model(BLOCKS["transformer"]), device_under_test, steps=3)
+    assert "TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called" in handle.report()
+    assert handle.phase == "removed"
+    for use in (
+        handle.frontier,
+        lambda: handle.save(tmp_path / "plan.json"),
+        lambda: handle.replan("2GiB"),
+        lambda: handle.plot_frontier(tmp_path / "frontier.png"),
+    ):
+        with pytest.raises(RuntimeError, match=r"TORCHOFFLOAD_DISABLE=1 was set .* call torchoffload\.fit\(\) again"):
+            use()
+    handle.remove()
+    assert "TORCHOFFLOAD_DISABLE=1" in handle.report()
 
 
 def test_a_block_that_is_taken_out_of_the_model_is_an_error(device_under_test: Device):
@@ -279,17 +296,15 @@ def test_a_model_that_is_dropped_is_freed(device_under_test: Device):
         handle.remove()
 
 
-def test_steps_without_a_backward_and_calls_past_the_model_hold_nothing(device_under_test: Device):
+def test_steps_without_a_backward_hold_nothing_and_calls_past_the_model_are_steps(device_under_test: Device):
     """The survey goes on once there are training steps."""
     model = Model(BLOCKS["transformer"])
     with torchoffload.fit(model, "1GiB", **options_of(device_under_test)) as handle:
         for _ in range(100):
             model(torch.randn(4, 8, WIDTH))
-        for _ in range(5):
-            model.forward(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "survey"
         for _ in range(16):
-            model(torch.randn(4, 8, WIDTH)).backward()
+            model.forward(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "settled"
 
 
@@ -310,18 +325,3 @@ def test_inside_of_transforms_and_traces_blocks_are_called_as_they_are(device_un
             model(forward_ad.make_dual(x, torch.ones_like(x)))
         torch.jit.trace(model, (x,))
     assert torch.equal(expected[1], found[1])
-
-
-def test_what_trials_teach_is_of_plans_that_move_nothing(device_under_test: Device):
-    model = Model(BLOCKS["transformer"])
-    with settled(model, device_under_test) as handle:
-        step = handle._driver.step
-        least, still = least_plan(step), plan_step(dataclasses.replace(step, may_move=False), 1 << 50)
-        waited = Trial(step, dataclasses.replace(least, moved_bytes=1), step_s=least.step_s + 9.0)
-        assert overhead_of([waited]) == 0
-        again = Trial(step, dataclasses.replace(least, moved_bytes=0), step_s=least.step_s + 4.0)
-        overhead_s = overhead_of([waited, again, Trial(step, still, step_s=9.0)])
-        assert overhead_s == pytest.approx(4.0 / again.again_count)
-        slower = with_overhead(step, overhead_s)
-        assert plan_step(slower, 1 << 50).step_s == pytest.approx(still.step_s)
-        assert least_plan(slower).step_s == pytest.approx(least.step_s + 4.0, rel=0.02)

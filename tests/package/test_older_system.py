@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from places import ROOT
+from torchoffload._core import core
 
 # Calls each of the functions that cmake/wheel/older_system.cpp stands in for. Not std::pmr, which only wheels link so.
 PROGRAM = r"""
@@ -16,7 +17,10 @@ PROGRAM = r"""
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/types.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -115,6 +119,29 @@ bool threads() {
          pthread_sigmask(SIG_BLOCK, &signals, nullptr) == 0;
 }
 
+bool waits_until_a_time() {
+  using namespace std::chrono_literals;
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+  std::unique_lock lock(mutex);
+  for (const auto wait : {1ms, 300ms, 999ms}) {
+    const auto begin = std::chrono::steady_clock::now();
+    if (changed.wait_until(lock, begin + wait, [&] { return is_done; })) return false;
+    const auto waited = std::chrono::steady_clock::now() - begin;
+    if (waited < wait || waited > wait + 20s) return false;
+  }
+  std::thread other([&] {
+    const std::lock_guard also(mutex);
+    is_done = true;
+    changed.notify_one();
+  });
+  const bool is_told = changed.wait_for(lock, 60s, [&] { return is_done; });
+  lock.unlock();
+  other.join();
+  return is_told && gettid() == getpid();
+}
+
 bool libraries() {
   void* self = dlopen(nullptr, RTLD_NOW);
   Dl_info info;
@@ -128,15 +155,20 @@ extern "C" int failed() {
   if (!an_exception_lives_as_long_as_its_last_copy()) return 1;
   if (!streams_and_arrays()) return 2;
   if (!threads()) return 3;
-  return libraries() ? 0 : 4;
+  if (!waits_until_a_time()) return 4;
+  return libraries() ? 0 : 5;
 }
 """
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 
 
+def symbols(library, *options: str) -> str:
+    return subprocess.run(["nm", *options, str(library)], capture_output=True, text=True, check=True).stdout
+
+
 def newer_than_allowed(library) -> set[str]:
     """The symbols that a library needs in versions that manylinux_2_28 does not have."""
-    listed = subprocess.run(["nm", "-D", "-u", str(library)], capture_output=True, text=True, check=True).stdout
+    listed = symbols(library, "-D", "-u")
     wanted = re.findall(r"(\w+)@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)", listed)
     return {name for name, kind, version in wanted if tuple(map(int, version.split("."))) > NEWEST[kind]}
 
@@ -160,6 +192,12 @@ def test_what_wheels_bring_asks_for_old_versions_alone(compiled):
     if not newer_than_allowed(alone):
         pytest.skip("this system is itself no newer than manylinux_2_28")
     assert newer_than_allowed(beside) == set()
+
+
+def test_what_the_core_needs_of_newer_systems_is_brought(compiled):
+    brought = {line.split()[-1] for line in symbols(compiled[1], "--defined-only").splitlines()}
+    from_memory_resource = {name for name in newer_than_allowed(core.__file__) if "St3pmr" in name}
+    assert newer_than_allowed(core.__file__) - from_memory_resource - brought == set()
 
 
 def test_what_wheels_bring_does_what_it_stands_for(compiled):

@@ -1,11 +1,9 @@
 """fit: the step that takes the least time in the memory there is."""
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
@@ -17,19 +15,21 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.allocator import ALLOCATORS, prepare_allocator
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
+from torchoffload._fit.fit_plan import FitPlan
 from torchoffload._fit.meter import meter_for
+from torchoffload._fit.model_calls import ModelCalls
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Selector
-from torchoffload._pytorch.compiled_calls import keep_call_hooks
-from torchoffload._pytorch.module_hooks import remove_forward_hooks
-from torchoffload._pytorch.tracing import is_not_traced, is_transformed
+from torchoffload._pytorch.tracing import is_not_traced
+from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,69 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
 
 _DEFAULT_MARGIN = 0.04
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitPlan:
-    """The plan that a fitted model follows.
-
-    Attributes
-    ----------
-    predicted_s, measured_s : float or None
-        How long forward and backward take together, in seconds: as predicted, and as measured when the plan was tried.
-        None where nothing was measured.
-    predicted_peak_bytes : int
-        The most memory that is allocated on the device, as predicted.
-    reserved_bytes : int
-        The most that PyTorch had reserved on the device under the plan; 0 where this cannot be asked for.
-    recompute_s : float
-        How much of the predicted time is spent on computing again, in seconds.
-    kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
-    window_bytes : int
-        The most that the offload window or the reload window of any block has, in bytes.
-    """
-
-    predicted_s: float
-    measured_s: float | None
-    predicted_peak_bytes: int
-    reserved_bytes: int
-    recompute_s: float
-    kept_bytes: int
-    moved_bytes: int
-    window_bytes: int
+_OFF = (
+    "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
+    "it and call torchoffload.fit() again."
+)
 
 
 _lock = threading.RLock()
-_drivers: "weakref.WeakKeyDictionary[nn.Module, Driver]" = weakref.WeakKeyDictionary()
-_choosers: "weakref.WeakKeyDictionary[nn.Module, Chooser]" = weakref.WeakKeyDictionary()  # of models without blocks=
-
-
-def _driver_of(module: nn.Module) -> Driver | None:
-    """Return the driver of a model that is called in a training step; None for a copy, and in any other call."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transformed():
-        return None
-    return None if torch._C._current_graph_task_id() != -1 else _drivers.get(module)
-
-
-def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-    driver = _driver_of(module)
-    if driver is None:
-        return
-    for block in driver.names:
-        keep_call_hooks(block)
-    chooser = _choosers.get(module)
-    if chooser is None or not chooser.takes_call(driver, args, kwargs, sys._getframe(1)):
-        driver.call_begins((args, kwargs))
-        if chooser is not None:
-            chooser.agree(driver)
-
-
-def _leave(module: nn.Module, _args: Any, output: Any) -> None:
-    driver = _driver_of(module)
-    chooser = _choosers.get(module)
-    if driver is not None and (chooser is None or not chooser.has_taken_call(driver)):
-        driver.call_ends(output)
+_calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDictionary()
 
 
 class Fitted:
@@ -109,13 +54,17 @@ class Fitted:
     the hooks at the end of the block.
     """
 
-    def __init__(self, model: nn.Module, driver: Driver) -> None:
+    def __init__(self, model: nn.Module, driver: Driver, *, is_off: bool = False) -> None:
         self._model = weakref.ref(model)
         self._driver = driver
+        self._is_off = is_off
 
     @property
     def phase(self) -> str:
-        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed"."""
+        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
+
+        With ``TORCHOFFLOAD_DISABLE=1`` in the environment of the call it is "removed" from the beginning.
+        """
         return self._driver.phase.value
 
     @property
@@ -155,11 +104,16 @@ class Fitted:
         RuntimeError
             The survey is not done yet: it takes the first steps, three as a rule.
         """
+        self._check_is_on()
         return frontier(self._driver, count)
 
     def report(self) -> str:
         """Return a text for people: the plan, what each block does, and what more memory would buy."""
-        return describe(self._driver)
+        return _OFF if self._is_off else describe(self._driver)
+
+    def _check_is_on(self) -> None:
+        if self._is_off:
+            raise RuntimeError(_OFF)
 
     def plot_frontier(self, path: str | os.PathLike[str]) -> None:
         """Write a picture of time against memory, with the plan that is followed. It needs matplotlib.
@@ -176,6 +130,7 @@ class Fitted:
         ImportError
             matplotlib is not installed.
         """
+        self._check_is_on()
         plot(self._driver, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -191,6 +146,7 @@ class Fitted:
         RuntimeError
             No plan has been chosen yet.
         """
+        self._check_is_on()
         write_plan(self._driver, path)
 
     def replan(self, memory: float | str) -> None:
@@ -208,6 +164,7 @@ class Fitted:
         RuntimeError
             The step does not fit, or the handle was removed.
         """
+        self._check_is_on()
         driver = self._driver
         why = why_over(driver)
         if why is not None:
@@ -221,10 +178,8 @@ class Fitted:
         with _lock:
             if self._driver.phase is Phase.REMOVED:
                 return
-            if model is not None:
-                remove_forward_hooks(model, _enter, _leave)
-                _drivers.pop(model, None)
-                _choosers.pop(model, None)
+            if model is not None and (calls := _calls.pop(model, None)) is not None:
+                calls.remove()
             self._driver.remove()
 
     def __enter__(self) -> Self:
@@ -258,6 +213,7 @@ def fit(
     margin: float = _DEFAULT_MARGIN,
     plan: str | os.PathLike[str] | None = None,
     on_unfit: Literal["error", "warn"] = "error",
+    allocator: Literal["expandable", "as it is"] = "expandable",
     group: "ProcessGroup | Literal['auto'] | None" = "auto",
     **options: Unpack[ContextKeywords],
 ) -> Fitted:
@@ -265,9 +221,9 @@ def fit(
 
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
-    steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
-    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
-    ``torch.utils.checkpoint`` are.
+    steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
+    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit
+    for bit, where those of ``torch.utils.checkpoint`` are.
 
     Parameters
     ----------
@@ -292,6 +248,12 @@ def fit(
     on_unfit : {"error", "warn"}, default "error"
         What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
         way it runs in the least memory from then on.
+    allocator : {"expandable", "as it is"}, default "expandable"
+        Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
+        of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
+        is set, if the program has set anything itself or has another allocator, and on platforms that have no such
+        segments; ``report()`` says so. What that changes for tensors that are shared with other processes is in the
+        guide.
     group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
         The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
         and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
@@ -334,6 +296,8 @@ def fit(
     check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    if allocator not in ALLOCATORS:
+        raise ValueError(f'allocator must be "expandable" or "as it is", got {short(allocator)}')
     if group is not None and group != "auto" and not hasattr(group, "rank"):
         raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
     windows = [
@@ -363,32 +327,34 @@ def fit(
         chooser = Chooser(model, may_move=move, may_scout=move and is_alone, options=dict(options))
         chosen = chooser.first_blocks()
     with _lock:
-        if model in _drivers:
+        if model in _calls:
             raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
-        for other in _drivers.values():
+        for other in _calls.values():
             for each in chosen:
-                if each.module in other.names:
+                if each.module in other.driver.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
-        driver = Driver(
-            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
-            may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
-        )  # fmt: skip
+        budget = Budget(memory_bytes, float(margin), meter.device, model)
+        try:
+            driver = Driver(
+                model, chosen, meter, budget=budget, may_recompute=recompute, may_move=move, options=dict(options),
+                raises=on_unfit == "error", group=group,
+            )  # fmt: skip
+        except BaseException:
+            budget.end()
+            raise
+        driver.allocator = prepare_allocator(meter.device, allocator)
         try:
             if saved is not None:
                 driver.follow_saved(saved)
         except BaseException:
             driver.remove()
             raise
-        if is_disabled():
+        is_off = is_disabled()
+        if is_off:
             driver.remove()
         else:
-            remove_forward_hooks(model, _enter, _leave)
-            model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
-            model.register_forward_hook(_leave)
-            _drivers[model] = driver
-            if chooser is not None:
-                _choosers[model] = chooser
-    return Fitted(model, driver)
+            _calls[model] = ModelCalls(model, driver, chooser)
+    return Fitted(model, driver, is_off=is_off)
 
 
 def fit_by_moving(

@@ -33,7 +33,7 @@ class SavedPlan:
     memory_bytes : int
         What it was made for.
     largest_size : int
-        The elements of the arguments of the model's largest call.
+        The bytes of the arguments of the model's largest call.
     step : Step
         What the survey showed.
     plan : StepPlan

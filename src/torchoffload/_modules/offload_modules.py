@@ -171,8 +171,8 @@ def offload_modules(
     Notes
     -----
     The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
-    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. For a
-    module that ``module.compile()`` compiled in place, choose a module that contains it.
+    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. A module
+    that ``module.compile()`` compiles in place is chosen as it is.
 
     Examples
     --------
@@ -193,7 +193,11 @@ def offload_modules(
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
     offloading = Offloading(model, chosen, only_inputs, manager)
-    install(_parts(model, chosen, offloading))
+    try:
+        install(_parts(model, chosen, offloading))
+    except BaseException:  # such as a TorchScript module, which takes no hooks
+        uninstall(offloading)
+        raise
     note_source(offloading)
     offloading.warn_of_compiled()
     return OffloadedModules(offloading)

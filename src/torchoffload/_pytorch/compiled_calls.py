@@ -32,7 +32,7 @@ __all__ = [
 
 class _Pair(NamedTuple):
     enter: Callable[..., Any]
-    leave: Callable[..., Any]
+    leave: Callable[..., Any] | None
 
 
 _lock = threading.RLock()
@@ -70,12 +70,15 @@ def _call(around: _Around, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         output = around.compiled(*args, **kwargs)
     finally:
         for pair in reversed(entered):
-            pair.leave(module, args, output)
+            if pair.leave is not None:
+                pair.leave(module, args, output)
     return output
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a call of the module runs what torch.compile has made of it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     if module._compiled_call_impl is not None or COMPILED in module._modules:
         return True
     forward = module.__dict__.get("forward", type(module).forward)
@@ -88,11 +91,14 @@ def has_compiled(module: nn.Module) -> bool:
 
 
 def called_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model whose calls can be seen, each once: none that lies inside of a compiled one."""
+    """Yield the modules of a model whose calls can be seen by hooks, each once.
+
+    These are none that lie inside of a compiled one, and no TorchScript modules, which take no hooks.
+    """
     waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()
-        if module in seen:
+        if module in seen or isinstance(module, torch.jit.ScriptModule):
             continue
         seen.add(module)
         yield module
@@ -111,7 +117,9 @@ def compiled_call(module: nn.Module) -> Callable[..., Any]:
     return compiled.compiled if isinstance(compiled, _Around) else module.forward
 
 
-def add_call_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+def add_call_hooks(
+    module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None, *, outermost: bool = False
+) -> None:
     """Have a module call hooks at the beginning and at the end of each call, nearest to its forward.
 
     Parameters
@@ -120,21 +128,20 @@ def add_call_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable
         The module.
     enter : callable
         Called with the module and the positional and keyword arguments.
-    leave : callable
+    leave : callable or None
         Called with the module, the positional arguments, and the output; with None if forward has raised.
+    outermost : bool, default False
+        Whether they come around all other hooks, and not nearest to the forward.
     """
     with _lock:
-        _pairs[module] = (*_pairs.get(module, ()), _Pair(enter, leave))
+        pair, others = _Pair(enter, leave), _pairs.get(module, ())
+        _pairs[module] = (pair, *others) if outermost else (*others, pair)
         if module._compiled_call_impl is None:
-            _register(module, _Pair(enter, leave))
+            module.register_forward_pre_hook(enter, prepend=outermost, with_kwargs=True)
+            if leave is not None:
+                module.register_forward_hook(leave, prepend=not outermost, always_call=True)
         else:
             keep_call_hooks(module)
-
-
-def _register(module: nn.Module, pair: _Pair) -> None:
-    # Pre-hooks run in the order of registration, and the forward hook of the last pair runs first.
-    module.register_forward_pre_hook(pair.enter, with_kwargs=True)
-    module.register_forward_hook(pair.leave, prepend=True, always_call=True)
 
 
 def keep_call_hooks(module: nn.Module) -> None:
@@ -150,7 +157,7 @@ def keep_call_hooks(module: nn.Module) -> None:
             module._compiled_call_impl = _Around(module, compiled)
 
 
-def remove_call_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+def remove_call_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None) -> None:
     """Take hooks away again, wherever they stand. What ``module.compile()`` has made is back in its place then."""
     with _lock:
         remove_forward_hooks(module, enter, leave)

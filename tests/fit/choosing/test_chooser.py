@@ -186,6 +186,17 @@ def test_a_plan_of_a_file_has_the_blocks_of_the_file(
         assert names(again) == ["stages.0", "stages.1", "stages.2"]
 
 
+def test_lists_are_no_blocks_and_may_be_empty():
+    model = Hierarchical()
+    model.unused, model.norms = nn.ModuleList(), nn.ModuleDict({"one": nn.LayerNorm(4), "none": nn.ModuleList()})
+    found = innermost_blocks(model)
+    assert model.norms["one"] in found
+    assert not any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in [*found, *find_blocks(model)])
+    with torchoffload.fit(model, ROOM, move=False) as handle:
+        step(model)
+        assert names(handle) == [*LAYERS, "head", "norms.one"]
+
+
 class Shared(nn.Module):
     """One embedding under three names, as in T5, and one layer that stands in a list twice."""
 

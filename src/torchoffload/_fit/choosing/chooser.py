@@ -10,7 +10,7 @@ choose from numbers of their own, the innermost repeated modules are the blocks:
 import enum
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ __all__ = ["Chooser"]
 _MOST_DIFFERENCE = 0.1
 """By how much of its bytes a dry run may be wrong before a scouting call is made."""
 
+_MOST_TRIES = 4
+
 
 class _Fitted(Protocol):
     """What is used here of the driver of a model."""
@@ -39,6 +41,9 @@ class _Fitted(Protocol):
     saved_bytes: list[int]
     notes: list[str]
     agreement: Agreement | None
+
+    @property
+    def names(self) -> Mapping[nn.Module, str]: ...
 
     def take_blocks(self, chosen: list[Chosen]) -> None: ...
 
@@ -73,6 +78,7 @@ class Chooser:
         self._state = _State.NEW
         self._scouting: Scouting | None = None
         self._has_agreed = False
+        self._tries = 0
         self._names: tuple[str, ...] = ()
         self._predicted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -86,13 +92,15 @@ class Chooser:
         self._names = tuple(each.name for each in chosen)
         return chosen
 
-    def takes_call(self, driver: _Fitted, args: Any, kwargs: Any, frame: FrameType) -> bool:
+    def takes_call(self, driver: _Fitted, called: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> bool:
         """Choose before a call of the model with gradients, if it is time to.
 
         Parameters
         ----------
         driver : Driver
             What is told of the blocks.
+        called : nn.Module
+            The module that is called: the model, or one inside of it.
         args, kwargs : tuple, dict
             The arguments of the call.
         frame : FrameType
@@ -107,8 +115,12 @@ class Chooser:
         model = self._model()
         if model is None or self._state is _State.KNOWN:
             return False
-        if self._state is _State.NEW:
-            self._predict(model, driver, args, kwargs)
+        if self._state is _State.NEW and called is not model and called in driver.names:
+            # The loop calls the blocks one by one, and what each of them saves tells nothing of the others.
+            self._state = _State.KNOWN
+            driver.notes.append("blocks are chosen by the structure of the model, since they are called one by one")
+        elif self._state is _State.NEW:
+            self._predict(model, driver, called, args, kwargs)
         elif self._state is _State.PREDICTED and driver.saved_bytes:
             self._check(driver)
         if self._state is _State.SCOUTING and hook_stack.top_pack_hook() is not None:
@@ -116,17 +128,25 @@ class Chooser:
             driver.notes.append("blocks are chosen by the structure of the model: others have hooks on what it saves")
         if self._state is not _State.SCOUTING:
             return False
-        self._scouting = Scouting(model, (args, kwargs), self._options, frame)
+        self._scouting = Scouting(called, (args, kwargs), self._options, frame)
         return True
 
-    def has_taken_call(self, driver: _Fitted) -> bool:
-        """Return whether the call of the model that ends was a scouting call, and choose by what it told then."""
+    def has_taken_call(self, driver: _Fitted, *, has_returned: bool) -> bool:
+        """Return whether the call of the model that ends was a scouting call, and choose by what it told then.
+
+        If forward has not returned anything, since it raised, the next call is another scouting call. There are not
+        more than a few, since forwards may return nothing.
+        """
         scouting, self._scouting = self._scouting, None
         model = self._model()
         if scouting is None or model is None:
             return False
+        tree = scouting.end()
+        self._tries += 1
+        if not has_returned and self._tries < _MOST_TRIES:
+            return True
         self._state = _State.KNOWN
-        chosen = self._chosen(model, scouting.end())
+        chosen = self._chosen(model, tree)
         if tuple(each.name for each in chosen) != self._names:
             driver.take_blocks(self._take(chosen))
         return True
@@ -144,13 +164,12 @@ class Chooser:
             self._state = _State.KNOWN
             driver.take_blocks(self.first_blocks())
 
-    def _predict(self, model: nn.Module, driver: _Fitted, args: Any, kwargs: Any) -> None:
+    def _predict(self, model: nn.Module, driver: _Fitted, called: nn.Module, args: Any, kwargs: Any) -> None:
         from torchoffload._fit.choosing.dry_run import DryRunError, dry_run
 
         self._state = _State.PREDICTED
-        inner = computing(model)
         try:
-            tree = dry_run(inner, args, kwargs)
+            tree = dry_run(computing(called), args, kwargs)
         except DryRunError as error:
             self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             then = "by a first step in which all moves" if self._may_scout else "by the structure of the model"
@@ -163,11 +182,17 @@ class Chooser:
         self._predicted = _most_saved(tree, {each.module for each in chosen})
 
     def _chosen(self, model: nn.Module, tree: CallTree) -> list[Chosen]:
+        """Return the blocks by what a call told, and by structure those among the modules that were not called."""
         also = (find_blocks(model), innermost_blocks(model))
         modules = choose_blocks(tree, share_that_stays=self._share_that_stays, also=also).modules
         known = set(model.modules())
         found = [each for each in modules if isinstance(each, nn.Module) and each in known]
-        return blocks_of(model, found or innermost_blocks(model))
+        if not found:
+            return blocks_of(model, innermost_blocks(model))
+        called = {call.module for call in _calls(tree)}
+        inside = {module for each in found for module in each.modules()}
+        others = [each for each in innermost_blocks(model) if each not in called | inside]
+        return blocks_of(model, [*found, *(each for each in others if called.isdisjoint(each.modules()))])
 
     def _check(self, driver: _Fitted) -> None:
         """Have a scouting call, if calls of blocks save something else than a dry run has said."""
@@ -183,13 +208,18 @@ class Chooser:
             driver.notes.append(f"blocks save other bytes than a dry run of the model has said, {what}")
 
 
+def _calls(tree: CallTree) -> Iterator[ModuleCall]:
+    waiting = [tree.root]
+    while waiting:
+        call = waiting.pop()
+        yield call
+        waiting += call.calls
+
+
 def _most_saved(tree: CallTree, blocks: set[nn.Module]) -> "weakref.WeakKeyDictionary[nn.Module, int]":
     """Return the most bytes that a call of each block saves."""
     found: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-    waiting: Sequence[ModuleCall] = [tree.root]
-    while waiting:
-        call, *waiting = waiting
+    for call in _calls(tree):
         if isinstance(call.module, nn.Module) and call.module in blocks:
             found[call.module] = max(found.get(call.module, 0), tree.total_bytes(tree.saved_in(call)))
-        waiting = [*waiting, *call.calls]
     return found

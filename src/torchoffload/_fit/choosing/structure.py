@@ -5,9 +5,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from torchoffload._pytorch.compiled_calls import is_compiled
+
 __all__ = ["find_blocks", "innermost_blocks"]
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""They are never called; they may be empty."""
+_CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -42,15 +46,16 @@ def _with_the_rest(model: nn.Module, repeated: set[nn.Module]) -> list[nn.Module
 
 
 def _beside(module: nn.Module, repeated: set[nn.Module]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if child in repeated or repeated.isdisjoint(child.modules()):
+    for child in _children(module):
+        is_called = not isinstance(child, _LISTS)
+        if is_called and (child in repeated or repeated.isdisjoint(child.modules())):
             yield child
         else:
             yield from _beside(child, repeated)
 
 
 def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module]:
-    children = list(module.children())
+    children = _children(module)
     blocks = set()
     if isinstance(module, _CONTAINERS) or not only_containers:
         counts = Counter(type(child) for child in children if _is_large(child))
@@ -62,5 +67,10 @@ def _repeated(module: nn.Module, *, only_containers: bool) -> Iterator[nn.Module
             yield from _repeated(child, only_containers=only_containers)
 
 
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside, if their calls can be seen."""
+    return [] if is_compiled(module) else list(module.children())
+
+
 def _is_large(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS[::2]) and any(True for _ in module.children())
+    return not isinstance(module, _LISTS) and any(True for _ in module.children())
