@@ -9,10 +9,8 @@
 #include "autograd/forward_mode.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/interpreter_delegate.h"
 #include "autograd/object_contents.h"
 #include "autograd/operator_counter.h"
-#include "autograd/operator_mode.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/storage_addresses.h"
 #include "autograd/user_code.h"
@@ -306,25 +304,6 @@ Compress parse_compress(const py::handle& given) {
   return given.cast<bool>() ? Compress::On : Compress::Off;
 }
 
-// Modes that show their operators, and the listener that counts them.
-void add_operator_modes(py::module_& m) {
-  if (!add_operator_mode(m.ptr())) throw py::error_already_set();
-  m.def(
-      "opaque_method",
-      [](const py::object& function, const std::string& name) {
-        return taken(opaque_method(function.ptr(), name.c_str()));
-      },
-      py::arg("function"), py::arg("name"), py::pos_only());
-  m.def("install_interpreter_delegate", install_interpreter_delegate);
-  m.def("remove_interpreter_delegate", remove_interpreter_delegate);
-  m.def("operators_by_python", operators_by_python);
-  py::class_<OperatorCounter, std::shared_ptr<OperatorCounter>>(m, "OperatorCounter")
-      .def(py::init<>())
-      .def_property_readonly("operators", &OperatorCounter::operators)
-      .def_property_readonly("regions", &OperatorCounter::regions)
-      .def("listener", [](std::shared_ptr<OperatorCounter> self) { return taken(to_python(std::move(self))); });
-}
-
 // What `fit` calls, to plan blocks and to run them by a plan.
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
@@ -354,7 +333,6 @@ void add_planned_blocks(py::module_& m) {
         return taken(changed_contents(before.ptr(), describe.ptr()));
       },
       py::arg("before"), py::arg("describe"), py::pos_only());
-  add_operator_modes(m);
   m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
         py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
   m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
@@ -391,7 +369,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.doc() = "torchoffload's compiled core";
   m.attr("built_with_cuda") = find_backend_kind("cuda") != nullptr;
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
-  if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
+  if (!add_hooks(m.ptr(), parameter.ptr()) || !add_operator_functions(m.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
   m.def(
       "note_saving_code",

@@ -1,7 +1,6 @@
 """Modes that show operators, beside torch.compile: regions are opaque, and nothing is compiled again."""
 
 import contextlib
-import functools
 import subprocess
 import sys
 import textwrap
@@ -52,18 +51,25 @@ def seen(call: Callable[[], Any]) -> tuple[Any, Any]:
     return listener, result
 
 
-@functools.cache
-def parts() -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    return torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+WEIGHT = torch.linspace(-1, 1, 64).reshape(8, 8).requires_grad_()
+X = torch.linspace(-2, 2, 32).reshape(4, 8).requires_grad_()
 
 
 def region(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x @ parts()[0]) * x
+    return torch.sin(x @ WEIGHT) * x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(WEIGHT.detach() / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(x @ self.weight)
 
 
 def gradients(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(y.sum(), parts())
+    return torch.autograd.grad(y.sum(), (WEIGHT, X))
 
 
 def assert_same(ones: Any, others: Any) -> None:
@@ -73,7 +79,7 @@ def assert_same(ones: Any, others: Any) -> None:
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_region_of_inductor_is_opaque(compiled_first: bool):
     compiled = torch.compile(region, fullgraph=True)
-    x = parts()[1]
+    x = X
 
     def block() -> torch.Tensor:
         return torch.tanh(compiled(x) * 2)
@@ -98,7 +104,7 @@ def test_a_region_of_inductor_is_opaque(compiled_first: bool):
 
 def test_the_operators_of_another_backend_are_shown():
     compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
-    x = parts()[1]
+    x = X
     stock = compiled(x)
     with torch._dynamo.config.patch(error_on_recompile=True):
         listener, y = seen(lambda: compiled(x))
@@ -110,11 +116,10 @@ def test_the_operators_of_another_backend_are_shown():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_of_all_forms_are_not_compiled_again(backend: str):
-    torch.manual_seed(0)
-    in_place, wrapped = nn.Linear(8, 8), nn.Linear(8, 8)
+    in_place, wrapped = Layer(), Layer()
     in_place.compile(backend=backend)
     outer = torch.compile(wrapped, backend=backend)
-    x = parts()[1]
+    x = X
 
     def block() -> torch.Tensor:
         return outer(in_place(x).relu()).sum()
@@ -153,7 +158,7 @@ def test_a_compiled_model_with_a_graph_break_inside_of_a_mode():
         return y.exp().sum()
 
     compiled = torch.compile(broken)
-    x = parts()[1]
+    x = X
     stock = compiled(x)
     before = graphs()
     listener, y = seen(lambda: compiled(x))
@@ -190,14 +195,15 @@ def test_an_inductor_that_is_imported_inside_of_a_mode_is_known():
         from torchoffload._core import core
         from torchoffload._pytorch.operator_mode import OperatorMode
 
-        counter = core.OperatorCounter()
-        with OperatorMode(counter.listener()):
+        counter = core.counting_listener()
+        with OperatorMode(counter):
             assert "torch._inductor.output_code" not in sys.modules
             torch.compile(lambda x: (x @ x).sin() + 1)(torch.ones(3, 3))
-        assert counter.regions == 1, counter.regions
+        operators, regions = core.counted(counter)
+        assert regions == 1, regions
         import importlib, inspect, torch._inductor.output_code as module
         assert "class CompiledFxGraph" in inspect.getsource(module)
-        print(counter.operators)
+        print(operators)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, check=False
