@@ -98,10 +98,14 @@ quick: build  ## the quick tests of one folder of tests/, in seconds: make quick
 INTEGRATIONS_PY := $(CURDIR)/.venv-integrations/bin/python
 INTEGRATIONS_READY := .venv-integrations/.ready
 # torch first and alone: what follows takes the torch that is there.
-$(INTEGRATIONS_READY): requirements-integrations.txt
+$(INTEGRATIONS_READY): requirements-integrations.txt requirements-integrations-ms-swift.txt requirements-integrations-torchtune.txt
 	test -x $(INTEGRATIONS_PY) || $(PYTHON) -m venv .venv-integrations
 	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet "$$(grep ^torch== $<)"
 	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet --requirement $<
+	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet --no-deps \
+		--requirement requirements-integrations-ms-swift.txt 2> /dev/null
+	$(INTEGRATIONS_PY) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+		--target .venv-integrations/torchtune --requirement requirements-integrations-torchtune.txt
 	touch $@
 
 .PHONY: test-integrations

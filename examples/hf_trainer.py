@@ -42,7 +42,7 @@ def main() -> int:
         import transformers  # noqa: F401
     except ImportError as error:
         raise SystemExit(
-            'this example needs transformers and accelerate: pip install "torchoffload[transformers]"'
+            "this example needs transformers and accelerate: pip install transformers accelerate"
         ) from error
     return _trainers.compare(lambda offloaded: train(arguments, offloaded))
 

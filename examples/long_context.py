@@ -221,7 +221,7 @@ def main() -> int:
         return 0
 
     if find_spec("transformers") is None:
-        raise SystemExit('this example needs transformers: pip install "torchoffload[examples]"')
+        raise SystemExit("this example needs transformers: pip install transformers")
     results = {variant: _search_in_process(variant) for variant in arguments.variants}
     threads = "1 thread" if arguments.threads == 1 else f"{arguments.threads} threads"
     name = torch.cuda.get_device_name() if is_cuda else f"CPU, {threads}"

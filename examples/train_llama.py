@@ -25,7 +25,7 @@ def make_task(arguments: argparse.Namespace) -> _compare.Task:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise SystemExit('this example needs transformers: pip install "torchoffload[examples]"') from error
+        raise SystemExit("this example needs transformers: pip install transformers") from error
 
     config = LlamaConfig(
         vocab_size=BYTE_COUNT,

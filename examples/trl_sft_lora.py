@@ -57,7 +57,7 @@ def main() -> int:
         import peft  # noqa: F401
         import trl  # noqa: F401
     except ImportError as error:
-        raise SystemExit('this example needs trl and peft: pip install "torchoffload[trl]" peft') from error
+        raise SystemExit("this example needs trl and peft: pip install trl peft") from error
     return _trainers.compare(lambda offloaded: train(arguments, offloaded))
 
 

@@ -22,6 +22,7 @@
 #include "engine/statistics.h"
 #include "storage/tiered_store.h"
 #include "system/host_memory.h"
+#include "system/host_wait.h"
 #include "system/local_world.h"
 
 namespace py = pybind11;
@@ -284,19 +285,17 @@ at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<in
 
 uint64_t trim() {
   drop_unheld();
-  return trim_stores();
+  try {
+    return trim_stores();
+  } catch (const WaitAbandoned&) {  // if the handler of Ctrl-C raises nothing, the wait begins anew
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    return trim();
+  }
 }
 
 OnFull parse_on_full(const std::string& name) {
   if (name == "error") return OnFull::Error;
   return name == "disk" ? OnFull::Disk : OnFull::Keep;
-}
-
-// One directory, or a sequence of them.
-std::vector<std::string> parse_directories(const py::handle& given) {
-  if (given.is_none()) return {};
-  if (py::isinstance<py::str>(given)) return {given.cast<std::string>()};
-  return given.cast<std::vector<std::string>>();
 }
 
 Compress parse_compress(const py::handle& given) {
@@ -354,7 +353,7 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.windows.offload_window_bytes = optional<uint64_t>(given, "offload_window_bytes");
   options.windows.max_fwd_stash_size = optional<uint64_t>(given, "max_fwd_stash_size");
   options.windows.reload_window_bytes = optional<uint64_t>(given, "reload_window_bytes");
-  options.disk_dir = parse_directories(given["disk_dir"]);
+  options.disk_dir = given["disk_dir"].cast<std::vector<std::string>>();
   options.budget_bytes = optional<uint64_t>(given, "budget_bytes");
   options.on_full = parse_on_full(given["on_full"].cast<std::string>());
   parsed.warn = given["warn"].cast<py::object>().release().ptr();
@@ -390,6 +389,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("live_saves", live_saves);
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
+  set_ask_interrupted(is_interrupted);
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     Operation::shut_down();
     stop_threads();

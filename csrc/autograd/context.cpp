@@ -71,9 +71,10 @@ Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
 }
 
 // What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
-// wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count].
-Extent extent_to_move(const Span& span, uint64_t storage_bytes, const c10::VariableVersion* wrapper) {
-  const Span moved = span_to_move(span, storage_bytes);
+// wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count]. May run Python.
+Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
+  const uint64_t storage_bytes = tensor.storage().nbytes();
+  const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
   const bool moves_alone = moved.nbytes() < storage_bytes && wrapper == nullptr && !saves_for_user_code();
   return moves_alone ? Extent::Span : Extent::Storage;
 }
@@ -111,7 +112,7 @@ Context::Context(ContextOptions options) : state_(std::make_shared<ContextState>
 Context::~Context() {
   if (Operation::is_shut_down()) return;
   const Operation operation;
-  for (OnThread& entry : threads_) close_tapes(entry);
+  for (const OnThread& entry : threads_) close_tapes(entry.tapes);
 }
 
 void Context::exempt(const at::Tensor& tensor) { mark(state_->exempt, tensor); }
@@ -155,51 +156,45 @@ void Context::exit() {
   --entry.depth;
   if (entry.depth == 0) keep_candidates(entry);
   const Operation operation;
-  std::vector<std::pair<Engine*, TapeId>> closed;
   try {
     Engine::flush_pending(state_.get());
     Operation::drop_now();  // what a tape freed is counted as it closes
-    closed = leave_thread();
   } catch (...) {
     leave_thread();  // whatever became of the copies, the tapes are over
     throw;
   }
-  for (const auto& [engine, tape] : closed) engine->forward_ended(tape);
+  for (const auto& [engine, tape] : leave_thread()) engine->forward_ended(tape);
 }
 
-// Closes the tapes of the calling thread, and returns them.
-std::vector<std::pair<Engine*, TapeId>> Context::leave_thread() {
-  std::vector<std::pair<Engine*, TapeId>> closed = on_this_thread().tapes;
-  close_tapes(on_this_thread());
-  if (on_this_thread().depth == 0) {
-    std::erase_if(threads_, [](const OnThread& known) {
-      return known.thread == std::this_thread::get_id() || (known.depth == 0 && known.tapes.empty());
-    });
+Context::Tapes Context::leave_thread() {
+  OnThread& entry = on_this_thread();
+  Tapes closed = std::exchange(entry.tapes, {});
+  if (entry.depth == 0) {
+    std::erase_if(threads_, [](const OnThread& known) { return known.depth == 0 && known.tapes.empty(); });
   }
+  close_tapes(closed);
   return closed;
 }
 
-void Context::close_tapes(OnThread& entry) {
-  for (const auto& [engine, tape] : entry.tapes) engine->close_tape(tape);
-  entry.tapes.clear();
+void Context::close_tapes(const Tapes& tapes) {
+  for (const auto& [engine, tape] : tapes) engine->close_tape(tape);
 }
 
+// Whatever blocks here lets others run, who may open the tape, or leave the context and so close it.
 TapeId Context::open_tape(Engine& engine) {
-  OnThread& entry = on_this_thread();
-  for (auto& [known, tape] : entry.tapes) {
-    if (known != &engine) continue;
-    if (!engine.is_open(tape)) tape = make_tape(engine, entry);
-    return tape;
+  while (true) {
+    for (const auto& [known, tape] : on_this_thread().tapes) {
+      if (known == &engine && engine.is_open(tape)) return tape;
+    }
+    engine.fit_store(*state_);
+    const TapeId opened = engine.open_tape(state_);
+    OnThread& entry = on_this_thread();
+    std::erase_if(entry.tapes,
+                  [&](const auto& known) { return known.first == &engine && !engine.is_open(known.second); });
+    entry.tapes.emplace_back(&engine, opened);
+    if (state_->module_windows.empty()) return opened;
+    engine.change_windows(opened, WindowBytes(entry.windows));
   }
-  entry.tapes.emplace_back(&engine, make_tape(engine, entry));
-  return entry.tapes.back().second;
-}
-
-TapeId Context::make_tape(Engine& engine, const OnThread& entry) {
-  engine.fit_store(*state_);
-  const TapeId tape = engine.open_tape(state_);
-  if (!state_->module_windows.empty()) engine.change_windows(tape, entry.windows);
-  return tape;
 }
 
 // ---- saves ----
@@ -242,13 +237,13 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::o
     return std::nullopt;
   }
   engine->settle();
+  if (!extent) extent = extent_to_move(tensor, wrapper);
   const TapeId tape = open_tape(*engine);
   state_->module = module;
   // Read only now: while the calls above blocked, another thread may have changed the tensor.
   TensorLayout layout(tensor);
   const Span span = layout.span();
-  const Extent moved = extent ? *extent : extent_to_move(span, tensor.storage().nbytes(), wrapper);
-  const auto handle = engine->pack(saved_bytes(tensor, layout, span, moved, wrapper), tape);
+  const auto handle = engine->pack(saved_bytes(tensor, layout, span, *extent, wrapper), tape);
   if (mutated(Mutant::CopyNotInsideItsOperator)) Engine::flush_pending();
   if (handle) return Moved{engine, std::move(layout), *handle};
   why = Reason::Small;
@@ -268,11 +263,10 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
                                            const c10::VariableVersion* wrapper) {
   Engine::flush_pending();
   ++Statistics::global().handles;
-  const OnThread& on_thread = on_this_thread();
-  const uint32_t module = on_thread.module;
+  const uint32_t module = on_this_thread().module;
   Reason reason = never_moved(tensor, kind, is_view_of_parameter);
   const bool is_candidate =
-      reason == Reason::None && state_->options.only_inputs && !on_thread.admitted.contains(storage_of(tensor));
+      reason == Reason::None && state_->options.only_inputs && !on_this_thread().admitted.contains(storage_of(tensor));
   if (is_candidate) return pack_candidate(tensor, module, wrapper);
   auto saved = std::make_unique<SavedTensor>(tensor, SavedTensor::Undecided::Yet);
   if (reason == Reason::None) {
@@ -294,7 +288,7 @@ std::unique_ptr<SavedTensor> Context::pack_candidate(const at::Tensor& tensor, u
   if (wrapper != nullptr) version = *wrapper;
   Engine* const engine = find_engine(place_of(tensor, state_->options));
   const StreamId stream = engine != nullptr ? engine->backend().streams.current_stream() : kNoStream;
-  const Extent extent = extent_to_move(TensorLayout(tensor).span(), tensor.storage().nbytes(), wrapper);
+  const Extent extent = extent_to_move(tensor, wrapper);
   on_this_thread().candidates[storage_of(tensor)].push_back(
       {saved->self(), bytes_of(tensor), module, std::move(version), extent, stream});
   return saved;
@@ -322,8 +316,9 @@ uint32_t Context::set_module(uint32_t number) {
   if (std::max(number, before) < windows.size() && number != before) {
     const ModuleWindows& now = windows[number != 0 ? number : before];
     entry.windows = {number != 0 ? now.offload_bytes : now.after_bytes, now.reload_bytes};
+    const WindowBytes changed = entry.windows;
     const Operation operation;
-    for (const auto& [engine, tape] : entry.tapes) engine->change_windows(tape, entry.windows);
+    for (const auto& [engine, tape] : Tapes(entry.tapes)) engine->change_windows(tape, changed);
   }
   return before;
 }
@@ -332,11 +327,10 @@ void Context::admit(const at::Tensor& tensor) {
   const c10::StorageImpl* const storage = storage_of(tensor);
   if (storage == nullptr) return;
   const Operation operation;
-  OnThread& entry = on_this_thread();
-  entry.admitted.insert(memory_of(tensor.storage()));
-  const auto waiting = entry.candidates.extract(storage);
+  on_this_thread().admitted.insert(memory_of(tensor.storage()));
+  const auto waiting = on_this_thread().candidates.extract(storage);
   if (waiting.empty()) return;
-  const uint32_t module = entry.module;
+  const uint32_t module = on_this_thread().module;
   for (const Candidate& candidate : waiting.mapped()) {
     if (*candidate.saved == nullptr) continue;
     const at::Tensor kept = (*candidate.saved)->kept();

@@ -48,7 +48,7 @@ class Context {
   uint32_t set_module(uint32_t number);
   // Each module has windows of its own, by its number. Before it is entered.
   void set_windows(std::vector<ModuleWindows> windows) { state_->module_windows = std::move(windows); }
-  const std::vector<ModuleRow>& module_rows() const { return state_->modules; }
+  std::vector<ModuleRow> module_rows() const { return state_->modules; }
   void forget_modules() { state_->modules.assign(state_->modules.size(), {}); }
 
   // Before it is entered.
@@ -74,10 +74,11 @@ class Context {
     Extent extent = Extent::Storage;
     StreamId stream = kNoStream;  // that the operator which saved it fills it on
   };
+  using Tapes = std::vector<std::pair<Engine*, TapeId>>;
   struct OnThread {
     std::thread::id thread;
     int depth = 0;
-    std::vector<std::pair<Engine*, TapeId>> tapes;  // one for each engine that a save met
+    Tapes tapes;  // of each engine that a save met at most one that is open
     uint32_t module = 0;
     WindowBytes windows;  // where modules have windows of their own: those of the next save
     MemorySet admitted;
@@ -88,11 +89,14 @@ class Context {
     TensorLayout layout;
     RecordHandle handle;
   };
+  // Hold the reference over no call that may block: the context may be left meanwhile.
   OnThread& on_this_thread();
+  // The open tape of the calling thread for this engine. May block.
   TapeId open_tape(Engine& engine);
-  TapeId make_tape(Engine& engine, const OnThread& entry);
-  void close_tapes(OnThread& entry);
-  std::vector<std::pair<Engine*, TapeId>> leave_thread();
+  // May block.
+  static void close_tapes(const Tapes& tapes);
+  // Closes the tapes of the calling thread, and returns them. May block.
+  Tapes leave_thread();
   // `extent`: what of its storage moves with the tensor, as was determined when it was saved. nullopt: it is being
   // saved now, and the extent is determined here.
   std::optional<Moved> try_move(const at::Tensor& tensor, std::optional<Extent> extent,
@@ -105,8 +109,8 @@ class Context {
 
   std::shared_ptr<ContextState> state_;
   bool has_been_entered_ = false;
-  std::list<OnThread> threads_;  // a reference stays valid while other threads come and go
-  TapeRow kept_row_;             // saves that meet no tape
+  std::list<OnThread> threads_;
+  TapeRow kept_row_;  // saves that meet no tape
 };
 
 // Storages of every Parameter seen, also of those that a wrapper subclass has inside: no context moves them.

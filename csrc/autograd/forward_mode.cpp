@@ -1,8 +1,10 @@
 #include "autograd/forward_mode.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -126,7 +128,7 @@ int note_simple(Notes& notes, PyObject* function, PyObject* output, PyObject* ar
   return PyList_Append(notes.noted.get(), function) == 0 ? 1 : -1;
 }
 
-PyObject* dispatch(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) {
+PyObject* dispatch(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) try {
   static PyObject* name = nullptr;
   if (count < 3 || count > 5) {
     PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes a function, types, arguments and keyword arguments");
@@ -159,6 +161,9 @@ PyObject* dispatch(PyObject* /*module*/, PyObject* const* given, Py_ssize_t coun
   THPObjectPtr done(PyObject_CallFunctionObjArgs(notes->note.get(), notes->call.get(), function, output.get(),
                                                  args.get(), keywords.get(), nullptr));
   return done ? output.release() : nullptr;
+} catch (...) {  // without what HANDLE_TH_ERRORS does for warnings, which takes time
+  torch::translate_exception_to_python(std::current_exception());
+  return nullptr;
 }
 
 }  // namespace

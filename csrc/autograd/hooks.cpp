@@ -17,6 +17,7 @@
 #include "engine/operation.h"
 #include "engine/profiler_range.h"
 #include "engine/thread_state.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 
@@ -149,10 +150,15 @@ PyObject* unpack(PyObject*, PyObject* object) {
   std::optional<c10::InferenceMode> normal_mode;
   if (c10::InferenceMode::is_enabled()) normal_mode.emplace(/*enabled=*/false);
   at::Tensor tensor;
-  {
-    const Operation operation;
-    tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
-    Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
+  for (bool is_done = false; !is_done;) {
+    try {
+      const Operation operation;
+      tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
+      Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
+      is_done = true;
+    } catch (const WaitAbandoned&) {  // if the handler of Ctrl-C raises nothing, the wait begins anew
+      if (PyErr_CheckSignals() != 0) return nullptr;
+    }
   }
   return THPVariable_Wrap(std::move(tensor));
   END_HANDLE_TH_ERRORS
@@ -244,16 +250,20 @@ PyObject* context_set_module(PyObject* self, PyObject* object) {
 }
 
 PyObject* context_forget_modules(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   reinterpret_cast<ContextObject*>(self)->context->forget_modules();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* context_restrict(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
   double fraction = 1;
   int only_inputs = 0;
   if (PyArg_ParseTuple(args, "dp", &fraction, &only_inputs) == 0) return nullptr;
   reinterpret_cast<ContextObject*>(self)->context->restrict(fraction, only_inputs != 0);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* context_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {

@@ -122,7 +122,9 @@ class Reaching {
 
   bool add_all(PyObject* sequence) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-      if (!add(PySequence_Fast_GET_ITEM(sequence, i))) return false;
+      // What it is compared with may run any code, which may take it out of the sequence.
+      THPObjectPtr held_meanwhile(Py_NewRef(PySequence_Fast_GET_ITEM(sequence, i)));
+      if (!add(held_meanwhile.get())) return false;
     }
     return true;
   }

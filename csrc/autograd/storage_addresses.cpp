@@ -9,6 +9,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
+#include <array>
+#include <unordered_set>
+
 namespace torchoffload {
 
 namespace {
@@ -27,27 +31,68 @@ Found find_storage(PyObject* object, std::vector<void*>& addresses) {
   return Found::All;
 }
 
+// Goes through a nest without recursion, since it may be deeper than the stack, and into each container once, since it
+// may contain itself. No Python code runs meanwhile, so references may be borrowed.
+class Nest {
+ public:
+  explicit Nest(std::vector<void*>& addresses) : addresses_(addresses) {}
+
+  Found find(PyObject* value) {
+    if (look_at(value) == Found::Unknown) return Found::Unknown;
+    while (!left_.empty()) {
+      PyObject* const container = left_.back();
+      left_.pop_back();
+      if (look_into(container) == Found::Unknown) return Found::Unknown;
+    }
+    return Found::All;
+  }
+
+ private:
+  Found look_at(PyObject* value) {
+    // The class and its subclass Parameter; others may be wrappers around tensors.
+    if (THPVariable_CheckExact(value)) return find_storage(value, addresses_);
+    if (PyTuple_Check(value) || PyList_CheckExact(value) || PyDict_CheckExact(value)) {
+      if (is_seen(value)) return Found::All;
+      left_.push_back(value);
+      return Found::All;
+    }
+    return has_no_tensors(value) ? Found::All : Found::Unknown;
+  }
+
+  Found look_into(PyObject* container) {
+    if (PyDict_CheckExact(container)) {
+      PyObject *key = nullptr, *item = nullptr;
+      for (Py_ssize_t position = 0; PyDict_Next(container, &position, &key, &item);) {
+        if (look_at(item) == Found::Unknown) return Found::Unknown;
+      }
+      return Found::All;
+    }
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(container);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (look_at(PySequence_Fast_GET_ITEM(container, i)) == Found::Unknown) return Found::Unknown;
+    }
+    return Found::All;
+  }
+
+  // Notes the container. The arguments of an operator have few: those take no memory from the heap.
+  bool is_seen(PyObject* container) {
+    const auto end = first_.begin() + static_cast<ptrdiff_t>(first_count_);
+    if (std::find(first_.begin(), end, container) != end) return true;
+    if (first_count_ == first_.size()) return !others_.insert(container).second;
+    first_[first_count_++] = container;
+    return false;
+  }
+
+  std::vector<void*>& addresses_;
+  std::vector<PyObject*> left_;
+  std::array<PyObject*, 8> first_{};
+  size_t first_count_ = 0;
+  std::unordered_set<PyObject*> others_;
+};
+
 }  // namespace
 
-Found find_storages(PyObject* value, std::vector<void*>& addresses) {
-  // The class and its subclass Parameter; others may be wrappers around tensors.
-  if (THPVariable_CheckExact(value)) return find_storage(value, addresses);
-  if (PyTuple_Check(value) || PyList_CheckExact(value)) {
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (find_storages(PySequence_Fast_GET_ITEM(value, i), addresses) == Found::Unknown) return Found::Unknown;
-    }
-    return Found::All;
-  }
-  if (PyDict_CheckExact(value)) {
-    PyObject *key = nullptr, *item = nullptr;
-    for (Py_ssize_t position = 0; PyDict_Next(value, &position, &key, &item);) {
-      if (find_storages(item, addresses) == Found::Unknown) return Found::Unknown;
-    }
-    return Found::All;
-  }
-  return has_no_tensors(value) ? Found::All : Found::Unknown;
-}
+Found find_storages(PyObject* value, std::vector<void*>& addresses) { return Nest(addresses).find(value); }
 
 PyObject* storage_addresses(PyObject* value) {
   std::vector<void*> found;

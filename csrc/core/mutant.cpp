@@ -9,8 +9,6 @@ namespace torchoffload {
 
 namespace {
 
-static_assert(static_cast<unsigned>(Mutant::kCount) <= 64, "mutant_mask has one bit for each");
-
 struct Named {
   Mutant mutant;
   const char* name;
@@ -78,12 +76,17 @@ constexpr std::array kNames{
     NAMED(FailedSpillStaysInMemory),
     NAMED(UnwrittenSourceStays),
     NAMED(FailedReadRaises),
+    NAMED(RefusalPasses),
+    NAMED(InterruptEndsWait),
     NAMED(ParameterStaysByStorage),
     NAMED(DeallocQueuedInsideOperation),
     NAMED(PackedInGraphTaskStays),
     NAMED(BorrowedStays),
     NAMED(StreamsMayBeDestroyed),
     NAMED(BudgetHonoured),
+    NAMED(DropsArePutOff),
+    NAMED(CopyNotInsideOneAroundIt),
+    NAMED(IdleThreadsMakeRoom),
 };
 
 #undef NAMED
@@ -93,7 +96,7 @@ static_assert(std::ranges::is_sorted(kNames, std::ranges::less(), &Named::mutant
 
 }  // namespace
 
-uint64_t mutant_mask = 0;
+Mutant mutant_in_force = Mutant::kCount;
 
 const char* mutant_name(Mutant mutant) { return kNames.at(static_cast<size_t>(mutant)).name; }
 

@@ -74,7 +74,8 @@ MemoryOrigin DiskBackend::origin_of(MemoryRef memory) {
 }
 
 void DiskBackend::synchronize(Point point) {
-  if (!point.is_beginning() && point.stream != host_) queue_of(point.stream).wait_for(point.serial);
+  if (!point.is_beginning() && point.stream != host_)
+    queue_of(point.stream).wait_on_host(point.serial, "a transfer to or from " + store_.name());
 }
 
 PointStatus DiskBackend::status(Point point) {
@@ -105,7 +106,12 @@ IoQueue& DiskBackend::queue_of(StreamId stream) {
 
 void DiskBackend::copy(const IoJob& job, StreamId stream) {
   if (stream != host_) {
-    queue_of(stream).submit(job);
+    try {
+      queue_of(stream).submit(job);
+    } catch (const StoreFull&) {  // no thread: bytes that are wanted are read all the same
+      if (job.direction == IoDirection::Out) throw;
+      queue_of(stream).run_here(job);
+    }
     return;
   }
   std::string failure = transfer(job);

@@ -1,7 +1,8 @@
 // Memory: a share in the memory of a PyTorch storage, for floors that are compiled without PyTorch's headers.
 // Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
 //                may be freed, but the address of the storage is given to no other storage meanwhile.
-// Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL.
+// Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL. Giving up a share may run
+//                Python code, unless the thread puts that off; see PutOffDrops.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
 // What is declared here is defined in torch_memory.cpp.
@@ -11,12 +12,36 @@
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace c10 {
 struct StorageImpl;
 }
 
 namespace torchoffload {
+
+// Shares that a thread has given up and that are still to be dropped. The last share of a storage frees the memory and
+// the storage's Python object, and so may run finalizers and deleters, which are any code. While such a list is in
+// force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
+class PutOffDrops {
+ public:
+  bool is_empty() const { return shares_.empty() && weak_shares_.empty(); }
+  // Drops what is on the list by now. May run Python code, which may add to the list meanwhile.
+  void drop();
+  // Drops nothing, ever.
+  void leak();
+
+  // What the calling thread gives up goes onto `drops` from here on; null: it is dropped at once. Returns the list that
+  // was in force before.
+  static PutOffDrops* put_in_force(PutOffDrops* drops);
+
+ private:
+  friend class Memory;
+  friend class WeakMemory;
+
+  std::vector<c10::StorageImpl*> shares_;
+  std::vector<c10::StorageImpl*> weak_shares_;
+};
 
 class MemoryRef {
  public:

@@ -3,6 +3,12 @@
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "core/mutant.h"
+
 namespace torchoffload {
 
 namespace {
@@ -19,7 +25,41 @@ auto with_weak(c10::StorageImpl* storage, Use use) {
   return result;
 }
 
+constinit thread_local PutOffDrops* in_force = nullptr;
+
+// Where there is no memory for the list the share is leaked, which is safer than to run Python code here.
+void put_off(std::vector<c10::StorageImpl*>& list, c10::StorageImpl* share) noexcept {
+  try {
+    list.push_back(share);
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+void drop_share(c10::StorageImpl* share) { (void)Strong::reclaim(share); }
+void drop_weak_share(c10::StorageImpl* share) { (void)Weak::reclaim(share); }
+
+// The list keeps its memory for the next operation.
+template <typename Drop>
+void drop_all(std::vector<c10::StorageImpl*>& list, Drop drop) {
+  std::vector<c10::StorageImpl*> taken = std::exchange(list, {});
+  for (c10::StorageImpl* const share : taken) drop(share);
+  taken.clear();
+  if (list.empty()) list.swap(taken);
+}
+
 }  // namespace
+
+void PutOffDrops::drop() {
+  drop_all(shares_, drop_share);
+  drop_all(weak_shares_, drop_weak_share);
+}
+
+void PutOffDrops::leak() {
+  shares_.clear();
+  weak_shares_.clear();
+}
+
+PutOffDrops* PutOffDrops::put_in_force(PutOffDrops* drops) { return std::exchange(in_force, drops); }
 
 const std::byte* MemoryRef::data() const { return static_cast<const std::byte*>(storage_->data()); }
 
@@ -27,7 +67,10 @@ uint64_t MemoryRef::nbytes() const { return storage_->nbytes(); }
 
 void Memory::share() { (void)Strong::reclaim_copy(memory_.storage()).release(); }
 
-void Memory::give_up() { (void)Strong::reclaim(memory_.storage()); }
+void Memory::give_up() {
+  if (in_force == nullptr || mutated(Mutant::DropsArePutOff)) return drop_share(memory_.storage());
+  put_off(in_force->shares_, memory_.storage());
+}
 
 WeakMemory::WeakMemory(MemoryRef memory) {
   if (!memory) return;
@@ -41,7 +84,10 @@ WeakMemory::WeakMemory(const WeakMemory& other) {
   storage_ = with_weak(other.storage_, [](const Weak& weak) { return Weak(weak).release(); });
 }
 
-void WeakMemory::give_up() { (void)Weak::reclaim(storage_); }
+void WeakMemory::give_up() {
+  if (in_force == nullptr) return drop_weak_share(storage_);
+  put_off(in_force->weak_shares_, storage_);
+}
 
 size_t WeakMemory::share_count() const {
   return with_weak(storage_, [](const Weak& weak) { return static_cast<size_t>(weak.use_count()); });

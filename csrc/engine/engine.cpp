@@ -20,6 +20,7 @@ void Engine::fit_store(ContextState& context) {
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   give_back_of_ended();
+  Operation::drop_now();  // before staging memory is allocated
   learn_times();
   slots_.tell_trouble(*context);
   const bool codes = prepare_coding(context->options);

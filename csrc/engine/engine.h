@@ -228,9 +228,10 @@ class Engine {
 
   // ---- copies out: pending.cpp says when, and offload.cpp how ----
 
-  // Enqueues one pending copy, if its record still is to move, and waits as far as the offload window asks for it. May
-  // block.
+  // Enqueues one pending copy, if its record is still to move, and waits as far as the offload window asks. May block.
   void enqueue_offload(const PendingCopy& pending, FlushOrder& order);
+  // The same for a live record. Throws StoreFull where the tier has no room, and WaitAbandoned.
+  void try_enqueue_offload(const PendingCopy& pending, FlushOrder& order);
   // The stream that reads the source.
   StreamId offload_begins_on(RecordId id);
   // What the calls that enqueue the copy need, read with the GIL held.
@@ -251,7 +252,7 @@ class Engine {
   static void put_off_waiting(const void* storage);
   bool is_offloading(RecordId id) { return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading; }
   // A slot for the record, with the points that guard it. Grows the store where it has no room, which may block.
-  // nullopt: the record is not pending any more, for example because the store could not grow and it is kept.
+  // nullopt: the record is not pending any more. Throws StoreFull.
   std::optional<Slot> acquire_slot(RecordId id, std::vector<Point>& guards);
   // The guards that the copy's stream has still to wait for. Where copies complete in the background, the wait is made
   // here, which may block, and none is returned.

@@ -21,6 +21,7 @@
 #include "engine/copy_time.h"
 #include "engine/engine.h"
 #include "engine/profiler_range.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 
@@ -70,16 +71,33 @@ struct Engine::OffloadCopy {
 
 // ---- one copy ----
 
+// If the user interrupts a wait for the disk, the record is kept and the program goes on, so that Python can handle the
+// interruption. So it is as well if the store has no room.
 void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   const RecordId id = pending.record;
   if (is_inherited() || !ledger_.is_live(id)) return;
-  stop_waiting(id);
   const Hold hold(*this, id);
+  try {
+    try_enqueue_offload(pending, order);
+  } catch (const WaitAbandoned&) {
+    if (is_pending(id)) keep(id, Reason::TierFull);
+  } catch (const StoreFull& full) {
+    if (!is_pending(id)) return;
+    const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
+    keep(id, Reason::TierFull);
+    const bool is_on_disk = context->options.tier == Placement::Disk || context->options.on_full == OnFull::Disk;
+    SlotBudget::refuse(*context, full.what(),
+                       is_on_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
+  }
+}
+
+void Engine::try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
+  const RecordId id = pending.record;
+  stop_waiting(id);
   if (held(id).learned_bytes > 0) {
     if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
     return drain_window_of(id);
   }
-  reap();
   if (!is_pending(id)) return;
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
@@ -227,18 +245,7 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
   const uint64_t nbytes = held(id).slot_bytes;
   std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
   while (!slot) {
-    try {
-      slots_.grow(nbytes);
-    } catch (const StoreFull& full) {
-      if (!is_pending(id)) return std::nullopt;
-      const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
-      keep(id, Reason::TierFull);
-      const bool is_disk = context->options.tier == Placement::Disk;
-      const bool is_on_disk = is_disk || context->options.on_full == OnFull::Disk;
-      SlotBudget::refuse(*context, full.what(),
-                         is_on_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
-      return std::nullopt;
-    }
+    slots_.grow(nbytes);
     backend_.observer.saw_growth();
     slots_.tell_trouble(context(id));
     if (!is_pending(id)) return std::nullopt;
@@ -279,11 +286,15 @@ void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
     const RecordId oldest = *next;
     count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
     const DeviceBytes source = held(oldest).bytes;  // a copy: another thread may drop the record's own meanwhile
-    if (!streams_.is_lasting(source.stream)) {      // see Note [Streams that may be destroyed]
-      streams_.synchronize(source.busy_until);
-    } else {  // the wait is timed, so that its time can be subtracted from compute
-      const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
-      streams_.wait(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
+    try {
+      if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
+        streams_.synchronize(source.busy_until);
+      } else {  // the wait is timed, so that its time can be subtracted from compute
+        const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
+        streams_.wait(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
+      }
+    } catch (const WaitAbandoned&) {  // by the user: the window stays over its limit, for Python to handle that
+      return;
     }
     if (is_offloading(oldest)) finish_offload(oldest);
   }
@@ -305,7 +316,6 @@ void Engine::finish_offload(RecordId id) {
   }
   held.is_confirmed = true;
   ledger_.finish_offload(id);
-  Operation::drop_later(std::move(held.bytes.memory));
   held.bytes = {};
 }
 

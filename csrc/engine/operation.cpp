@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <utility>
 
 #include "core/mutant.h"
@@ -12,24 +13,22 @@ namespace torchoffload {
 
 namespace {
 
-bool shut_down_flag = false;
+std::atomic<bool> shut_down_flag = false;  // callbacks of autograd ask before they take the GIL
 
 }  // namespace
 
-Operation::Operation() : now_(ThreadState::current()) { ++now_.operation_depth; }
+Operation::Operation() : now_(ThreadState::current()) {
+  if (++now_.operation_depth == 1) (void)PutOffDrops::put_in_force(&now_.dropped);
+}
 
 Operation::~Operation() {
   if (now_.operation_depth == 1) finish_outermost(now_);
-  --now_.operation_depth;
+  if (--now_.operation_depth == 0) (void)PutOffDrops::put_in_force(nullptr);
 }
 
-void Operation::drop_later(Memory memory) {
-  if (memory) ThreadState::current().dropped.push_back(std::move(memory));
-}
-
-void Operation::drop_now() {
+bool Operation::drop_now() {
   ThreadState& now = ThreadState::current();
-  if (now.operation_depth == 1) finish_outermost(now);
+  return now.operation_depth == 1 && finish_outermost(now);
 }
 
 bool Operation::must_queue() {
@@ -38,28 +37,27 @@ bool Operation::must_queue() {
 
 void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
 
-// Dropping memory may run Python code and so release further handles. Therefore it goes on until nothing is left.
-void Operation::finish_outermost(ThreadState& now) {
-  while (!now.dropped.empty() || !now.releases.empty()) {
-    std::vector<Memory> dropped = std::exchange(now.dropped, {});
+// Dropping memory may run Python code and so give up more memory and release further handles. Therefore it goes on
+// until nothing is left.
+bool Operation::finish_outermost(ThreadState& now) {
+  if (now.dropped.is_empty() && now.releases.empty()) return false;
+  const OperatorUnderWay under_way(now);
+  while (!now.dropped.is_empty() || !now.releases.empty()) {
+    is_shut_down() ? now.dropped.leak() : now.dropped.drop();
     const auto releases = std::exchange(now.releases, {});
-    if (is_shut_down()) {
-      for (Memory& memory : dropped) (void)memory.release();
-    }
-    dropped.clear();
-    if (now.dropped.empty()) now.dropped.swap(dropped);  // the next operation needs no new memory for the list
     for (const auto& release : releases) run(release);
   }
+  return true;
 }
 
 bool Operation::is_shut_down() { return shut_down_flag; }
 void Operation::shut_down() { shut_down_flag = true; }
 
-BlockingSection::BlockingSection() : now_(ThreadState::current()) {
-  if (now_.operation_depth == 1) Operation::finish_outermost(now_);
-  depth_ = std::exchange(now_.operation_depth, 0);
-  thread_state_ = PyEval_SaveThread();
-}
+BlockingSection::BlockingSection()
+    : now_(ThreadState::current()),
+      depth_(std::exchange(now_.operation_depth, 0)),
+      put_off_(PutOffDrops::put_in_force(nullptr)),
+      thread_state_(PyEval_SaveThread()) {}
 
 BlockingSection::~BlockingSection() {
   try {
@@ -68,6 +66,15 @@ BlockingSection::~BlockingSection() {
     while (true) pause();
   }
   now_.operation_depth = depth_;
+  (void)PutOffDrops::put_in_force(put_off_);
+}
+
+bool is_interrupted() {
+  if (gettid() != getpid()) return false;
+  const WithGil gil;
+  if (PyOS_InterruptOccurred() == 0) return false;
+  PyErr_SetInterrupt();
+  return true;
 }
 
 WithGil::WithGil() : state_(PyGILState_Ensure()) {}

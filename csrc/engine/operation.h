@@ -1,13 +1,29 @@
 // Operation: one hook call, or the release of one handle, from its first look at the ledger to its last transition.
-// Ownership:     memory that the operation gave up is held in ThreadState. It is dropped when the outermost operation
-//                ends, after its transitions.
+// Ownership:     memory that the thread gives up meanwhile is held in ThreadState. It is dropped when the outermost
+//                operation ends, after its transitions.
 // Thread safety: needs the GIL. Operations of several threads overlap only while one of them is in a BlockingSection.
 // Shutdown:      nothing is dropped once the interpreter goes down; see Note [No CUDA after main].
 //
+// Note [What may run Python]
+// Inside of an operation the ledger, the windows and the lists of a thread are in the middle of transitions. Python
+// code that ran there could enter contexts, save, run backwards, or call trim(), and so change all of them under
+// whoever goes through them. Memory that is dropped may run any Python code: finalizers of tensors and storages, and
+// deleters of memory that came from outside. So the engine drops none inside of an operation: every share that the
+// thread gives up is put off (PutOffDrops), whichever function gives it up. What may run code of others is then this:
+// - The end of the outermost operation, and drop_now(). Nothing is held there: no reference, no iterator, no number
+//   that was read before. drop_now() is called where the operation is about to allocate or to block for long, so that
+//   what it gave up makes room in time: between two copies of a flush, before an unpack starts reloads, when device
+//   memory is short, before a tape is closed, and as one is opened.
+// - A BlockingSection. It runs no Python code of this thread, but other threads run meanwhile, with operations on the
+//   same engine and the same context: whatever was read before has to be read again. Python code of this thread runs
+//   there where the calls inside of it run some themselves, such as an observer of PyTorch's allocator.
+// - In autograd/: whatever makes Python objects, since that may run the garbage collector, and the methods of wrapper
+//   subclasses. No function of the engine is on the stack there.
+// Engine functions of which no comment says that they may block do none of these.
+//
 // Note [Dealloc inside an operation]
-// Python's garbage collector can run at any Python allocation, also inside pack, and the tensors that an operation
-// drops may own Python objects. So a handle can die while an operation is under way. It must not touch a ledger that is
-// in the middle of a transition: its release is queued, and is applied when the outermost operation ends.
+// A handle can die while an operation is under way, where code of others runs (see above). It must not touch a ledger
+// that is in the middle of a transition: its release is queued, and is applied when the outermost operation ends.
 #pragma once
 
 #include <exception>
@@ -16,11 +32,11 @@
 #include <utility>
 #include <vector>
 
-#include "device/memory.h"
 #include "engine/program.h"
 
 namespace torchoffload {
 
+class PutOffDrops;
 struct ThreadState;
 
 class Operation {
@@ -30,12 +46,10 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Drops `memory` when the outermost operation ends, once all transitions are made. Never blocks.
-  static void drop_later(Memory memory);
-
-  // Drops now what drop_later() was given, if the calling operation is the outermost one. That may run Python code and
-  // release other handles, so the ledger must be read again, as after a BlockingSection.
-  static void drop_now();
+  // Drops now what the thread gave up, if the calling operation is the outermost one. That may run any Python code and
+  // block, so it is called only where nothing is held; see Note [What may run Python]. Returns whether there was
+  // anything to drop: if so, everything has to be read again, the thread's pending copies included.
+  static bool drop_now();
 
   // Runs `release` at once where no operation is open, else when the outermost one ends. An exception of `release`
   // becomes a warning, because this is called by destructors.
@@ -67,7 +81,8 @@ class Operation {
   static bool must_queue();
   static void queue(std::function<void()> release);
   // Drops the memory and makes the releases that were put off, until none is left. May run Python code and may block.
-  static void finish_outermost(ThreadState& now);
+  // Returns whether there was anything.
+  static bool finish_outermost(ThreadState& now);
 
   ThreadState& now_;
 };
@@ -77,8 +92,9 @@ class Operation {
 // leads through a destructor, where unwinding would call std::terminate. Such a thread is stopped for the rest of the
 // process instead, as Python itself does from 3.14 on.
 
-// Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. First drops what the
-// operation gave up. Operations of other threads may run meanwhile, so the ledger must be read again afterwards.
+// Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. Operations of other
+// threads may run meanwhile, so the ledger must be read again afterwards. Drops nothing of what the operation gave up;
+// what is given up inside, such as a buffer that was just allocated, is dropped at once.
 class BlockingSection {
  public:
   BlockingSection();
@@ -89,8 +105,13 @@ class BlockingSection {
  private:
   ThreadState& now_;
   int depth_;
+  PutOffDrops* put_off_;
   void* thread_state_;
 };
+
+// Has the user pressed Ctrl-C while the calling thread waits without the GIL? Always false on threads where Python runs
+// no handlers of signals. Runs no Python code, and Python still handles the interruption later. See system/host_wait.h.
+bool is_interrupted();
 
 // Takes the GIL for its scope, on a thread that may or may not hold it, such as one of autograd's.
 class WithGil {

@@ -8,7 +8,9 @@
 // - Each later flush of the thread tries again, the oldest copy first. Where one has to wait, the later ones of its
 //   engine wait behind it, so that they do not take the room that it waits for.
 // - Where the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
-//   waits for its slot. So is each copy of a context that is being left.
+//   waits for its slot. So is each copy of a context that is being left. The window is shared by all threads, and so
+//   the oldest one may be of another thread: one that idles inside of its context would else keep the window from the
+//   others.
 // - A copy that waited begins once the operators that were enqueued as its wait began have ended. It does not wait for
 //   those that the host has enqueued since. If one of these saves the storage once more, it may fill it, and counts.
 // - While the times of a step are taken none waits, since the times say when a copy could have begun.
@@ -37,18 +39,22 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 
 }  // namespace
 
+// A flush of the calling thread's copies. Where code of others has run, nothing is known any more of places in
+// `pending`, nor of what the streams were made to wait for.
 struct Engine::Flush {
-  enum class Turn : uint8_t { Goes, Waits, OldestGoes };
+  enum class Turn : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
   ThreadState& thread;
   const ContextState* const leaving;
   const bool is_inside;  // an operator
-  const uint64_t sequence_number = program::sequence_number();
   FlushOrder order = {};
   const Engine* ordered_engine = nullptr;
   std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
 
   void run();
+  // Looks after the copies of the engine that have ended, and drops what was given up. Returns whether all has to be
+  // looked at again. May block.
+  bool make_room(Engine& engine);
   bool is_possible(const PendingCopy& copy) const;
   // What becomes of the copy at this place, which can be enqueued.
   Turn turn_of(size_t place);
@@ -57,9 +63,12 @@ struct Engine::Flush {
   size_t waiting_before(size_t place) const;
   // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
   std::optional<size_t> oldest_waiting(size_t last) const;
+  // Enqueues the engine's copy that has waited longest, if another thread has packed that one. Returns whether it did
+  // so. May block.
+  bool enqueue_of_another_thread(Engine& engine);
   // Both may block.
-  void begin_wait(PendingCopy& copy);
-  void enqueue(size_t place);
+  void begin_wait(size_t place);
+  void enqueue(ThreadState& owner, size_t place);
 };
 
 void Engine::flush_pending(const ContextState* leaving) {
@@ -73,33 +82,44 @@ void Engine::flush_pending(const ContextState* leaving) {
   Flush{thread, leaving, is_inside}.run();
 }
 
-// What is called here may run Python code, with flushes of its own. After these nothing is known of places.
+// Each copy's turn begins with nothing held: what the copies before gave up is dropped, before the host may wait for a
+// slot, and what was taken from `pending` meanwhile is noticed.
 void Engine::Flush::run() {
-  uint64_t flush_count = ++thread.flush_count;
+  uint64_t taken_count = thread.taken_count;
+  const auto is_changed = [&] { return std::exchange(taken_count, thread.taken_count) != thread.taken_count; };
   for (size_t next = 0; next < thread.pending.size();) {
-    PendingCopy& copy = thread.pending[next];
-    if (!is_possible(copy) && !mutated(Mutant::CopyNotInsideItsOperator)) {
+    if (!is_possible(thread.pending[next]) && !mutated(Mutant::CopyNotInsideItsOperator)) {
       ++next;
+      continue;
+    }
+    if (make_room(*thread.pending[next].engine) || is_changed()) {
+      next = 0;
+      order = {};
       continue;
     }
     const Turn turn = turn_of(next);
     if (turn == Turn::Waits) {
-      ++next;
-      begin_wait(copy);
-    } else {
-      const size_t chosen = turn == Turn::OldestGoes ? oldest_waiting(next).value_or(next) : next;
+      begin_wait(next++);
+    } else if (turn != Turn::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
+      const size_t chosen = turn == Turn::Goes ? next : oldest_waiting(next).value_or(next);
       if (chosen < next) --next;
-      enqueue(chosen);
+      enqueue(thread, chosen);
     }
-    if (std::exchange(flush_count, thread.flush_count) != thread.flush_count) next = 0;
+    if (is_changed()) next = 0;
   }
-  if (thread.has_waiting) thread.has_waiting = std::ranges::any_of(thread.pending, is_waiting);
+  if (thread.has_waiting) thread.set_has_waiting(std::ranges::any_of(thread.pending, is_waiting));
+}
+
+bool Engine::Flush::make_room(Engine& engine) {
+  if (!engine.is_inherited()) engine.reap();
+  return Operation::drop_now();
 }
 
 bool Engine::Flush::is_possible(const PendingCopy& copy) const {
   // R1: the operator that saved this tensor may not have filled it yet.
+  const bool is_of_another = copy.sequence_number != program::sequence_number() || copy.context == leaving;
   const bool has_ended = copy.sequence_number == kOperatorEnded ||
-                         (!is_inside && (copy.sequence_number != sequence_number || copy.context == leaving));
+                         (!is_inside && is_of_another && copy.sequence_number != kOperatorUnderWay);
   return has_ended && !copy.engine->backend_.streams.is_capturing();
 }
 
@@ -111,8 +131,8 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
   if (!may_wait && engine.windows_.waiting_bytes() == 0) return Turn::Goes;
   const Record& record = engine.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
-  const bool fits = engine.windows_.may_wait(record.tape, is_new ? record.nbytes() : 0);
-  if (!fits || (is_new && waiting_before(place) >= kMostWaiting)) return Turn::OldestGoes;
+  if (!engine.windows_.may_wait(record.tape, is_new ? record.nbytes() : 0)) return Turn::OldestGoes;
+  if (is_new && waiting_before(place) >= kMostWaiting) return Turn::OldestOfThreadGoes;
   if (!may_wait) return Turn::Goes;
   if (std::ranges::find(without_room, &engine) != without_room.end()) return Turn::Waits;
   if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Turn::Goes;
@@ -142,28 +162,62 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
   return std::nullopt;
 }
 
-void Engine::Flush::begin_wait(PendingCopy& copy) {
-  thread.has_waiting = true;
-  copy.sequence_number = kOperatorEnded;
+// A copy that waits begins behind all that filled its source by the beginning of the wait, whichever thread enqueues
+// it. Left to its own thread are: a copy that an operator saves again (R1); one whose failure its own program is to be
+// told of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
+bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
+  const auto can_be_taken = [&](const PendingCopy& copy) {
+    return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&
+           engine.context(copy.record).options.on_full != OnFull::Error &&
+           !engine.backend_.streams.is_capturing_on(engine.held(copy.record).bytes.stream);
+  };
+  ThreadState* owner = nullptr;
+  size_t place = 0;
+  uint64_t oldest = UINT64_MAX;
+  for (ThreadState* const known : ThreadState::with_waiting()) {
+    const auto first = std::ranges::find_if(known->pending, can_be_taken);
+    if (first == known->pending.end() || first->wait_number >= oldest) continue;
+    owner = known;
+    place = static_cast<size_t>(first - known->pending.begin());
+    oldest = first->wait_number;
+  }
+  if (owner == nullptr || owner == &thread || mutated(Mutant::IdleThreadsMakeRoom)) return false;
+  ++owner->taken_count;
+  enqueue(*owner, place);
+  return true;
+}
+
+void Engine::Flush::begin_wait(size_t place) {
+  PendingCopy copy = thread.pending[place];
   Engine& engine = *copy.engine;
   const RecordId id = copy.record;
   if (copy.filled.is_beginning()) {
     const StreamId stream = engine.held(id).bytes.stream;
     engine.streams_.without_gil(stream, [&] { copy.filled = engine.backend_.streams.record(stream); });
   }
+  // Other threads take only what waits already, which this copy may do: then it may be gone from its place.
+  const auto known = std::ranges::find_if(thread.pending, [&](const PendingCopy& other) {
+    return other.engine == copy.engine && other.record == copy.record;
+  });
+  if (known == thread.pending.end()) return;
+  known->sequence_number = kOperatorEnded;
+  known->filled = copy.filled;
   if (is_waiting(copy) || !engine.is_pending(id)) return;  // another thread may have released it meanwhile
+  static uint64_t waits_begun = 0;
+  known->wait_number = ++waits_begun;
+  thread.set_has_waiting(true);
   engine.ledger_.await_room(id);
   engine.windows_.wait_began(engine.ledger_.record(id).nbytes());
   engine.drain_window_of(id);
   Statistics::global().saw_offload_window(engine.windows_.offload_bytes());
 }
 
-void Engine::Flush::enqueue(size_t place) {
-  const PendingCopy copy = thread.pending[place];
+void Engine::Flush::enqueue(ThreadState& owner, size_t place) {
+  const PendingCopy copy = owner.pending[place];
   if (place == 0)
-    thread.pending.pop_front();
+    owner.pending.pop_front();
   else
-    thread.pending.erase(thread.pending.begin() + static_cast<ptrdiff_t>(place));
+    owner.pending.erase(owner.pending.begin() + static_cast<ptrdiff_t>(place));
   if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
   copy.engine->enqueue_offload(copy, order);
 }

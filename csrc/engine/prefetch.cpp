@@ -21,6 +21,7 @@ void Engine::go_on_reloading() {
   if (engine == nullptr || graph_task != program::graph_task()) return;
   if (engine->is_inherited() || !engine->ledger_.has_tape(tape)) return;
   engine->reap();
+  Operation::drop_now();
   if (engine->ledger_.has_tape(tape)) engine->prefetch(tape);
 }
 

@@ -184,7 +184,7 @@ void Engine::finish_reload(RecordId id) {
     return;
   }
   ledger_.pass_by(id);
-  Operation::drop_later(std::move(std::exchange(held(id).bytes, {}).memory));
+  held(id).bytes = {};
   // A reload ahead may have failed in a backward that ended long ago. So the record is read again before an error is
   // raised.
   if (!was_ahead) throw std::runtime_error("torchoffload: a saved tensor could not be read back: " + failure);

@@ -85,7 +85,7 @@ std::optional<HeldSlot> SlotBudget::try_hold(const Slot& slot) {
   return HeldSlot(&store_, *held);
 }
 
-HeldSlot SlotBudget::hold(const Slot& slot) {
+HeldSlot SlotBudget::hold(Slot slot) {
   if (std::optional<HeldSlot> held = try_hold(slot)) return std::move(*held);
   const BlockingSection blocking;
   return {&store_, store_.hold(slot)};

@@ -81,7 +81,7 @@ class SlotBudget {
   // nullopt: the slot is not in memory. Never blocks.
   std::optional<HeldSlot> try_hold(const Slot& slot);
   // Brings it to memory first. Blocks. Throws std::runtime_error where it cannot be read.
-  HeldSlot hold(const Slot& slot);
+  HeldSlot hold(Slot slot);
   void note_filled(const Slot& slot, Point end) {
     if (moves_slots_) store_.note_filled(slot, end);
   }

@@ -101,11 +101,7 @@ void StreamOrder::retire(DeviceBytes bytes, Rule rule) noexcept {
       is_free = may_be_dropped(bytes, rule);
     } catch (const std::exception&) {  // a failing device raises again at the next call that can report it
     }
-    if (is_free) {
-      Operation::drop_later(std::move(bytes.memory));
-    } else {
-      retired_.push_back({std::move(bytes), rule});
-    }
+    if (!is_free) retired_.push_back({std::move(bytes), rule});
   } catch (const std::exception&) {  // no memory for the list: leaked, which is safer than dropped too early
     if (bytes.memory) (void)bytes.memory.release();
   }

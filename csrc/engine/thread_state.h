@@ -1,6 +1,7 @@
 // ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
 // Ownership:     one for each thread, leaked on purpose: handles may die while static destructors run.
-// Thread safety: used by its own thread alone, with the GIL held.
+// Thread safety: needs the GIL. Used by its own thread alone, but for copies in `pending` that wait for room: another
+//                thread may take them out, while this one is not running or is in a BlockingSection.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/mutant.h"
 #include "core/types.h"
 #include "device/memory.h"
 #include "engine/program.h"
@@ -21,6 +23,8 @@ struct ContextState;
 
 // Stands for the sequence number of an operator that has returned; see PacksMade.
 constexpr uint64_t kOperatorEnded = UINT64_MAX;
+// Stands for the sequence number of an operator inside of which code of others runs; see OperatorUnderWay.
+constexpr uint64_t kOperatorUnderWay = UINT64_MAX - 1;
 
 // A record that the thread has packed and whose copy it has not enqueued yet: its operator has not ended (R1), or the
 // store has no room.
@@ -30,6 +34,7 @@ struct PendingCopy {
   uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
   const ContextState* context;  // compared, never dereferenced
   Point filled = {};            // where the copy waits for room: behind all that has filled its source by then
+  uint64_t wait_number = 0;     // where it waits: counts the waits of all threads in the order in which they began
 };
 
 // In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
@@ -49,20 +54,47 @@ struct AskedTape {
 struct ThreadState {
   // How many operations are open, one inside the other, and what the outermost one does when it ends. See Operation.
   int operation_depth = 0;
-  std::vector<Memory> dropped;
+  PutOffDrops dropped;
   std::vector<std::function<void()>> releases;
 
   std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
   std::deque<PendingCopy> pending;
   bool has_waiting = false;  // some of them may wait for room; see Note [Copies that wait for room]
-  uint64_t flush_count = 0;  // of flushes begun: one that another one's copies led to has changed `pending`
+  uint64_t taken_count = 0;  // of those that other threads have enqueued: each has changed `pending`
   bool packs_made = false;   // see PacksMade
 
   // The operator inside of which the thread packs now.
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }
   AskedTape asked;
 
+  // Those that `has_waiting` is true of. It is changed by set_has_waiting().
+  static const std::vector<ThreadState*>& with_waiting();
+  void set_has_waiting(bool has_waiting_now);
+
   static ThreadState& current();
+};
+
+// While it lives, code of others runs on the thread, perhaps inside of an operator that has packed already. That code
+// may run operators of its own, which raises the sequence number, and may leave contexts. Neither says that the
+// operator around it has ended (R1). Afterwards its former packs have the number that its later ones will have.
+class OperatorUnderWay {
+ public:
+  explicit OperatorUnderWay(ThreadState& thread) : thread_(thread) {
+    renumber(program::sequence_number(), kOperatorUnderWay);
+  }
+  ~OperatorUnderWay() { renumber(kOperatorUnderWay, program::sequence_number()); }
+  OperatorUnderWay(const OperatorUnderWay&) = delete;
+  OperatorUnderWay& operator=(const OperatorUnderWay&) = delete;
+
+ private:
+  void renumber(uint64_t from, uint64_t to) {
+    if (mutated(Mutant::CopyNotInsideOneAroundIt)) return;
+    for (PendingCopy& copy : thread_.pending) {
+      if (copy.sequence_number == from) copy.sequence_number = to;
+    }
+  }
+
+  ThreadState& thread_;
 };
 
 // While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/engine.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 
@@ -24,6 +25,7 @@ DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
   const RecordId id = handle.record;
   Ask ask{handle, backend_.streams.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
   if (in_backward) backward_asks(ask);
+  Operation::drop_now();  // before buffers are allocated, and before the host may wait for a disk
   if (!ledger_.record(id).is_kept() && backend_.streams.is_capturing())
     throw std::runtime_error(
         "torchoffload: a tensor that was offloaded before this CUDA graph capture is asked for inside it. Capture "
@@ -123,6 +125,8 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
 HeldSlot Engine::hold_slot(RecordId id) {
   try {
     return slots_.hold(held(id).slot);
+  } catch (const WaitAbandoned&) {
+    throw;
   } catch (const std::exception& error) {
     throw std::runtime_error(std::string("torchoffload: a saved tensor could not be read back: ") + error.what());
   }

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "system/host_wait.h"
+
 namespace torchoffload {
 namespace {
 
@@ -83,13 +85,25 @@ uint64_t IoQueue::submit(const IoJob& job) {
   std::unique_lock lock(mutex_);
   threads_ended_.wait(lock, [&] { return !are_threads_ending_; });
   if (threads_.empty()) start_threads();
-  auto is_reached_floor = [](const Floor& floor) { return floor.queue->is_reached(floor.serial); };
-  std::erase_if(floors_, is_reached_floor);
-  waiting_.push_back({submitted_ + 1, job, floors_});
-  const uint64_t serial = ++submitted_;
+  const uint64_t serial = add(job);
   lock.unlock();
   submitted_or_ending_.notify_one();
   return serial;
+}
+
+uint64_t IoQueue::run_here(const IoJob& job) {
+  if (fork_guard_.inherited()) throw_inherited();
+  std::unique_lock lock(mutex_);
+  const uint64_t serial = add(job);
+  while (taken_ < serial) take_and_run(lock);
+  return serial;
+}
+
+uint64_t IoQueue::add(const IoJob& job) {
+  auto is_reached_floor = [](const Floor& floor) { return floor.queue->is_reached(floor.serial); };
+  std::erase_if(floors_, is_reached_floor);
+  waiting_.push_back({submitted_ + 1, job, floors_});
+  return ++submitted_;
 }
 
 void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
@@ -121,6 +135,14 @@ void IoQueue::wait_for(uint64_t serial) const {
   completed_moved_.wait(lock, [&] { return is_reached(serial); });
 }
 
+void IoQueue::wait_on_host(uint64_t serial, const std::string& what) const {
+  if (is_reached(serial)) return;
+  if (fork_guard_.inherited()) throw_inherited();
+  std::unique_lock lock(mutex_);
+  if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
+  HostWait::until(lock, completed_moved_, [&] { return is_reached(serial); }, [&] { return what; });
+}
+
 std::string IoQueue::failure(uint64_t serial) const {
   if (fork_guard_.inherited()) throw_inherited();
   std::lock_guard lock(mutex_);
@@ -135,23 +157,14 @@ void IoQueue::forget(uint64_t serial) {
 }
 
 void IoQueue::start_threads() {
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setstacksize(&attributes, kStackBytes);
   int error = 0;
-  {
-    SignalBlock no_signals;
-    while (threads_.size() < thread_count_ && error == 0) {
-      pthread_t thread;
-      error = pthread_create(&thread, &attributes, thread_main, this);
-      if (error != 0) break;
-      pthread_setname_np(thread, name_.c_str());
-      threads_.push_back(thread);
-    }
+  while (threads_.size() < thread_count_ && error == 0) {
+    pthread_t thread;
+    error = start_thread(thread, name_.c_str(), thread_main, this, kStackBytes);
+    if (error == 0) threads_.push_back(thread);
   }
-  pthread_attr_destroy(&attributes);
   // One thread is enough to be right.
-  if (threads_.empty()) throw std::runtime_error(std::string("cannot start an I/O thread: ") + std::strerror(error));
+  if (threads_.empty()) throw StoreFull(std::string("cannot start an I/O thread: ") + std::strerror(error));
 }
 
 void* IoQueue::thread_main(void* queue) {
@@ -164,20 +177,24 @@ void IoQueue::work() {
   while (true) {
     submitted_or_ending_.wait(lock, [&] { return are_threads_ending_ || !waiting_.empty(); });
     if (waiting_.empty()) return;
-    Submitted next = std::move(waiting_.front());
-    waiting_.pop_front();
-    taken_ = next.serial;
-    uint64_t last_conflict = 0;
-    for (const Submitted& earlier : running_) {
-      if (conflict(earlier.job, next.job)) last_conflict = std::max(last_conflict, earlier.serial);
-    }
-    if (last_conflict > 0) next.floors.push_back({this, last_conflict});
-    running_.push_back(next);
-    lock.unlock();
-    std::string failure = run(next);
-    lock.lock();
-    finish(next.serial, std::move(failure));
+    take_and_run(lock);
   }
+}
+
+void IoQueue::take_and_run(std::unique_lock<std::mutex>& lock) {
+  Submitted next = std::move(waiting_.front());
+  waiting_.pop_front();
+  taken_ = next.serial;
+  uint64_t last_conflict = 0;
+  for (const Submitted& earlier : running_) {
+    if (conflict(earlier.job, next.job)) last_conflict = std::max(last_conflict, earlier.serial);
+  }
+  if (last_conflict > 0) next.floors.push_back({this, last_conflict});
+  running_.push_back(next);
+  lock.unlock();
+  std::string failure = run(next);
+  lock.lock();
+  finish(next.serial, std::move(failure));
 }
 
 std::string IoQueue::run(const Submitted& submitted) const {

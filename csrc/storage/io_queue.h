@@ -39,7 +39,8 @@ namespace torchoffload {
 // so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
 // with a thread free to take it. It ends, as file I/O does, and the argument repeats. There are threads wherever there
 // is a job: end_idle_threads() ends them only while none is waiting or running, and a submit() that comes meanwhile
-// waits until they are gone, which depends on no job, and starts new ones.
+// waits until they are gone, which depends on no job, and starts new ones. Where none can be started, the thread that
+// calls run_here() is one of them until its job is taken.
 
 enum class IoDirection : uint8_t { Out, In };  // memory to slot, slot to memory
 
@@ -64,8 +65,12 @@ class IoQueue {
   IoQueue(const IoQueue&) = delete;
   IoQueue& operator=(const IoQueue&) = delete;
 
-  // Returns the job's serial, counted from 1. Throws std::runtime_error if no thread can be started or after a fork.
+  // Returns the job's serial, counted from 1. Throws StoreFull if no thread can be started; the next call tries again.
+  // Throws std::runtime_error after a fork.
   uint64_t submit(const IoJob& job);
+
+  // The same, but the calling thread does the job, after those before it that no thread has taken. Blocks.
+  uint64_t run_here(const IoJob& job);
 
   // Jobs submitted from now on start after `serial` of `other` (which may be this queue) is reached.
   void run_after(const IoQueue& other, uint64_t serial);
@@ -73,8 +78,11 @@ class IoQueue {
   uint64_t submitted() const;
   bool is_reached(uint64_t serial) const { return serial <= completed_.load(std::memory_order_acquire); }
 
-  // Blocks until `serial` is reached.
+  // Blocks until `serial` is reached: a thread of a queue.
   void wait_for(uint64_t serial) const;
+
+  // The same for a thread of the program. `what` says what is waited for. Throws WaitAbandoned if that is interrupted.
+  void wait_on_host(uint64_t serial, const std::string& what) const;
 
   // The reason why the job of this serial failed, or empty. Kept until forget(serial): one that was lost earlier would
   // be silent wrong bytes.
@@ -99,9 +107,12 @@ class IoQueue {
     std::vector<Floor> floors;
   };
 
-  void start_threads();
+  uint64_t add(const IoJob& job);  // with the lock held
+  void start_threads();            // throws StoreFull
   static void* thread_main(void* queue);
   void work();
+  // Takes the first job that waits, and does it. The lock is given back meanwhile.
+  void take_and_run(std::unique_lock<std::mutex>& lock);
   std::string run(const Submitted& submitted) const;
   void finish(uint64_t serial, std::string failure);
 

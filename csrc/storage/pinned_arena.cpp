@@ -6,6 +6,7 @@
 
 #include "core/mutant.h"
 #include "system/host_memory.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 namespace {
@@ -228,12 +229,10 @@ void PinnedArena::grow_on_need() {
 
 void PinnedArena::stop() {
   if (fork_guard_.inherited()) return;
-  {
-    std::lock_guard lock(mutex_);
-    is_stopped_ = true;
-    changed_.notify_all();
-  }
-  const Turn after_the_chunk_in_the_making(*this);
+  std::unique_lock lock(mutex_);
+  is_stopped_ = true;
+  changed_.notify_all();
+  ExitWait::until(lock, changed_, [&] { return !is_turn_taken_; }, "host memory that is being page-locked");
 }
 
 bool PinnedArena::is_growing() const {
@@ -247,10 +246,8 @@ bool PinnedArena::may_grow_ahead() const { return !is_stopped_ && plan_.bytes_ah
 void PinnedArena::wake_if_wanted() {
   if (!may_grow_ahead()) return;
   if (thread_) return changed_.notify_all();
-  SignalBlock no_signals;
   pthread_t thread;
-  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;  // without the thread, the arena grows on need
-  pthread_setname_np(thread, "arena-growth");
+  if (start_thread(thread, "arena-growth", thread_main, this) != 0) return;  // without it the arena grows on need
   thread_ = thread;
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -66,7 +67,16 @@ SpillFile::SpillFile(std::string directory, std::function<void(Point)> synchroni
     : directory_(std::move(directory)),
       synchronize_(std::move(synchronize)),
       policy_(policy),
-      file_(std::make_shared<File>(directory_)) {}
+      file_(try_open(directory_)) {}
+
+std::shared_ptr<SpillFile::File> SpillFile::try_open(const std::string& directory) {
+  try {
+    return std::make_shared<File>(directory);
+  } catch (const OpenError& error) {
+    if (!error.may_pass) throw;
+    return nullptr;
+  }
+}
 
 SpillFile::File::File(const std::string& directory)
     : cached(open_unlinked(directory)), direct(reopen_direct(cached)), uses_direct_io(direct.is_open()) {}
@@ -133,22 +143,9 @@ void SpillFile::release(const Slot& slot, const std::vector<Point>& guards) {
 uint64_t SpillFile::trim() {
   if (fork_guard_.inherited()) return 0;
   std::lock_guard growing(grow_mutex_);
-  std::vector<std::pair<Span, std::vector<Point>>> idle;
-  uint64_t end = 0;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [id, guards] : ranges_.idle_blocks()) {
-      idle.emplace_back(chunks_.at(id), std::move(guards));
-      ranges_.remove_block(id);
-      chunks_.erase(id);
-    }
-    for (const auto& [id, span] : chunks_) end = std::max(end, span.end);
-  }
-  // Out of the allocator's sight now, so nothing new can touch it; the waits hold up nobody.
+  const auto [idle, end] = take_idle_chunks();
   uint64_t given_back_bytes = 0;
-  for (const auto& [span, guards] : idle) {
-    // The host waits for every guard: a late write would fill the hole again.
-    for (const Point& guard : guards) synchronize_(guard);
+  for (const Span& span : idle) {
     const bool is_tail = span.begin >= end;  // given back by the truncation below
     if (is_tail || io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin),
                                        static_cast<off_t>(span.nbytes())) == 0) {
@@ -158,6 +155,40 @@ uint64_t SpillFile::trim() {
   if (!idle.empty() && ftruncate(file_->cached.get(), static_cast<off_t>(end)) != 0) return 0;
   close_if_empty();
   return given_back_bytes;
+}
+
+// The waits hold up nobody. They come first, since the user may interrupt one.
+SpillFile::Idle SpillFile::take_idle_chunks() {
+  std::map<StreamId, uint64_t> reached;
+  while (true) {
+    std::vector<Point> busy;
+    if (auto idle = try_take_idle_chunks(reached, busy)) return *std::move(idle);
+    // The host waits for every guard: a late write would fill the hole again.
+    for (const Point& guard : busy) {
+      synchronize_(guard);
+      reached[guard.stream] = std::max(reached[guard.stream], guard.serial);
+    }
+  }
+}
+
+std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached,
+                                                               std::vector<Point>& busy) {
+  const auto is_busy = [&](const Point& guard) {
+    const auto known = reached.find(guard.stream);
+    return known == reached.end() || known->second < guard.serial;
+  };
+  std::lock_guard lock(mutex_);
+  const auto blocks = ranges_.idle_blocks();
+  for (const auto& [id, guards] : blocks) std::ranges::copy_if(guards, std::back_inserter(busy), is_busy);
+  if (!busy.empty()) return std::nullopt;
+  Idle taken;
+  for (const auto& [id, guards] : blocks) {
+    taken.chunks.push_back(chunks_.at(id));
+    ranges_.remove_block(id);
+    chunks_.erase(id);
+  }
+  for (const auto& [id, span] : chunks_) taken.end_of_others = std::max(taken.end_of_others, span.end);
+  return taken;
 }
 
 // Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
@@ -320,8 +351,8 @@ void SpillFile::reserve_disk(Span span) const {
   if (error == 0) return;
   // Part of it may have been reserved: no chunk uses it, so it goes back.
   io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
-  throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for the spill file in '" + directory_ +
-                  "': " + std::strerror(error));
+  throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for " + name() + ": " +
+                  std::strerror(error));
 }
 
 SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
@@ -336,8 +367,7 @@ SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
 
 std::string SpillFile::describe(const char* what, Span span, const IoResult& result) const {
   return std::string(what) + " of " + std::to_string(span.nbytes()) + " bytes at offset " + std::to_string(span.begin) +
-         " of the spill file in '" + directory_ + "' failed after " + std::to_string(result.done_bytes) +
-         " bytes: " + result.reason();
+         " of " + name() + " failed after " + std::to_string(result.done_bytes) + " bytes: " + result.reason();
 }
 
 void SpillFile::check_invariants() const {

@@ -59,8 +59,8 @@ class TransferBuffers {
 
 class SpillFile final : public SlotStore {
  public:
-  // `synchronize` blocks the host until a point is reached. Throws std::runtime_error (directory, errno's text); grow()
-  // throws StoreFull with the same text where the directory has gone since.
+  // `synchronize` blocks the host until a point is reached. Throws OpenError where no file can be made, unless that may
+  // pass: then, and where the directory has gone since, grow() throws StoreFull with the same text.
   SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy = {});
 
   uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
@@ -83,6 +83,7 @@ class SpillFile final : public SlotStore {
   std::string read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes);
 
   const std::string& directory() const { return directory_; }
+  std::string name() const { return "the spill file in " + quoted(directory_); }
   bool is_open() const;
   bool uses_direct_io() const;  // false where no file is open
 
@@ -99,6 +100,10 @@ class SpillFile final : public SlotStore {
     std::atomic<bool> uses_direct_io;
     TransferBuffers buffers;
   };
+  struct Idle {
+    std::vector<Span> chunks;  // where in the file
+    uint64_t end_of_others = 0;
+  };
   struct Place {
     std::shared_ptr<File> file;
     Span span;
@@ -111,10 +116,15 @@ class SpillFile final : public SlotStore {
   static IoResult write_cached(const File& file, const std::byte* source, Span span);
   static IoResult read_cached(const File& file, std::byte* target, Span span);
 
+  static std::shared_ptr<File> try_open(const std::string& directory);  // null where what refuses it may pass
   bool fits(uint64_t nbytes) const;
   uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
   void open_again();                          // throws StoreFull
   void close_if_empty();
+  // Takes the chunks without a slot in use out of the allocator, once the host has waited for their guards. Blocks.
+  Idle take_idle_chunks();
+  // The same if all guards were `reached`, which has the latest serial of each stream; else returns the others.
+  std::optional<Idle> try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached, std::vector<Point>& busy);
   void reserve_disk(Span span) const;  // throws StoreFull
   Place locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;

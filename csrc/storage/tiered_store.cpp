@@ -24,7 +24,8 @@ TieredStore::TieredStore(PinnedArena& arena, const std::vector<std::string>& dir
                          SpillHooks hooks)
     : arena_(arena), policy_(policy), hooks_(std::move(hooks)) {
   for (const std::string& directory : directories)
-    disks_.push_back({std::make_unique<SpillFile>(directory, [](Point) {}), 0, 0, {}});  // its slots have no guards
+    disks_.push_back(
+        {std::make_unique<SpillFile>(directory, [](Point) {}), 0, 0, std::nullopt});  // its slots have no guards
   for (const Disk& disk : disks_) disk.file->trim();  // made to be sure that it can be; the first write opens it again
   transfers_ = hooks_.make_transfers(disks_.size(), [this](const SlotTransfer& transfer) { run(transfer); });
 }
@@ -36,7 +37,7 @@ TieredStore::~TieredStore() {
   }
   stop();
   std::unique_lock lock(mutex_);
-  transfers_->wait(lock, changed_, [&] { return transfer_count_ == 0; });
+  transfers_->wait(lock, changed_, [&] { return transfer_count_ == 0; }, [&] { return describe_wait("the end of"); });
   while (!slots_.empty()) free_slot(slots_.begin()->first, {});
 }
 
@@ -51,8 +52,7 @@ std::optional<Slot> TieredStore::try_acquire(uint64_t nbytes, std::vector<Point>
     made.nbytes = slot_bytes(nbytes);
     if (!take_memory(made, guards, UINT64_MAX)) return std::nullopt;
     largest_bytes_ = std::max(largest_bytes_, made.memory.nbytes());
-    round_.slot_bytes += memory_for(made.nbytes);
-    round_.most_bytes = std::max(round_.most_bytes, round_.slot_bytes);
+    demand_.acquired(memory_for(made.nbytes), limit_locked());
     const uint64_t number = ++last_number_;
     slot = Slot{{0, number, made.nbytes}, made.address};
     slots_.emplace(number, std::move(made));
@@ -94,6 +94,7 @@ void TieredStore::release(const Slot& slot, const std::vector<Point>& guards) {
   {
     const std::lock_guard lock(mutex_);
     Resting& resting = at(slot);
+    demand_.released(memory_for(resting.nbytes));
     if (resting.is_in_transfer()) {
       resting.is_released = true;
       ++released_count_;
@@ -116,15 +117,11 @@ void TieredStore::free_slot(uint64_t number, const std::vector<Point>& guards) {
     Disk& disk = disks_[resting.disk];
     disk.file->release(*resting.on_disk, {});
     disk.slot_bytes -= resting.nbytes;
-    disk.refusal.clear();  // there is room again, or the disk is tried once more
+    if (disk.refusal) disk.refusal->due_wave = 0;  // there may be room again
   }
   dirty_.set(number, 0, false);
   clean_.set(number, 0, false);
-  round_.slot_bytes -= memory_for(resting.nbytes);
   slots_.erase(number);
-  if (!slots_.empty()) return;
-  expected_bytes_ = round_.most_bytes;
-  round_ = {};
 }
 
 // ---- holds ----
@@ -156,13 +153,23 @@ Slot TieredStore::hold(const Slot& slot) {
   while (true) {
     Resting& resting = at(slot);
     if (resting.is_in_memory()) return held(slot, resting);
-    if (resting.place == Place::OnDisk && !begin_fetch_of(slot.range.offset, resting, UINT64_MAX)) {
-      make_room(lock, memory_for(resting.nbytes), Beyond::Yes);
-      continue;
+    bool is_by_caller = false;
+    if (resting.place == Place::OnDisk) {
+      const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
+      if (begun == Fetch::NoRoom) {
+        make_room(lock, memory_for(resting.nbytes), Beyond::Yes);
+        continue;
+      }
+      is_by_caller = begun == Fetch::ByCaller;
     }
     const uint64_t fetch_number = resting.fetch_number;
+    if (is_by_caller) {
+      lock.unlock();
+      fetch(slot.range.offset);
+      lock.lock();
+    }
     if (mutated(Mutant::ReloadWaitsForFetch)) return held(slot, resting);
-    wait_for_disk(lock, [&] {
+    wait_for_disk(lock, "a saved tensor to be read from", [&] {
       const Resting& now = at(slot);
       return now.place != Place::BeingFetched || now.fetch_number != fetch_number;
     });
@@ -192,10 +199,10 @@ bool TieredStore::begin_fetch(const Slot& slot) {
     const std::lock_guard lock(mutex_);
     Resting& resting = at(slot);
     // Slots that were saved before this one are wanted later.
-    try {
-      if (resting.place == Place::OnDisk) has_begun = begin_fetch_of(slot.range.offset, resting, slot.range.offset);
-    } catch (const std::runtime_error&) {  // who asks for the slot is told
-      has_begun = false;
+    if (resting.place == Place::OnDisk) {
+      const Fetch begun = is_stopped_ ? Fetch::NoRoom : begin_fetch_of(slot.range.offset, resting, slot.range.offset);
+      if (begun == Fetch::ByCaller) give_up_fetch(resting);  // nobody waits for the slot yet
+      has_begun = begun == Fetch::Begun;
     }
   }
   transfers_->make_progress();
@@ -283,7 +290,7 @@ void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes,
   if (would_fit && refusal.empty() && drop_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;
-    return wait_for_disk(lock, [&] { return change_count_ != seen || is_stopped_; });
+    return wait_for_disk(lock, "room in host memory, by way of", [&] { return change_count_ != seen || is_stopped_; });
   }
   if (!refusal.empty()) throw StoreFull(refusal);
   if (would_fit) return;  // nothing can leave the arena: it grows
@@ -324,7 +331,8 @@ uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;
   {
     std::unique_lock lock(mutex_);
-    transfers_->wait(lock, changed_, [&] { return released_count_ == 0; });
+    transfers_->wait(
+        lock, changed_, [&] { return released_count_ == 0; }, [&] { return describe_wait("transfers of"); });
     while (drop_oldest(UINT64_MAX)) {
     }
   }
@@ -370,7 +378,7 @@ void TieredStore::check_invariants() const {
   uint32_t transfer_count = 0;
   for (const auto& [number, resting] : slots_) {
     memory_bytes += resting.memory.nbytes();
-    slot_bytes += memory_for(resting.nbytes);
+    if (!resting.is_released) slot_bytes += memory_for(resting.nbytes);
     if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
     if (resting.place == Place::BeingFetched) fetching_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
@@ -383,7 +391,7 @@ void TieredStore::check_invariants() const {
             "clean slots are not listed");
   }
   require(memory_bytes == memory_bytes_, "memory_bytes_ is wrong");
-  require(slot_bytes == round_.slot_bytes && slot_bytes <= round_.most_bytes, "the round's bytes are wrong");
+  require(slot_bytes == demand_.slot_bytes() && demand_.holds(), "the slots' bytes are wrong");
   require(writing_bytes == writing_bytes_ && fetching_bytes == fetching_bytes_, "bytes on their way are wrong");
   require(transfer_count == transfer_count_, "transfer_count_ is wrong");
 }

@@ -22,9 +22,9 @@
 // The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
 // places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
 //
-// A round lasts until the store has no slots any more: as a rule, one step. A round is expected to have as many bytes
-// in slots as the round before. So what exceeds the limit is written from the round's beginning on, and nothing more.
-// In the first round, and once a round has more bytes than expected, slots are written as room runs short.
+// Slots are written while less memory is free, or can be given up without I/O, than slots are about to want. Where it
+// is known how far the slots' bytes will rise (SlotDemand), the excess over the limit is therefore written from the
+// first slot on, and nothing more. Where it is not, slots are written once an eighth of the limit is left.
 // - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
 //   the disk is no change to it, so that may go on.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
@@ -32,8 +32,9 @@
 // - A thread that waits for room holds no slot. Where nothing can leave the memory, because all slots in it are held by
 //   other threads, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too,
 //   and no two threads wait for each other.
-// - A write that fails leaves the slot in memory, and its disk is not written to any more, until a slot is released
-//   there.
+// - A write that fails leaves the slot in memory, and its disk is refused: nothing more is written to it. It is tried
+//   again, with one slot at a time, in the next wave, after a minute, or once a slot is released there. Each try that
+//   fails doubles the number of waves. A write that succeeds ends the refusal.
 // - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
 #pragma once
 
@@ -48,6 +49,7 @@
 #include <vector>
 
 #include "storage/pinned_arena.h"
+#include "storage/slot_demand.h"
 #include "storage/slot_store.h"
 #include "storage/spill_file.h"
 #include "storage/transfer_queue.h"
@@ -60,12 +62,15 @@ struct SpillPolicy {
   bool writes_at_once = false;           // each slot is written once it is filled, and not only where room runs short
 };
 
+double steady_now_s();
+
 // What a TieredStore is given from outside.
 struct SpillHooks {
   // Blocks the calling thread, one of the store's own, until a point is reached, or for some milliseconds. Returns
   // whether it was reached: the store asks again, and not any more once it is stopped.
   std::function<bool(Point)> wait_for_point;
   MakeTransferQueue make_transfers = ThreadedTransfers::make;
+  double (*now_s)() = steady_now_s;
   // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
   void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
 };
@@ -95,7 +100,8 @@ class TieredStore final : public SlotStore {
 
   uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
-  // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it.
+  // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it, and
+  // WaitAbandoned where the user interrupts the wait.
   void grow(uint64_t nbytes) override;
   // Gives up memory of slots that are in both places, as try_acquire() does.
   bool waits_for_room(uint64_t nbytes) override;
@@ -153,18 +159,20 @@ class TieredStore final : public SlotStore {
   };
   using Slots = std::map<uint64_t, Resting>;  // by number
 
+  // Why a disk is not written to, and when that is tried again.
+  struct Refusal {
+    std::string why;
+    uint32_t failure_count = 0;  // in a row
+    uint64_t due_wave = 0;
+    double due_s = 0;
+    bool is_tried = false;  // a slot is being written, to see whether the disk works again
+  };
+
   struct Disk {
     std::unique_ptr<SpillFile> file;
     uint64_t queued_bytes = 0;
     uint64_t slot_bytes = 0;  // of slots on it
-    std::string refusal;      // why nothing more is written there; empty: it is
-  };
-
-  // Bytes of memory that slots take while they are in memory.
-  struct Round {
-    uint64_t slot_bytes = 0;     // of all slots, wherever they are
-    uint64_t most_bytes = 0;     // that slot_bytes has been
-    uint64_t written_bytes = 0;  // of slots whose writing was begun
+    std::optional<Refusal> refusal;
   };
 
   // Slots by number, with their bytes of memory.
@@ -210,14 +218,15 @@ class TieredStore final : public SlotStore {
   }
   Slot held(const Slot& slot, Resting& resting);
   void free_slot(uint64_t number, const std::vector<Point>& guards);
-  // Waits for transfers until `is_done`, and counts that.
-  void wait_for_disk(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done);
+  // Waits for transfers until `is_done`, and counts that. `what` is waited for, of all disks.
+  void wait_for_disk(std::unique_lock<std::mutex>& lock, const char* what, const std::function<bool()>& is_done);
+  // The same with the names of the files.
+  std::string describe_wait(const char* what) const;
 
   // ---- tiered_transfers.cpp ----
 
   // With the lock held:
-  // Begins to write the oldest slots: those that will not fit, as far as that is known, and else as many as keep some
-  // memory free.
+  // Begins to write the oldest slots, as many as it takes for what slots are about to want of memory.
   void write_ahead();
   bool must_write_more() const;
   bool begin_write_of_oldest();
@@ -229,7 +238,11 @@ class TieredStore final : public SlotStore {
   // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs where the
   // arena has no range of that size.
   bool has_room(uint64_t nbytes);
-  bool begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
+  // What became of a fetch. ByCaller: it has begun, but there is no thread for it, so that the caller is to run it.
+  enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };
+  Fetch begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
+  void give_up_fetch(Resting& resting);
+  bool may_write_to(const Disk& disk) const;
   std::optional<size_t> disk_to_write_to() const;
   std::string disk_refusal() const;
   void throw_if_stopped() const;
@@ -259,8 +272,7 @@ class TieredStore final : public SlotStore {
   uint64_t memory_bytes_ = 0;    // of all slots that have memory
   uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
   uint64_t fetching_bytes_ = 0;  // of those that are BeingFetched: they will be clean
-  Round round_;
-  uint64_t expected_bytes_ = 0;  // the most that slots take in this round, if it is like the last one; 0: not known
+  SlotDemand demand_;            // in bytes of memory that slots take while they are in memory
   uint32_t transfer_count_ = 0;  // under way
   uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
   uint64_t change_count_ = 0;    // of events that may have made room

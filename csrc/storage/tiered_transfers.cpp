@@ -4,10 +4,12 @@
 #include <chrono>
 #include <exception>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "core/mutant.h"
 #include "storage/tiered_store.h"
+#include "system/host_wait.h"
 
 namespace torchoffload {
 namespace {
@@ -17,12 +19,19 @@ std::atomic<uint64_t> fetched_bytes{0};
 std::atomic<uint64_t> wait_count{0};
 std::atomic<int64_t> wait_ns{0};
 
-// While less memory than this share of the limit is free or can be given up without I/O, the oldest slots are written:
-// room for two slots at least.
+// What is kept free of the limit, where it is not known how much is about to be wanted: room for two slots at least.
 constexpr uint64_t kShareAhead = 8;
 constexpr uint64_t kMostBytesAhead = uint64_t{4} << 30;
 
+// A disk whose write failed is tried again after so long, or after 1, 2, 4, ... waves.
+constexpr double kSecondsUntilTried = 60;
+constexpr uint32_t kMostDoublings = 6;
+
 }  // namespace
+
+double steady_now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 SpillCounts spill_counts() { return {spilled_bytes, fetched_bytes, wait_count, static_cast<double>(wait_ns) * 1e-9}; }
 
@@ -31,12 +40,19 @@ void reset_spill_counts() {
   wait_ns = 0;
 }
 
-void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_done) {
+void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const char* what,
+                                const std::function<bool()>& is_done) {
   if (is_done()) return;
   const auto begin = std::chrono::steady_clock::now();
-  transfers_->wait(lock, changed_, is_done);
   ++wait_count;
+  transfers_->wait(lock, changed_, is_done, [&] { return describe_wait(what); });
   wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count();
+}
+
+std::string TieredStore::describe_wait(const char* what) const {
+  std::string told = what;
+  for (const Disk& disk : disks_) told += (&disk == &disks_.front() ? " " : " or ") + disk.file->name();
+  return told;
 }
 
 // ---- beginning ----
@@ -50,21 +66,26 @@ void TieredStore::write_ahead() {
 bool TieredStore::must_write_more() const {
   if (policy_.writes_at_once) return true;
   const uint64_t limit_bytes = limit_locked();
-  if (round_.most_bytes <= expected_bytes_) {
-    const uint64_t excess_bytes = expected_bytes_ - std::min(limit_bytes, expected_bytes_);
-    return round_.written_bytes < excess_bytes;
-  }
-  const uint64_t ahead_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
-  const uint64_t wanted_bytes = std::min(limit_bytes, std::max(ahead_bytes, 2 * largest_bytes_));
+  const uint64_t share_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
+  const uint64_t ahead_bytes = std::min(limit_bytes, std::max(share_bytes, 2 * largest_bytes_));
   const uint64_t free_bytes = limit_bytes - std::min(memory_bytes_, limit_bytes);
-  return free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < wanted_bytes;
+  return free_bytes + clean_.nbytes() + writing_bytes_ + fetching_bytes_ < demand_.coming_bytes(ahead_bytes);
+}
+
+bool TieredStore::may_write_to(const Disk& disk) const {
+  if (!disk.refusal) return true;
+  const Refusal& refusal = *disk.refusal;
+  if (mutated(Mutant::RefusalPasses)) return false;
+  return !refusal.is_tried && (demand_.wave_count() >= refusal.due_wave || hooks_.now_s() >= refusal.due_s);
 }
 
 std::optional<size_t> TieredStore::disk_to_write_to() const {
   std::optional<size_t> best;
-  const auto load = [&](size_t disk) { return std::pair(disks_[disk].queued_bytes, disks_[disk].slot_bytes); };
+  const auto load = [&](size_t disk) {
+    return std::tuple(disks_[disk].refusal.has_value(), disks_[disk].queued_bytes, disks_[disk].slot_bytes);
+  };
   for (size_t disk = 0; disk < disks_.size(); ++disk) {
-    if (disks_[disk].refusal.empty() && (!best || load(disk) < load(*best))) best = disk;
+    if (may_write_to(disks_[disk]) && (!best || load(disk) < load(*best))) best = disk;
   }
   return best;
 }
@@ -73,6 +94,7 @@ bool TieredStore::begin_write_of_oldest() {
   const std::optional<size_t> disk = is_stopped_ || dirty_.empty() ? std::nullopt : disk_to_write_to();
   if (!disk) return false;
   const uint64_t number = dirty_.first();
+  if (auto& refusal = disks_[*disk].refusal) refusal->is_tried = true;
   try {
     transfers_->submit({IoDirection::Out, number, *disk});
   } catch (const std::runtime_error& error) {
@@ -84,7 +106,6 @@ bool TieredStore::begin_write_of_oldest() {
   resting.disk = *disk;
   disks_[*disk].queued_bytes += resting.nbytes;
   writing_bytes_ += resting.memory.nbytes();
-  round_.written_bytes += resting.memory.nbytes();
   ++transfer_count_;
   sort_in(number, resting);
   return true;
@@ -120,24 +141,31 @@ bool TieredStore::waits_for_room(uint64_t nbytes) {
   return !is_stopped_ && !has_room(memory_bytes) && can_make_room();
 }
 
-bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {
+TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {
   throw_if_stopped();
   std::vector<Point> guards;
-  if (!take_memory(resting, guards, before)) return false;
-  ++resting.fetch_number;
+  if (!take_memory(resting, guards, before)) return Fetch::NoRoom;
+  Fetch begun = Fetch::Begun;
   try {
     transfers_->submit({IoDirection::In, number, resting.disk});
-  } catch (const std::runtime_error&) {
-    resting.busy_until = guards;
-    give_up_memory(resting);
-    resting.address = nullptr;
-    throw;
+  } catch (const StoreFull&) {
+    begun = Fetch::ByCaller;
   }
+  ++resting.fetch_number;
   resting.fetch_guards = std::move(guards);
   resting.place = Place::BeingFetched;
   fetching_bytes_ += resting.memory.nbytes();
   ++transfer_count_;
-  return true;
+  return begun;
+}
+
+void TieredStore::give_up_fetch(Resting& resting) {
+  fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
+  --transfer_count_;
+  for (const Point& guard : std::exchange(resting.fetch_guards, {})) add_point(resting.busy_until, guard);
+  give_up_memory(resting);
+  resting.address = nullptr;
+  resting.place = Place::OnDisk;
 }
 
 // ---- running, on a thread of the store ----
@@ -170,16 +198,21 @@ void TieredStore::write(uint64_t number) {
   lock.lock();
   disk.queued_bytes -= resting.nbytes;
   writing_bytes_ -= std::min(writing_bytes_, resting.memory.nbytes());
+  --transfer_count_;
   if (place && (failure.empty() || mutated(Mutant::FailedSpillStaysInMemory))) {
     resting.on_disk = place;
     resting.place = Place::InBoth;
     disk.slot_bytes += resting.nbytes;
     spilled_bytes += resting.nbytes;
+    disk.refusal.reset();
   } else {
     if (place) disk.file->release(*place, {});
     resting.place = Place::InMemory;
-    round_.written_bytes -= resting.memory.nbytes();
-    if (!is_in_vain && !is_stopped_) note_refusal(disk, failure);
+    if (is_in_vain) {
+      if (disk.refusal) disk.refusal->is_tried = false;
+    } else if (!is_stopped_) {
+      note_refusal(disk, failure);
+    }
   }
   ended(number, lock);
 }
@@ -205,16 +238,14 @@ void TieredStore::fetch(uint64_t number) {
     }
   }
   lock.lock();
-  resting.fetch_guards.clear();
-  fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
   if (failure.empty()) {
+    fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
+    --transfer_count_;
+    resting.fetch_guards.clear();
     resting.place = Place::InBoth;
     fetched_bytes += resting.nbytes;
   } else {
-    for (const Point& guard : guards) add_point(resting.busy_until, guard);
-    give_up_memory(resting);
-    resting.address = nullptr;
-    resting.place = Place::OnDisk;
+    give_up_fetch(resting);
     resting.failed_fetch_number = resting.fetch_number;
     resting.fetch_failure = failure;
   }
@@ -222,15 +253,14 @@ void TieredStore::fetch(uint64_t number) {
 }
 
 void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
-  --transfer_count_;
   ++change_count_;
   if (slots_.at(number).is_released) {
     --released_count_;
     free_slot(number, {});
   } else {
     sort_in(number, slots_.at(number));
+    if (slots_.at(number).place == Place::InMemory) write_ahead();  // it was not written: another disk may take it
   }
-  write_ahead();
   changed_.notify_all();
   lock.unlock();
 }
@@ -279,7 +309,7 @@ void TieredStore::stop() {
   std::unique_lock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();
-  changed_.wait(lock, [&] { return device_calls_ == 0; });
+  ExitWait::until(lock, changed_, [&] { return device_calls_ == 0; }, "a copy between the device and host memory");
 }
 
 void TieredStore::throw_if_stopped() const {
@@ -289,7 +319,14 @@ void TieredStore::throw_if_stopped() const {
 // ---- refusals ----
 
 void TieredStore::note_refusal(Disk& disk, const std::string& why) {
-  disk.refusal = why;
+  if (!disk.refusal) disk.refusal = Refusal{};
+  Refusal& refusal = *disk.refusal;
+  refusal.why = why;
+  // Of several writes that were under way together only the first one counts.
+  if (refusal.failure_count == 0 || std::exchange(refusal.is_tried, false)) {
+    refusal.due_wave = demand_.wave_count() + (uint64_t{1} << std::min(refusal.failure_count++, kMostDoublings));
+    refusal.due_s = hooks_.now_s() + kSecondsUntilTried;
+  }
   if (!std::exchange(has_told_trouble_, true)) {
     trouble_ = "saved tensors stay in host memory, because writing them to a disk failed: " + why +
                ". Once the budget of host memory is used up, others stay on the device";
@@ -298,7 +335,7 @@ void TieredStore::note_refusal(Disk& disk, const std::string& why) {
 
 std::string TieredStore::disk_refusal() const {
   for (const Disk& disk : disks_) {
-    if (!disk.refusal.empty()) return disk.refusal;
+    if (disk.refusal) return disk.refusal->why;
   }
   return "no slot can be written to a disk";
 }

@@ -1,5 +1,7 @@
 #include "storage/transfer_queue.h"
 
+#include "system/host_wait.h"
+
 namespace torchoffload {
 namespace {
 
@@ -29,8 +31,8 @@ void ThreadedTransfers::submit(const SlotTransfer& transfer) {
 }
 
 void ThreadedTransfers::wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                             const std::function<bool()>& is_done) {
-  changed.wait(lock, is_done);
+                             const std::function<bool()>& is_done, const std::function<std::string()>& what) {
+  HostWait::until(lock, changed, is_done, what);
 }
 
 void ThreadedTransfers::end_idle_threads() {

@@ -2,7 +2,7 @@
 // Ownership:     borrows the store that runs the transfers, which outlives it. ThreadedTransfers owns its threads.
 // Thread safety: submit() and wait() are called with the store's lock held, and let other threads have it only while
 //                wait() waits. make_progress() and end_idle_threads() are called without it.
-// Failures:      submit() throws std::runtime_error where no thread can be started.
+// Failures:      submit() throws StoreFull where no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
 // The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "storage/io_queue.h"
@@ -36,9 +37,9 @@ class TransferQueue {
   virtual void submit(const SlotTransfer& transfer) = 0;
 
   // Waits until `is_done`, which is asked with the store's lock held, returns true. `changed` is notified when a
-  // transfer has ended.
+  // transfer has ended. `what` says what is waited for. Throws WaitAbandoned where the user interrupts the wait.
   virtual void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                    const std::function<bool()>& is_done) = 0;
+                    const std::function<bool()>& is_done, const std::function<std::string()>& what) = 0;
 
   // Called at the end of each call of the store.
   virtual void make_progress() {}
@@ -56,8 +57,8 @@ class ThreadedTransfers final : public TransferQueue {
   ThreadedTransfers(size_t disk_count, const RunTransfer& run);
 
   void submit(const SlotTransfer& transfer) override;
-  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-            const std::function<bool()>& is_done) override;
+  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const std::function<bool()>& is_done,
+            const std::function<std::string()>& what) override;
   void end_idle_threads() override;
 
   static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);

@@ -1,5 +1,7 @@
 #include "system/background_call.h"
 
+#include "system/host_wait.h"
+
 namespace torchoffload {
 
 BackgroundCall::~BackgroundCall() {
@@ -12,10 +14,8 @@ void BackgroundCall::begin() {
   if (has_begun_.load(std::memory_order_acquire) || fork_guard_.inherited()) return;
   const std::lock_guard lock(mutex_);
   if (has_begun_.load(std::memory_order_relaxed) || !may_go_on()) return;
-  const SignalBlock no_signals;
   pthread_t thread;
-  if (pthread_create(&thread, nullptr, thread_main, this) != 0) return;
-  pthread_setname_np(thread, name_.c_str());
+  if (start_thread(thread, name_.c_str(), thread_main, this) != 0) return;
   thread_ = thread;
   is_running_ = true;
   has_begun_.store(true, std::memory_order_release);
@@ -42,7 +42,8 @@ void BackgroundCall::stop() {
     const std::lock_guard lock(mutex_);
     is_stopped_.store(true, std::memory_order_release);
   }
-  await_end();
+  std::unique_lock lock(mutex_);
+  ExitWait::until(lock, ended_, [&] { return !is_running_; }, ("the thread '" + name_ + "'").c_str());
 }
 
 }  // namespace torchoffload

@@ -41,7 +41,7 @@ class BackgroundCall {
   // Blocks until the call that was begun has returned; not where none was.
   void await_end();
 
-  // From here on nothing is begun. Blocks until the call that was begun has returned.
+  // From here on nothing is begun. Blocks until the call that was begun has returned, as long as ExitWait allows.
   void stop();
 
  private:

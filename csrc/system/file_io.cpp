@@ -4,9 +4,11 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
-#include <stdexcept>
+#include <string_view>
 
 namespace torchoffload {
 namespace {
@@ -19,6 +21,20 @@ int punch_hole(int fd, off_t offset, off_t nbytes) {
 
 int write_back(int fd, off_t offset, off_t nbytes, int flags) {
   return sync_file_range(fd, offset, nbytes, static_cast<unsigned>(flags));
+}
+
+// How many bytes the first character has; 0 where it is none in UTF-8, or not printable.
+size_t utf8_length(std::string_view text) {
+  const auto byte = [&](size_t place) { return static_cast<unsigned char>(text[place]); };
+  if (byte(0) < 0x80) return byte(0) >= 0x20 && byte(0) != 0x7f ? 1 : 0;
+  const size_t length = byte(0) >= 0xf0 ? 4 : byte(0) >= 0xe0 ? 3 : 2;
+  if (byte(0) < 0xc2 || byte(0) > 0xf4 || text.size() < length) return 0;
+  for (size_t place = 1; place < length; ++place) {
+    if ((byte(place) & 0xc0) != 0x80) return 0;
+  }
+  const bool is_overlong = (byte(0) == 0xe0 && byte(1) < 0xa0) || (byte(0) == 0xf0 && byte(1) < 0x90);
+  const bool is_beyond = (byte(0) == 0xed && byte(1) >= 0xa0) || (byte(0) == 0xf4 && byte(1) >= 0x90);
+  return is_overlong || is_beyond ? 0 : length;
 }
 
 // `call(position, nbytes)` moves bytes at `position` of the file, which is `position - span.begin` of the buffer.
@@ -94,15 +110,35 @@ void drop_pages(int fd, Span span) {
   posix_fadvise(fd, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()), POSIX_FADV_DONTNEED);
 }
 
+std::string quoted(const std::string& path) {
+  std::string told = "'";
+  for (size_t place = 0; place < path.size();) {
+    const size_t length = utf8_length(std::string_view(path).substr(place));
+    if (length > 0) {
+      told.append(path, place, length);
+    } else {
+      constexpr char kDigits[] = "0123456789abcdef";
+      const auto byte = static_cast<unsigned char>(path[place]);
+      told += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
+    }
+    place += std::max<size_t>(length, 1);
+  }
+  return told + "'";
+}
+
+OpenError::OpenError(const std::string& directory, int error)
+    : std::runtime_error("cannot make a spill file in " + quoted(directory) + ": " + std::strerror(error)) {
+  constexpr std::array kLasting{ENOENT, ENOTDIR, EACCES, EPERM, EROFS, ELOOP, ENAMETOOLONG, EOPNOTSUPP};
+  may_pass = std::ranges::find(kLasting, error) == kLasting.end();
+}
+
 FileDescriptor open_unlinked(const std::string& directory) {
   FileDescriptor file(open(directory.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600));
   if (!file.is_open()) {
     // Not every file system has O_TMPFILE.
     std::string path = directory + "/torchoffload-XXXXXX";
     file = FileDescriptor(mkostemp(path.data(), O_CLOEXEC));
-    if (!file.is_open()) {
-      throw std::runtime_error("cannot make a spill file in '" + directory + "': " + std::strerror(errno));
-    }
+    if (!file.is_open()) throw OpenError(directory, errno);
     unlink(path.c_str());
   }
   // No readahead: it would bring neighbours' bytes back into memory.

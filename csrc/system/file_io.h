@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -67,8 +68,18 @@ int write_back_and_drop(int fd, Span span);
 // Drops clean pages from memory. Best effort.
 void drop_pages(int fd, Span span);
 
-// An unlinked file in `directory` that only this process can reach, mode 0600, closed on exec. Throws
-// std::runtime_error with the directory and errno's text.
+// A path as it can be told to people: in quotes, with what is no printable UTF-8 as \xNN.
+std::string quoted(const std::string& path);
+
+// No file could be made. what() has the directory and errno's text.
+struct OpenError : std::runtime_error {
+  OpenError(const std::string& directory, int error);
+  // May it be made later, although nobody changes the directory or its rights? So it is where descriptors, memory or
+  // room on the disk ran short, and where the disk failed.
+  bool may_pass;
+};
+
+// An unlinked file in `directory` that only this process can reach, mode 0600, closed on exec. Throws OpenError.
 FileDescriptor open_unlinked(const std::string& directory);
 
 // The same file once more, for I/O past the page cache. Not open where the file system, or a missing /proc, refuses.

@@ -3,14 +3,24 @@
 // Thread safety: everything here, any thread; a SignalBlock ends on the thread that it was made on.
 #pragma once
 
+#include <pthread.h>
 #include <signal.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace torchoffload {
 
 // Counts the forks between the program's start and this process.
 uint64_t fork_generation();
+
+// Starts a thread that takes no signal. `name`: 15 characters at most. Returns 0, or why not: an errno value.
+int start_thread(pthread_t& thread, const char* name, void* (*main)(void*), void* argument, size_t stack_bytes = 0);
+
+#ifdef TORCHOFFLOAD_TESTING
+extern std::atomic<int> thread_refusal;  // an errno value that start_thread() returns; 0: threads start
+#endif
 
 // Note [Forked children]
 // A forked child has a copy of our bookkeeping, but none of what stands behind it: pinned memory is not mapped there

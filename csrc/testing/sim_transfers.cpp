@@ -42,7 +42,7 @@ size_t SimTransfers::queued_count() {
 }
 
 void SimTransfers::wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                        const std::function<bool()>& is_done) {
+                        const std::function<bool()>& is_done, const std::function<std::string()>& /*what*/) {
   while (!is_done()) {
     if (const auto next = take(0)) {
       lock.unlock();

@@ -22,8 +22,8 @@ class SimTransfers final : public TransferQueue {
   explicit SimTransfers(RunTransfer run) : run_(std::move(run)) {}
 
   void submit(const SlotTransfer& transfer) override;
-  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-            const std::function<bool()>& is_done) override;
+  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const std::function<bool()>& is_done,
+            const std::function<std::string()>& what) override;
   void make_progress() override;
 
   void run_when_waited_for() { runs_when_waited_for_ = true; }

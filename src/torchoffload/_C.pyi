@@ -27,7 +27,7 @@ class Context:
         reload_window_bytes: int | None,
         learn: bool,
         compress: bool | str,  # "auto", True or False
-        disk_dir: str | Sequence[str] | None,  # absolute paths where a disk is used, else None
+        disk_dir: Sequence[bytes],  # absolute paths; none where no disk is used
         budget_bytes: int | None,  # None: the default of host_memory(), on disk none
         on_full: str,  # "keep" | "error" | "disk"
         warn: Callable[[str], None],  # called at most once per kind of warning, with the text

@@ -2,11 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,6 +28,7 @@ using NoGilCall = py::call_guard<py::gil_scoped_release>;
 using PointOf = std::pair<StreamId, uint64_t>;
 
 SimTransfers* last_made_transfers = nullptr;
+std::atomic<double> now_s{0};  // of the stores under test
 
 // A store with an arena of its own. Its transfers run on threads, or one by one when the test says so.
 struct TestedStore {
@@ -33,6 +37,7 @@ struct TestedStore {
   std::unique_ptr<PinnedArena> arena;
   std::unique_ptr<TieredStore> store;
   SimTransfers* transfers = nullptr;
+  std::atomic<bool> is_device_held{false};  // no point is reached
 
   void saw_wait(Point point) {
     const std::lock_guard lock(mutex);
@@ -47,10 +52,12 @@ std::unique_ptr<TestedStore> make_store(const std::vector<std::string>& director
   made->arena =
       std::make_unique<PinnedArena>(kCountingDriver, saw_wait, ChunkPolicy{kMiB / 16, kMiB / 4}, uint64_t{1} << 14);
   SpillHooks hooks;
-  hooks.wait_for_point = [saw_wait](Point point) {
+  hooks.wait_for_point = [saw_wait, tested = made.get()](Point point) {
     saw_wait(point);
+    while (tested->is_device_held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return true;
   };
+  hooks.now_s = [] { return now_s.load(); };
   if (by_hand) {
     hooks.make_transfers = [](size_t, const RunTransfer& run) -> std::unique_ptr<TransferQueue> {
       auto transfers = std::make_unique<SimTransfers>(run);
@@ -126,6 +133,7 @@ void bind_tiered_testing(py::module_& m) {
           "trim", [](Self& self) { return self.store->trim(); }, NoGilCall())
       .def(
           "stop", [](Self& self) { self.store->stop(); }, NoGilCall())
+      .def("hold_device", [](Self& self) { self.is_device_held = true; })
       .def("take_trouble", [](Self& self) { return self.store->take_trouble(); })
       .def("check_invariants", [](Self& self) { self.store->check_invariants(); })
       // Of a store whose transfers run by hand: runs the next one. Returns whether there was one.
@@ -139,6 +147,7 @@ void bind_tiered_testing(py::module_& m) {
         const std::lock_guard lock(self.mutex);
         return self.waited;
       });
+  m.def("advance_clock_of_stores", [](double seconds) { now_s = now_s + seconds; });
   m.def("bytes_at", bytes_at);
   m.def("spill_memory_bytes", spill_memory_bytes);
   m.def("set_transfers_wait", set_transfers_wait);

@@ -66,6 +66,52 @@ def test_gradients_are_the_same_whatever_the_budget(
     assert stats.records_kept == {}
 
 
+def linear_step(model: torch.nn.Module, rows: int, kept: list[Any] | None = None, **options: Any) -> tuple[int, int]:
+    """One step; how often it waited for the disk, and the bytes that went there."""
+    before = torchoffload.stats()
+    x = torch.randn(rows, 2048, device="cuda", requires_grad=True)
+    with torchoffload.OffloadActivations(on_full="disk", **options):
+        y = model(x).pow(2).sum()
+    if kept is None:
+        y.backward()
+    else:
+        kept.append(y)
+    torch.cuda.synchronize()
+    now = torchoffload.stats()
+    return now.disk_waits - before.disk_waits, now.bytes_spilled - before.bytes_spilled
+
+
+def test_a_disk_that_was_full_for_a_moment_is_used_again(tmp_path: Path):
+    testing = _testing()
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(12)]).cuda()
+    options = {"disk_dir": str(tmp_path), "budget_bytes": 24 * MIB}
+    testing.inject_io_fault("reserve", errno=errno.ENOSPC)
+    try:
+        with pytest.warns(UserWarning, match="No space left on device"):
+            assert linear_step(model, 1024, **options)[1] == 0
+    finally:
+        testing.clear_io_faults()
+    spilled = [linear_step(model, 1024, **options)[1] for _ in range(3)]
+    assert min(spilled[1:]) > 0, spilled
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_kept_makes_no_later_step_wait(tmp_path: Path):
+    blocks = [torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.GELU()) for _ in range(24)]
+    model = torch.nn.Sequential(*blocks).cuda()
+    options = {"disk_dir": str(tmp_path), "budget_bytes": 1 << 30, "learn": False}
+    kept: list[Any] = []
+    for rows in (8192, 8192, 6144, 6144):
+        linear_step(model, rows, **options)
+    without = [linear_step(model, 6144, **options) for _ in range(3)]
+    linear_step(model, 8192, **options)
+    linear_step(model, 64, kept, **options)
+    for _ in range(2):
+        linear_step(model, 6144, **options)
+    beside = [linear_step(model, 6144, **options) for _ in range(3)]
+    assert min(waits for waits, _ in beside) <= max(waits for waits, _ in without) + 2, (without, beside)
+
+
 def test_the_disk_as_the_tier_takes_everything_and_host_memory_passes_it_on(device_under_test: Device, tmp_path: Path):
     def program(run: Run) -> Any:
         x = run.leaf(2048, 2048)  # 16 MiB

@@ -306,6 +306,40 @@ def test_megatrons_modules_by_their_names(device_under_test: Device, modules: An
     assert stats.bytes_offloaded > 0
 
 
+class FusedAccumulation(torch.autograd.Function):
+    """A linear layer that adds its weight's gradient into `main_grad`, of the weight on ctx or of the saved one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, is_on_ctx: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight if is_on_ctx else None
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, saved_weight = ctx.saved_tensors
+        weight = saved_weight if ctx.weight is None else ctx.weight
+        weight.main_grad.addmm_(gradient.t(), x)
+        return gradient @ saved_weight, None, None
+
+
+def test_a_weights_main_grad_is_read_off_ctx_and_not_off_a_saved_weight(device_under_test: Device):
+    def program(run: Run, *, is_on_ctx: bool = True):
+        weight = run.parameter(32, 32)
+        weight.main_grad = torch.zeros_like(weight)
+        x = run.leaf(64, 32)
+        with run.offload():
+            y = FusedAccumulation.apply(x.exp(), weight, is_on_ctx).square().sum()
+        y.backward()
+        run.check(grad=x.grad, main_grad=weight.main_grad)
+
+    assert_same_gradients(program, device=device_under_test)
+    with device_under_test.scope():
+        program(Run(device_under_test, stock=True, context=None), is_on_ctx=False)
+        with pytest.raises(AttributeError, match="main_grad"):
+            program(Run(device_under_test, stock=False, context=None), is_on_ctx=False)
+
+
 def test_a_block_is_not_offloaded_twice(tmp_path):
     """FastVideo's review found each layer wrapped twice; a layer of two pipelines is chosen once, or told of."""
     model = TinyGpt()

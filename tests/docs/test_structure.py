@@ -109,6 +109,27 @@ def test_every_rule_has_a_wait():
     assert [rule for rule, _ in rules if f"Rule::{rule}" not in engine] == []
 
 
+def test_what_python_calls_turns_exceptions_into_those_of_python():
+    """pybind11 does so for its own functions. An exception that leaves one of CPython's kind ends the process."""
+    unguarded = []
+    for path in of_floors("autograd"):
+        text = path.read_text()
+        tables = re.findall(
+            r'\{"\w+", (?:reinterpret_cast<PyCFunction>\(reinterpret_cast<void\*>\()?(\w+)\)*, METH_', text
+        )
+        tables += re.findall(r"\{Py_tp_new, reinterpret_cast<void\*>\((\w+)\)\}", text)
+        tables += re.findall(
+            r'definition\{"\w+", reinterpret_cast<PyCFunction>\(reinterpret_cast<void\*>\((\w+)\)', text
+        )
+        for function in tables:
+            body = text.split(f" {function}(", 1)[1].split("\n}", 1)
+            is_guarded = "HANDLE_TH_ERRORS\n" in body[0] or body[1].startswith(" catch (...) {")
+            unguarded += [] if is_guarded else [f"{path.name}: {function}"]
+        if path.name == "hooks.cpp":
+            assert len(tables) > 10
+    assert unguarded == []
+
+
 def test_what_the_engine_and_the_hooks_remember_of_a_thread_is_in_one_place():
     users = [name_of(path) for path in of_floors("engine", "autograd") if "thread_local" in path.read_text()]
     assert users == ["csrc/engine/thread_state.cpp"]

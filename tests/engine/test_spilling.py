@@ -243,6 +243,35 @@ def test_what_backward_wants_next_is_read_ahead(device_under_test: Device, tmp_p
     assert stats.disk_waits == 0
 
 
+@pytest.mark.devices("simulated-early")
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "a graph is kept"])
+def test_each_step_is_written_in_time(device_under_test: Device, tmp_path: Path, keeps: bool):
+    """The disk's threads are quick here: the host waits only if nothing was begun in time. Also beside a kept graph."""
+    kept = []
+
+    def program(run: Run) -> Any:
+        gradients = []
+        for depth in (16, 16, 1 if keeps else 10, 10, 10, 10, 10):
+            before = torchoffload.stats()
+            x = run.leaf(SIDE, SIDE)
+            with spilling(run, tmp_path, 4):
+                y = chain(x, depth)
+            if depth == 1:
+                kept.append(y)
+            else:
+                y.sum().backward()
+                gradients.append(x.grad)
+            now = torchoffload.stats()
+            if not run.stock:
+                assert now.disk_waits == before.disk_waits
+                if len(gradients) > 4:
+                    assert now.bytes_spilled - before.bytes_spilled == 6 * NBYTES, "six of ten do not fit"
+        kept.clear()
+        return gradients
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.9)
+
+
 def test_waits_for_the_disk_are_counted(device_under_test: Device, tmp_path: Path):
     def program(run: Run) -> Any:
         x = run.leaf(SIDE, SIDE)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchoffload
 from devices import Device
 from functions import SavesInput
 from gradients import Run, assert_same_gradients
@@ -50,6 +51,33 @@ def test_a_disk_that_takes_nothing_leaves_tensors_in_memory_and_then_on_the_devi
     assert len(texts) <= 2
     assert stats.bytes_spilled == 0
     assert stats.records_kept["tier_full"] >= DEPTH - 6
+
+
+@pytest.mark.parametrize(("call", "code"), [("pwrite", errno.EIO), ("reserve", errno.ENOSPC)])
+def test_a_disk_that_failed_for_a_moment_is_used_again_in_the_next_step(
+    device_under_test: Device, tmp_path: Path, call: str, code: int
+):
+    def program(run: Run) -> Any:
+        x = run.leaf(SIDE, SIDE)
+        for step in range(3):
+            before = torchoffload.stats()
+            if step == 0 and not run.stock:
+                testing.inject_io_fault(call, errno=code)
+            with spilling(run, tmp_path, 4):
+                y = chain(x)
+            testing.clear_io_faults()
+            y.sum().backward()
+            run.check(gradient=x.grad)
+            now = torchoffload.stats()
+            if not run.stock:
+                kept = now.records_kept.get("tier_full", 0) - before.records_kept.get("tier_full", 0)
+                spilled_bytes = now.bytes_spilled - before.bytes_spilled
+                assert (kept > 0, spilled_bytes > 0) == ((True, False) if step == 0 else (False, True))
+        return x.grad
+
+    with pytest.warns(UserWarning, match="saved tensors stay") as told:
+        assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5, kept_reason="tier_full")
+    assert len(told) == 2, "each of them is told once"
 
 
 def test_a_read_that_fails_is_a_clear_error_and_backward_can_be_tried_again(device_under_test: Device, tmp_path: Path):

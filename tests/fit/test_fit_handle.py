@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,25 @@ def test_a_handle_says_what_it_knows_when_all_is_over(device_under_test: Device,
     handle.remove()
     handle.remove()
     assert handle.phase == "removed"
+
+
+def test_a_handle_says_that_the_environment_turned_it_off(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("TORCHOFFLOAD_DISABLE", "1")
+    handle = settled(Model(BLOCKS["transformer"]), device_under_test, steps=3)
+    assert "TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called" in handle.report()
+    assert handle.phase == "removed"
+    for use in (
+        handle.frontier,
+        lambda: handle.save(tmp_path / "plan.json"),
+        lambda: handle.replan("2GiB"),
+        lambda: handle.plot_frontier(tmp_path / "frontier.png"),
+    ):
+        with pytest.raises(RuntimeError, match=r"TORCHOFFLOAD_DISABLE=1 was set .* call torchoffload\.fit\(\) again"):
+            use()
+    handle.remove()
+    assert "TORCHOFFLOAD_DISABLE=1" in handle.report()
 
 
 def test_a_block_that_is_taken_out_of_the_model_is_an_error(device_under_test: Device):

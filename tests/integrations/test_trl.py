@@ -1,6 +1,5 @@
 """TRL's SFT, DPO, KTO and Reward trainers, whose context encloses backward too: the same training, with bytes moved."""
 
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -30,33 +29,16 @@ need("transformers", "accelerate", "datasets", "trl", "tokenizers", "peft")
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
+from transformers import LlamaConfig, LlamaForSequenceClassification  # noqa: E402
 from trl.models import activation_offloading as trls_own  # noqa: E402
 
+import torchoffload  # noqa: E402
 from hf_trainings import observe_trainer, on_one_device, quiet  # noqa: E402
 from torchoffload.integrations.transformers import LogOffloadingCallback, OffloadActivationsCallback  # noqa: E402
 from torchoffload.integrations.trl import get_act_offloading_ctx_manager, install  # noqa: E402
+from words import sentence, tokenizer  # noqa: E402
 
 NAME = "get_act_offloading_ctx_manager"
-
-
-@functools.cache
-def words() -> list[str]:
-    return [f"w{number}" for number in range(VOCABULARY - 4)]
-
-
-@functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words()])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
-
-
-def sentence(first: int, length: int) -> str:
-    return " ".join(words()[(first * 7 + place * 11) % len(words())] for place in range(length))
 
 
 def rows(count: int = 8) -> Iterator[tuple[int, str]]:
@@ -185,13 +167,46 @@ def test_the_totals_are_logged(tmp_path: Path, device_under_test: Device):
     assert all(entry["offload/gib_offloaded"] > 0 for entry in logged)
 
 
+def reward_of_length(completions: list[str], **_columns: Any) -> list[float]:
+    """More words are better, and some words are better than others."""
+    return [len(text) + 0.1 * (sum(map(ord, text)) % 7) for text in completions]
+
+
+@pytest.mark.devices("disk", "cuda")
+def test_grpo_with_lora_and_the_callback(tmp_path: Path, device_under_test: Device):
+    """Its config has no `activation_offloading`, so the callback is the way."""
+
+    def program(run: Run) -> None:
+        given = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+        given |= {"gradient_checkpointing": False, "bf16": False, "seed": 3, "temperature": 1.0}
+        args = on_one_device(trl.GRPOConfig(**quiet(tmp_path, use_cpu=run.device.type != "cuda", **given)))
+        ours = [] if run.stock else [OffloadActivationsCallback(**options(device_under_test))]
+        trainer = trl.GRPOTrainer(
+            model=tiny_llama(run),
+            reward_funcs=reward_of_length,
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": text} for _, text in rows()]),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+            callbacks=ours,
+        )
+        trainer.train()
+        observe_trainer(run, trainer)
+        assert hooks_of(trainer.model) == 0
+
+    assert_same_gradients(program, device=device_under_test)
+
+
 def trl_modules_having(function: Any) -> set[str]:
     """The modules of TRL whose name of the factory is `function`, or one made of it."""
-    return {
-        name
-        for name, module in sys.modules.items()
-        if name.startswith("trl.") and getattr(vars(module).get(NAME), "func", vars(module).get(NAME)) is function
-    }
+    having = set()
+    for name, module in sys.modules.items():
+        value = vars(module).get(NAME) if name.startswith("trl.") else None
+        while hasattr(value, "func"):
+            value = value.func
+        if value is function:
+            having.add(name)
+    return having
 
 
 def test_installing_reaches_every_trainer_and_can_be_undone():
@@ -214,6 +229,19 @@ def test_installing_reaches_every_trainer_and_can_be_undone():
     second.remove()
     assert trainers <= trl_modules_having(stock)
     assert trl_modules_having(get_act_offloading_ctx_manager) == set()
+
+
+@pytest.mark.devices("disk")
+def test_a_report_without_the_configurations_switch_names_it(tmp_path: Path, device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+    torchoffload.reset_stats()
+    with install(**options(device_under_test)):
+        trainer_of("SFT", run, tmp_path, activation_offloading=False).train()
+        text = torchoffload.report()
+        assert "set activation_offloading=True in its configuration, and make the trainer after install()" in text
+        trainer_of("SFT", run, tmp_path)
+        assert "activation_offloading" not in torchoffload.report()
+    assert "activation_offloading" not in torchoffload.report()
 
 
 def test_a_wrong_option_is_named_when_installing():

@@ -16,7 +16,11 @@ VOCABULARY = 64
 
 def need(*packages: str) -> None:
     """Skips the module, or with TORCHOFFLOAD_REQUIRE_INTEGRATIONS=1 fails, where a package is not installed."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    skip_for([package for package in packages if importlib.util.find_spec(package) is None])
+
+
+def skip_for(missing: list[str]) -> None:
+    """Skips the module for these packages, or fails; does nothing if the list is empty."""
     if missing and REQUIRED:
         raise ModuleNotFoundError(f"TORCHOFFLOAD_REQUIRE_INTEGRATIONS=1, and there is no {', '.join(missing)}")
     if missing:

@@ -3,6 +3,7 @@
 import errno
 import gc
 import time
+import weakref
 
 import torch
 from scenario import AMPLE_BYTES, NBYTES, NUMEL, Stage, race, scenario, testing
@@ -46,6 +47,45 @@ def an_operator_saves_its_noise_before_it_fills_it(stage: Stage) -> None:
     with stage.context():
         y = torch.nn.functional.rrelu(x, training=True)
     y.sum().backward()
+
+
+@scenario("CopyNotInsideOneAroundIt", right=RIGHT_GRADIENT, wrong="another gradient")
+def a_finalizer_runs_operators_between_two_packs_of_one(stage: Stage) -> str:
+    """The simulated device knows by the sequence number that an operator has ended, and so finds no race here."""
+    x, other = stage.leaf(first=-0.5), stage.leaf()
+
+    def step() -> None:
+        with torch.enable_grad():  # pack hooks run without
+            (other * 2).sin().sum().backward()
+
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(torch.nn.functional.rrelu(x * 3, training=True).sum(), x)
+    torch.manual_seed(0)
+    with stage.context():
+        source = x * 2
+        weakref.finalize(source.untyped_storage(), step).atexit = False
+        y = source.sin()
+        del source
+        z = torch.nn.functional.rrelu(x * 3, training=True)  # its first pack has the source dropped
+    (gradient,) = torch.autograd.grad(z.sum(), x)
+    del y
+    return RIGHT_GRADIENT if torch.equal(gradient, expected) else "another gradient"
+
+
+@scenario("DropsArePutOff", right="it has seen 2 waits of 2", wrong="it has seen 1 waits of 2")
+def a_finalizer_looks_at_what_the_copy_has_come_to_that_drops_it(stage: Stage) -> str:
+    seen: list[int] = []
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=2 * NBYTES):
+        first, second, large = x * 2, x * 3, torch.cat([x, x])
+        note = weakref.finalize(first.untyped_storage(), lambda: seen.append(torchoffload.stats().window_waits))
+        note.atexit = False
+        outputs = [first.sin(), second.sin(), large.sin()]
+        del first, second, large
+        stage.next_operator()  # the copy of the large one makes room for itself, with two waits
+        waits = torchoffload.stats().window_waits
+    del outputs
+    return f"it has seen {seen[0]} waits of {waits}"
 
 
 # ---- versions ----

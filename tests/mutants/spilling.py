@@ -1,13 +1,20 @@
-"""The scenarios of slots that go on to a disk, R16: on the simulated device, whose disk threads run when it says so."""
+"""The scenarios of slots that go on to a disk, R16: on the simulated device, whose disk threads run when it says so.
+
+And of disks that fail or do not answer.
+"""
 
 import contextlib
 import errno
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from checks import RIGHT_GRADIENT, gradient_name
-from scenario import AMPLE_BYTES, Stage, another_thread_inside, race, scenario, testing
+from scenario import AMPLE_BYTES, NBYTES, Stage, another_thread_inside, race, scenario, testing
 
 import torchoffload
 
@@ -119,6 +126,32 @@ def a_graph_is_dropped_while_its_slot_is_written(stage: Stage) -> None:
     del y, z
 
 
+@scenario("IdleThreadsMakeRoom", right="copies of each thread: [3]", wrong="copies of each thread: [1, 2]")
+def a_thread_idles_inside_of_its_context(stage: Stage) -> str:
+    """There are its copy in the only slot, two that wait for room and fill the window, and one that is pending."""
+    main, is_idle, may_go_on = stage.main, threading.Event(), threading.Event()
+    outputs: list[torch.Tensor] = []
+
+    def idle() -> None:
+        with stage.simulation.stream(main), _spilling(stage, 1, offload_window_bytes=2 * NBYTES):
+            outputs.append(stage.leaf().sin().sin().sin().sin())
+            is_idle.set()
+            may_go_on.wait(60)
+
+    with _transfers_that_wait():
+        thread = threading.Thread(target=idle)
+        thread.start()
+        is_idle.wait(60)
+        with _spilling(stage, 1, offload_window_bytes=2 * NBYTES):
+            y = stage.leaf().sin().sin().sin()
+            moved = sorted(tape.records_offloaded for tape in torchoffload.stats().tapes if tape.records_offloaded > 0)
+        may_go_on.set()
+        thread.join()
+    del y
+    outputs.clear()
+    return f"copies of each thread: {moved}"
+
+
 @scenario("FailedSpillStaysInMemory", right=RIGHT_GRADIENT, wrong="a gradient at zeros")
 def the_disk_refuses_a_slot(stage: Stage) -> str:
     x, further = stage.leaf(), stage.leaf()
@@ -132,3 +165,51 @@ def the_disk_refuses_a_slot(stage: Stage) -> str:
         testing.clear_io_faults()
     del z
     return gradient_name(gradient, x.detach())
+
+
+@scenario("RefusalPasses", right="the disk takes slots again", wrong="the disk was given up")
+def the_disk_is_full_for_a_moment(stage: Stage) -> str:
+    def step() -> None:
+        with _spilling(stage, 1):
+            y = stage.leaf().sin().sin().sin().sin()
+        y.sum().backward()
+
+    testing.inject_io_fault("pwrite", errno=errno.ENOSPC)
+    try:
+        step()
+    finally:
+        testing.clear_io_faults()
+    before = torchoffload.stats().bytes_spilled
+    step()
+    spilled = torchoffload.stats().bytes_spilled > before
+    return "the disk takes slots again" if spilled else "the disk was given up"
+
+
+@scenario(
+    "InterruptEndsWait", right="interrupted while the disk hung", wrong="interrupted once it had answered", on_disk=True
+)
+def the_user_interrupts_a_wait_for_a_disk_that_hangs(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context():
+        y = x.sin()
+    is_over, has_answered = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        is_over.wait(1)
+        has_answered.set()
+        testing.release_held_io("pread")
+
+    user = threading.Thread(target=interrupt)
+    testing.hold_next_io("pread")
+    try:
+        user.start()
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        time.sleep(10)
+        return "not interrupted"
+    except KeyboardInterrupt:
+        return "interrupted once it had answered" if has_answered.is_set() else "interrupted while the disk hung"
+    finally:
+        is_over.set()
+        user.join()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from torchoffload._observe import report as _report
@@ -59,8 +60,76 @@ def test_a_report_tells_what_went_on_to_a_disk():
     assert "on to the disk" not in _report.format_stats(made(records_offloaded=1))
 
 
-def test_a_report_on_nothing_says_how_to_begin():
-    assert "Enter OffloadActivations around forward" in _report.format_stats(made())
+def test_a_report_on_nothing_says_how_to_begin(monkeypatch):
+    monkeypatch.delenv("TORCHOFFLOAD_DISABLE", raising=False)
+    text = _report.format_stats(made())
+    assert "Enter OffloadActivations around forward" in text
+    assert "TORCHOFFLOAD_DISABLE" not in text
+
+
+def test_a_report_says_that_the_environment_turns_all_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHOFFLOAD_DISABLE", "1")
+    torchoffload.reset_stats()
+    with torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=0):
+        torch.ones(64, 64, requires_grad=True).exp().sum().backward()
+    last_line = torchoffload.report().splitlines()[-1]
+    assert last_line.startswith("NOTHING MOVED. TORCHOFFLOAD_DISABLE=1 is set in the environment")
+    assert "unset it" in last_line
+
+
+class Checkpointed(torch.nn.Module):
+    """A model that computes its blocks again in backward, the old way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "ab")
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def test_blocks_in_reentrant_checkpoints_are_advised_only_inputs_which_moves_them(tmp_path):
+    model = Checkpointed()
+    given = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0, "learn": False, "offload_window_bytes": 0}
+
+    def step(**more):
+        torchoffload.reset_stats()
+        with torchoffload.offload_modules(model, "layers.*", **given, **more):
+            model(torch.ones(32, 64, requires_grad=True)).sum().backward()
+            return torchoffload.report()
+
+    last_line = step().splitlines()[-1]
+    assert last_line.startswith("NOTHING MOVED.")
+    assert "If torch.utils.checkpoint calls these modules, add only_inputs=True" in last_line
+    assert "NOTHING MOVED" not in step(only_inputs=True)
+    assert torchoffload.stats().bytes_offloaded == 2 * 32 * 64 * 4
+
+
+class KeptOnCtx(torch.autograd.Function):
+    """Keeps its tensors as attributes of ctx, out of sight of all saved-tensor hooks."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.kept = {"x": x.exp(), "parts": [x.exp(), torch.eye(3).to_sparse()]}
+        ctx.weight = weight
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient, None
+
+
+def test_a_report_on_demand_tells_what_custom_functions_keep_on_ctx():
+    weight = torch.nn.Parameter(torch.ones(1000))
+    y = KeptOnCtx.apply(torch.ones(61, 67, requires_grad=True), weight)
+    assert "on ctx" not in torchoffload.report()
+    text = torchoffload.report(holders=True)
+    assert re.search(r"on ctx +31\.9 KiB in attributes of ctx, which no hooks see", text)
+    assert "31.9 KiB of KeptOnCtx" in text
+    del y
+    assert "on ctx" not in torchoffload.report(holders=True)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +140,14 @@ def test_a_report_on_nothing_says_how_to_begin():
         ("device", 'tier="disk"'),
         ("layout", "no plain storage"),
         ("marked", "never_offload"),
-        ("in_backward", "enter it around forward"),
+        ("in_backward", "enter the context around forward and around the checkpoint"),
         ("tier_full", "Raise budget_bytes"),
         ("resized", "resizes these storages"),
         ("write_failed", "set disk_dir"),
         ("lives_on", "let go of them before backward"),
         ("needed_soon", "larger batches"),
         ("tape_end", "a smaller reload_window_bytes"),
+        ("tape_end", "report(holders=True) before backward tells what custom Functions keep on ctx"),
         ("small_copy", "learn=False"),
     ],
 )

@@ -50,7 +50,7 @@ def test_memory_is_given_up_only_when_it_is_wanted(tmp_path):
 
 
 def save_and_drop(tiers: Tiers, count: int) -> None:
-    """A round: slots are saved, and dropped from the latest to the first."""
+    """A wave: slots are saved, and dropped from the latest to the first."""
     for value in range(count):
         tiers.save(value)
     for value in reversed(range(count)):
@@ -74,7 +74,7 @@ def test_a_known_excess_is_written_from_the_first_slot_on_and_nothing_more(tmp_p
     tiers.check()
 
 
-def test_a_round_like_the_last_one_that_fits_writes_nothing(tmp_path):
+def test_a_wave_like_the_last_one_that_fits_writes_nothing(tmp_path):
     tiers = Tiers([tmp_path], slots=4)
     save_and_drop(tiers, 4)  # nothing is known yet, and slots are written ahead of need
     before = testing.io_call_count("pwrite")
@@ -82,7 +82,7 @@ def test_a_round_like_the_last_one_that_fits_writes_nothing(tmp_path):
     assert testing.io_call_count("pwrite") == before
 
 
-def test_a_round_with_more_slots_than_expected_writes_ahead_of_need(tmp_path):
+def test_a_wave_with_more_slots_than_expected_writes_ahead_of_need(tmp_path):
     tiers = Tiers([tmp_path], slots=4)
     save_and_drop(tiers, 2)
     for value in range(3):

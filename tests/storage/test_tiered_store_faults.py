@@ -2,12 +2,16 @@
 
 import errno
 import random
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 pytest.importorskip("torchoffload._C_testing", reason="the store is bound in the test build alone")
 
+from places import SUPPORT
 from tiers import BLOCK, ROOM, Tiers, in_thread, testing
 
 
@@ -15,6 +19,9 @@ from tiers import BLOCK, ROOM, Tiers, in_thread, testing
 def _faults_end():
     yield
     testing.clear_io_faults()
+    testing.release_held_io("pread")
+    testing.refuse_threads(0)
+    testing.set_wait_limits()
 
 
 def save_all(tiers: Tiers, values) -> None:
@@ -51,6 +58,114 @@ def test_a_disk_that_had_no_room_is_written_to_again_once_a_slot_on_it_is_releas
     tiers.drop(0)
     tiers.save(8)
     tiers.check()
+
+
+def full_for_a_moment(tiers: Tiers, code: int) -> None:
+    """A wave in which the disk takes nothing."""
+    testing.inject_io_fault("pwrite", errno=code)
+    with pytest.raises(testing.StoreFull):
+        save_all(tiers, range(8))
+    testing.clear_io_faults()
+
+
+def drop_all(tiers: Tiers) -> None:
+    for value in list(tiers.slots):
+        tiers.drop(value)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_failed_is_tried_again_in_the_next_wave(tmp_path, code):
+    """Though no slot ever was on it."""
+    tiers = Tiers([tmp_path], slots=2)
+    full_for_a_moment(tiers, code)
+    assert tiers.store.disk_bytes == 0
+    with pytest.raises(testing.StoreFull):
+        tiers.save(9)
+    drop_all(tiers)
+    save_all(tiers, range(8))
+    assert tiers.store.disk_bytes > 0
+    tiers.check()
+
+
+def test_a_disk_that_failed_is_tried_again_after_a_minute(tmp_path):
+    tiers = Tiers([tmp_path], slots=2)
+    full_for_a_moment(tiers, errno.EIO)
+    testing.advance_clock_of_stores(59)
+    with pytest.raises(testing.StoreFull):
+        tiers.save(8)
+    testing.advance_clock_of_stores(1)
+    save_all(tiers, range(8, 16))
+    tiers.check()
+
+
+def test_a_broken_disk_is_tried_with_one_slot_and_ever_less_often(tmp_path):
+    tiers = Tiers([tmp_path], slots=2)
+    full_for_a_moment(tiers, errno.EIO)
+    testing.inject_io_fault("pwrite", errno=errno.EIO)
+    tries = []
+    for _ in range(40):
+        drop_all(tiers)
+        before = testing.io_call_count("pwrite")
+        with pytest.raises(testing.StoreFull):
+            save_all(tiers, range(8))
+        tries.append(testing.io_call_count("pwrite") - before)
+    assert [wave for wave, count in enumerate(tries) if count] == [0, 2, 6, 14, 30]
+    assert max(tries) == 1, "one slot at a time"
+    assert tiers.store.take_trouble(), "and told once"
+    assert tiers.store.take_trouble() == ""
+
+
+def test_a_thread_that_could_not_be_started_is_asked_for_again(tmp_path):
+    tiers = Tiers([tmp_path], slots=2, by_hand=False)
+    testing.refuse_threads(errno.EAGAIN)
+    with pytest.raises(testing.StoreFull, match="cannot start an I/O thread"):
+        save_all(tiers, range(8))
+    testing.refuse_threads(0)
+    drop_all(tiers)
+    save_all(tiers, range(8))
+    tiers.check()
+
+
+def test_without_a_thread_who_wants_a_slot_reads_it(tmp_path):
+    tiers = Tiers([tmp_path], slots=1, by_hand=False)
+    save_all(tiers, range(3))
+    tiers.store.trim()  # ends the threads
+    testing.refuse_threads(errno.EAGAIN)
+    assert tiers.load(0) == bytes(BLOCK)
+    testing.inject_io_fault("pread", errno=errno.EIO)
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        tiers.load(1)
+    testing.clear_io_faults()
+    assert not tiers.store.begin_fetch(tiers.slots[1]), "nothing is read ahead"
+    tiers.check()
+    testing.refuse_threads(0)
+    tiers.check()
+
+
+def test_a_wait_for_a_disk_that_does_not_answer_is_told_once_with_the_file(tmp_path, capfd):
+    tiers = Tiers([tmp_path], slots=1, by_hand=False)
+    save_all(tiers, range(3))
+    testing.set_wait_limits(slice_ms=1, until_told_ms=20)
+    testing.hold_next_io("pread")
+    with in_thread(lambda: tiers.load(0)) as loaded:
+        time.sleep(0.2)
+        testing.release_held_io("pread")
+    assert loaded == [bytes(BLOCK)]
+    told = capfd.readouterr().err
+    assert told.count("waited") == 1
+    assert f"for a saved tensor to be read from the spill file in '{tmp_path}'" in told
+
+
+def test_stop_does_not_wait_for_ever_for_a_device_that_hangs(tmp_path, capfd):
+    """In a process of its own, since the time is counted for all that is waited for at the end."""
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "tier_programs.py"), "stops_beside_a_device_that_hangs", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a copy between the device and host memory at the end of the process, and leaves it behind" in done.stderr
 
 
 def test_when_one_of_two_disks_fails_the_other_one_takes_the_rest(tmp_path):

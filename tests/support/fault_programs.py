@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -288,7 +289,7 @@ def no_address_space() -> None:
 
 
 def no_threads() -> None:
-    """RLIMIT_NPROC, which binds no root, refuses the I/O threads."""
+    """RLIMIT_NPROC, which binds no root, refuses the I/O threads: tensors are kept, and a warning says why."""
     expected = gradient(contextlib.nullcontext())
     os.chmod(DIRECTORY, 0o777)
     gradient(context(min_offload_size=1 << 40))  # imports all that there is to import
@@ -296,8 +297,11 @@ def no_threads() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
     for _ in range(3):
-        with refused("cannot start an I/O thread"):
-            gradient(context())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.equal(gradient(context()), expected)
+        assert ["cannot start an I/O thread" in str(each.message) for each in told] == [True]
+    assert torchoffload.stats().bytes_offloaded == 0
     resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
     assert torch.equal(gradient(context()), expected)
     check_nothing_is_alive()

@@ -129,6 +129,23 @@ def two_processes_at_one_directory(directory: Path) -> None:
     assert [child_status(child) for child in children] == [0, 0]
 
 
+def stops_beside_a_device_that_hangs(directory: Path) -> None:
+    """A write waits for a copy out that does not end: the end of the process does not wait for it for ever."""
+    testing.set_wait_limits(at_exit_ms=100)
+    tiers = Tiers([directory], slots=2, by_hand=False, writes_at_once=True)
+    tiers.store.hold_device()
+    tiers.save(0)
+    while not tiers.store.waited:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    tiers.store.stop()
+    assert time.monotonic() - begin < 10
+    with pytest.raises(RuntimeError, match="about to end"):
+        tiers.store.grow(BLOCK)
+    sys.stderr.flush()
+    os._exit(0)  # the device hangs for ever
+
+
 if __name__ == "__main__":
     program = globals()[sys.argv[1]]
     program(Path(sys.argv[2]), *sys.argv[3:])

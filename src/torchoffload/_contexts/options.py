@@ -287,6 +287,12 @@ class OffloadOptions:
 def keywords_for_core(options: OffloadOptions) -> dict[str, Any]:
     """Return the keyword arguments for ``Context`` of the compiled core, except ``warn``.
 
-    They have the names of the options. The default of ``min_offload_size`` depends on the tier and is filled in.
+    They have the names of the options. The default of ``min_offload_size`` depends on the tier and is filled in, and
+    the directories are a list of bytes, since a path need not be UTF-8.
     """
-    return vars(options) | {"min_offload_size": options.min_offload_bytes}
+    given = options.disk_dir
+    directories = [given] if isinstance(given, (str, os.PathLike)) else list(given or ())
+    return vars(options) | {
+        "min_offload_size": options.min_offload_bytes,
+        "disk_dir": [os.fsencode(directory) for directory in directories],
+    }

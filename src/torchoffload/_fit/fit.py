@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
 
 _DEFAULT_MARGIN = 0.04
+_OFF = (
+    "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
+    "it and call torchoffload.fit() again."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +103,17 @@ class Fitted:
     the hooks at the end of the block.
     """
 
-    def __init__(self, model: nn.Module, driver: Driver) -> None:
+    def __init__(self, model: nn.Module, driver: Driver, *, is_off: bool = False) -> None:
         self._model = weakref.ref(model)
         self._driver = driver
+        self._is_off = is_off
 
     @property
     def phase(self) -> str:
-        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed"."""
+        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
+
+        With ``TORCHOFFLOAD_DISABLE=1`` in the environment of the call it is "removed" from the beginning.
+        """
         return self._driver.phase.value
 
     @property
@@ -145,11 +153,16 @@ class Fitted:
         RuntimeError
             The survey is not done yet: it takes the first steps, three as a rule.
         """
+        self._check_is_on()
         return frontier(self._driver, count)
 
     def report(self) -> str:
         """Return a text for people: the plan, what each block does, and what more memory would buy."""
-        return describe(self._driver)
+        return _OFF if self._is_off else describe(self._driver)
+
+    def _check_is_on(self) -> None:
+        if self._is_off:
+            raise RuntimeError(_OFF)
 
     def plot_frontier(self, path: str | os.PathLike[str]) -> None:
         """Write a picture of time against memory, with the plan that is followed. It needs matplotlib.
@@ -166,6 +179,7 @@ class Fitted:
         ImportError
             matplotlib is not installed.
         """
+        self._check_is_on()
         plot(self._driver, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -181,6 +195,7 @@ class Fitted:
         RuntimeError
             No plan has been chosen yet.
         """
+        self._check_is_on()
         write_plan(self._driver, path)
 
     def replan(self, memory: float | str) -> None:
@@ -198,6 +213,7 @@ class Fitted:
         RuntimeError
             The step does not fit, or the handle was removed.
         """
+        self._check_is_on()
         driver = self._driver
         why = why_over(driver)
         if why is not None:
@@ -377,14 +393,15 @@ def fit(
         except BaseException:
             driver.remove()
             raise
-        if is_disabled():
+        is_off = is_disabled()
+        if is_off:
             driver.remove()
         else:
             remove_forward_hooks(model, _enter, _leave)
             model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
             model.register_forward_hook(_leave)
             _drivers[model] = driver
-    return Fitted(model, driver)
+    return Fitted(model, driver, is_off=is_off)
 
 
 def fit_by_moving(

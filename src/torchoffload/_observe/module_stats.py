@@ -10,7 +10,7 @@ from typing import Protocol
 from torchoffload._observe.stats import at_reset
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_advice", "module_lines", "note_source"]
+__all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_modules_advice", "module_lines", "note_source"]
 
 COMPILE_FIRST = (
     "Compile first, then choose what torch.compile(module) returned; of a module that module.compile() compiled in "
@@ -144,7 +144,7 @@ def module_lines() -> list[str]:
     return [line for source in sources for line in _source_lines(source)]
 
 
-def idle_advice() -> str:
+def idle_modules_advice() -> str:
     """Return advice for when nothing was saved inside the modules that ``offload_modules`` was given.
 
     Empty if ``offload_modules`` is installed nowhere.
@@ -155,6 +155,10 @@ def idle_advice() -> str:
             continue
         where = f"offload_modules is installed on {len(counts)} modules of {source.model_name}"
         if any(counts.values()):
-            return f"{where}, which ran, but saved nothing there: call the model with gradients enabled."
+            return (
+                f"{where}, which ran, but saved nothing there: call the model with gradients enabled. If "
+                "torch.utils.checkpoint calls these modules, add only_inputs=True, which moves the inputs that the "
+                "checkpoints save."
+            )
         return f"{where}; none of them ran outside of a compiled region. {COMPILE_FIRST}"
     return ""

@@ -86,9 +86,7 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "torchoffload.plot_memory needs matplotlib. Install it, or torchoffload with its extra: torchoffload[plot]"
-        ) from error
+        raise ImportError("torchoffload.plot_memory needs matplotlib: pip install matplotlib") from error
     return Figure
 
 
@@ -134,7 +132,7 @@ def plot_memory(
     Raises
     ------
     ImportError
-        matplotlib is not installed; the extra ``torchoffload[plot]`` installs it.
+        matplotlib is not installed.
     ValueError
         ``warm_up_steps`` is negative.
     torch.OutOfMemoryError

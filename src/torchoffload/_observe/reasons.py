@@ -48,7 +48,10 @@ REASONS = {
     ),
     "in_backward": Reason(
         meaning="saved while backward ran",
-        advice="Forward ran outside the context: enter it around forward as well.",
+        advice=(
+            "Forward ran outside the context, or inside of a reentrant checkpoint: enter the context around forward "
+            "and around the checkpoint."
+        ),
     ),
     "tier_full": Reason(
         meaning="budget_bytes, host memory or the disk was used up",
@@ -91,7 +94,11 @@ REASONS = {
     ),
     "tape_end": Reason(
         meaning="saved last, so backward begins with them",
-        advice="Everything that was saved fits in the reload window: a smaller reload_window_bytes lets it move.",
+        advice=(
+            "All saved tensors that hooks see fit in the reload window: a smaller reload_window_bytes lets them move. "
+            "If the step holds far more memory than that, report(holders=True) before backward tells what custom "
+            "Functions keep on ctx, out of sight of all hooks."
+        ),
     ),
     "small_copy": Reason(
         meaning="too small to be copied at the full rate of the link",

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
-from torchoffload._observe.module_stats import idle_advice, module_lines
+from torchoffload._observe.idle import idle_advice
+from torchoffload._observe.module_stats import module_lines
 from torchoffload._observe.profile import latest_timing
 from torchoffload._observe.reasons import REASONS
 from torchoffload._observe.rows import disk_lines, kept_lines, moved_line, row, timing_lines
@@ -18,11 +20,6 @@ __all__ = ["human_bytes", "report"]
 
 _TAPES_SHOWN = 6
 _HOLDERS_SHOWN = 5
-
-_NOTHING_SAVED = (
-    "Nothing was saved inside a context. Enter OffloadActivations around forward, with gradients enabled and "
-    "TORCHOFFLOAD_DISABLE not set."
-)
 
 
 def _pair(name: str, now: int, peak: int) -> str:
@@ -87,7 +84,7 @@ def _advice(seen: OffloadStats) -> list[str]:
         return []
     kept = {reason: nbytes for reason, nbytes in seen.bytes_kept.items() if seen.records_kept.get(reason)}
     if not kept:
-        return ["", f"NOTHING MOVED. {idle_advice() or _NOTHING_SAVED}"]
+        return ["", f"NOTHING MOVED. {idle_advice()}"]
     main = max((reason for reason in kept if reason != "parameter"), key=lambda r: kept[r], default="parameter")
     return ["", f"NOTHING MOVED, mostly because of {main!r}: {REASONS[main].meaning}. {REASONS[main].advice}"]
 
@@ -140,6 +137,32 @@ def _holders() -> Counter[str]:
 
 def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype} {shape}".removeprefix("torch.")
+
+
+def _on_ctx_lines() -> list[str]:
+    """Return lines on the tensors that living nodes of custom Functions hold as attributes of ctx, by Function.
+
+    They were not given to ``ctx.save_for_backward``, so no saved-tensor hooks see them.
+    """
+    found: dict[str, dict[int, int]] = {}
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.autograd.function.BackwardCFunction):
+            continue
+        tensors = (leaf for leaf in tree_leaves(list(vars(each).values())) if issubclass(type(leaf), torch.Tensor))
+        for tensor in tensors:
+            if issubclass(type(tensor), torch.nn.Parameter):
+                continue
+            try:
+                storage = tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # a layout without storage
+                continue
+            found.setdefault(type(each).__name__.removesuffix("Backward"), {})[storage._cdata] = storage.nbytes()
+    if not found:
+        return []
+    sizes = sorted(((sum(storages.values()), name) for name, storages in found.items()), reverse=True)
+    rest = "in attributes of ctx, which no hooks see; ctx.save_for_backward() lets them move"
+    lines = [row("on ctx", human_bytes(sum(nbytes for nbytes, _ in sizes)), rest)]
+    return lines + [f"{human_bytes(nbytes):>36} of {name}" for nbytes, name in sizes[:_HOLDERS_SHOWN]]
 
 
 def _holder_lines() -> list[str]:
@@ -211,7 +234,8 @@ def report(*, holders: bool = False) -> str:
     ----------
     holders : bool, default False
         Use it when more memory is in use than should be. It adds the saved tensors that are alive, by dtype, shape,
-        bytes and age, and the tensors with an autograd history that Python objects hold, by dtype, shape and operator.
+        bytes and age; what living graphs hold as attributes of the ctx of custom Functions, which no saved-tensor hooks
+        see; and the tensors with an autograd history that Python objects hold, by dtype, shape and operator.
         An autograd graph, with everything that it saved, lives as long as any of the latter. This looks through all
         Python objects and takes a while.
 
@@ -225,5 +249,5 @@ def report(*, holders: bool = False) -> str:
         tape_count, timing = latest
         more += [f"  in the latest profile(), {tape_count} tapes:", *timing_lines(timing, indent="  ")]
     if holders:
-        more += [*_live_save_lines(), *_holder_lines()]
+        more += [*_live_save_lines(), *_on_ctx_lines(), *_holder_lines()]
     return format_stats(stats(), more=more)

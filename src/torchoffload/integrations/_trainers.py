@@ -44,7 +44,7 @@ class Handle(Protocol):
         """Undo the installation. A second call does nothing."""
 
 
-def missing_package(module: str, package: str, extra: str) -> ImportError:
+def missing_package(module: str, package: str) -> ImportError:
     """Return the error for an integration whose package is not installed.
 
     Parameters
@@ -52,11 +52,9 @@ def missing_package(module: str, package: str, extra: str) -> ImportError:
     module : str
         The name of the integration.
     package : str
-        The package that is missing.
-    extra : str
-        The extra of torchoffload that installs it.
+        The package that is missing, as it is installed and imported.
     """
-    return ImportError(f'torchoffload.integrations.{module} needs {package}: pip install "torchoffload[{extra}]"')
+    return ImportError(f"torchoffload.integrations.{module} needs {package}: pip install {package}")
 
 
 def check_options(options: Mapping[str, Any], *, for_modules: bool = True) -> None:

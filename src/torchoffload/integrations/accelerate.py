@@ -27,7 +27,7 @@ from torchoffload.integrations._trainers import (
 try:
     from accelerate import Accelerator
 except ModuleNotFoundError as error:
-    raise missing_package("accelerate", "accelerate", "accelerate") from error
+    raise missing_package("accelerate", "accelerate") from error
 
 __all__ = ["PreparedOffloading", "offload_prepared"]
 

@@ -42,7 +42,7 @@ except ModuleNotFoundError:
     try:
         from pytorch_lightning import Callback
     except ModuleNotFoundError as error:
-        raise missing_package("lightning", "lightning", "lightning") from error
+        raise missing_package("lightning", "lightning") from error
 
 __all__ = ["OffloadActivationsCallback"]
 

@@ -33,7 +33,7 @@ from torchoffload.integrations._trainers import (
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ModuleNotFoundError as error:
-    raise missing_package("transformers", "transformers", "transformers") from error
+    raise missing_package("transformers", "transformers") from error
 
 __all__ = ["LogOffloadingCallback", "OffloadActivationsCallback"]
 

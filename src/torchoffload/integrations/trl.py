@@ -24,6 +24,7 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
 from torchoffload._fit.fit import Fitted
+from torchoffload._observe.idle import advise_if_idle
 from torchoffload.integrations._fitting import (
     ContextOrFitKeywords,
     SurveyWatch,
@@ -132,22 +133,45 @@ class FittedContext:
             self.fitted.remove()
 
 
-class _FittingFunction:
-    """The function that takes the place of TRL's own, where ``install`` was given ``memory``."""
+class _OffloadingFunction:
+    """The function that takes the place of TRL's own.
 
-    def __init__(self, memory: Any, modules: Any, options: ContextOrFitKeywords) -> None:
+    Attributes
+    ----------
+    func : callable
+        What it calls.
+    was_called : bool
+        Whether a trainer has asked for a context.
+    fitted : Fitted or None
+        With ``memory``, what ``fit`` returned for the trainer that began last.
+    """
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+        self.was_called = False
         self.fitted: Fitted | None = None
-        self._given = (memory, modules, options)
 
-    def __call__(self, model: nn.Module) -> FittedContext:
-        return FittedContext(model, *self._given, self._note)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
+        return self.func(*args, **kwargs)
 
-    def _note(self, fitted: Fitted) -> None:
-        self.fitted = fitted
+
+def _fitting(memory: Any, modules: Any, options: ContextOrFitKeywords) -> _OffloadingFunction:
+    """Return the function for ``install`` with ``memory``."""
+
+    def make(model: nn.Module) -> FittedContext:
+        return FittedContext(model, memory, modules, options, note)
+
+    def note(fitted: Fitted) -> None:
+        function.fitted = fitted
+
+    function = _OffloadingFunction(make)
+    return function
 
 
 _lock = threading.Lock()
 _stock: Callable[..., Any] | None = None  # TRL's own function, while ours is in its place
+_in_place: _OffloadingFunction | None = None  # ours
 
 
 def _put_in_place(function: Callable[..., Any], instead_of: Callable[[object], bool]) -> int:
@@ -173,23 +197,23 @@ def _put_in_place(function: Callable[..., Any], instead_of: Callable[[object], b
 class Installation:
     """The handle that ``install`` returns. It lasts until ``remove()``, or the end of a ``with`` block."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: _OffloadingFunction) -> None:
         self._function = function
 
     @property
     def fitted(self) -> Fitted | None:
         """With ``memory``, what ``torchoffload.fit`` returned for the trainer that began last; None before that."""
-        return getattr(self._function, "fitted", None)
+        return self._function.fitted
 
     def remove(self) -> None:
         """Give TRL its own function back. A second call, or a call after another ``install()``, does nothing.
 
         Trainers that were made meanwhile keep the context that they have.
         """
-        global _stock
+        global _stock, _in_place
         with _lock:
             if _stock is not None and _put_in_place(_stock, lambda value: value is self._function):
-                _stock = None
+                _stock = _in_place = None
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +254,7 @@ def install(
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         An option is wrong.
     """
-    global _stock
+    global _stock, _in_place
     fits = asks_for_fit(memory, options)
     if modules is not None and not fits:
         raise TypeError("modules: the blocks of torchoffload.fit, which memory= asks for: give memory=, too")
@@ -240,22 +264,36 @@ def install(
     try:
         importlib.import_module("trl")
     except ModuleNotFoundError as error:
-        raise missing_package("trl", "trl", "trl") from error
+        raise missing_package("trl", "trl") from error
     try:
         home = importlib.import_module(_HOME)
         own = getattr(home, _NAME)
     except (ModuleNotFoundError, AttributeError) as error:
         version = getattr(sys.modules["trl"], "__version__", "unknown")
         raise ImportError(f"trl {version} has no {_HOME}.{_NAME}: torchoffload works with trl 1.0 and later") from error
-    function: Callable[..., Any]
     if fits:
-        function = _FittingFunction(memory, modules, options)
+        function = _fitting(memory, modules, options)
     else:
         ours: dict[str, Any] = {"min_offload_size": None, "max_fwd_stash_size": None}
-        function = functools.partial(get_act_offloading_ctx_manager, **(ours | cast("dict[str, Any]", options)))
+        given = ours | cast("dict[str, Any]", options)
+        function = _OffloadingFunction(functools.partial(get_act_offloading_ctx_manager, **given))
     quiet_other_ranks()
     with _lock:
         if _stock is None:
             _stock = own
         _put_in_place(function, lambda value: value is not None and value in (_stock, own))
+        _in_place = function
     return Installation(function)
+
+
+def _idle_advice() -> str:
+    """Return what to change if TRL's function was replaced and no trainer has called it."""
+    if _in_place is None or _in_place.was_called:
+        return ""
+    return (
+        "torchoffload.integrations.trl.install() is in place, and no trainer of TRL was made since that offloads: set "
+        "activation_offloading=True in its configuration, and make the trainer after install()."
+    )
+
+
+advise_if_idle(_idle_advice)

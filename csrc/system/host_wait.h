@@ -1,0 +1,87 @@
+// host_wait: how a thread of the program waits for a disk, and how the process's end waits for what may never come.
+// Ownership:     a HostWait is one wait.
+// Thread safety: a HostWait belongs to the thread that waits, which does not hold the GIL. The functions: any thread.
+// Failures:      a wait that the user interrupts throws WaitAbandoned. What was waited for goes on.
+// Cost:          none for what is there at once; else the thread wakes ten times a second.
+//
+// A disk that stops answering (a network's, or one that fails) would otherwise block the program without a word, and
+// Ctrl-C would do nothing: Python runs its handler only once the call that blocks has returned.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace torchoffload {
+
+struct WaitAbandoned : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct WaitLimits {
+  std::chrono::milliseconds slice{100};          // after so long the waiting thread looks whether it is interrupted
+  std::chrono::milliseconds until_told{30'000};  // after so long standard error is told what is waited for
+  std::chrono::milliseconds at_exit{30'000};     // so long in all the end of the process waits
+};
+#ifdef TORCHOFFLOAD_TESTING
+extern WaitLimits wait_limits;
+#else
+inline constexpr WaitLimits wait_limits;
+#endif
+
+// Has the user interrupted the calling thread? Asked with no lock held. It neither runs Python code nor takes the
+// interruption away from Python. Null: nobody can interrupt.
+using AskInterrupted = bool (*)();
+void set_ask_interrupted(AskInterrupted ask);
+
+// Writes a line to standard error. It is no Python warning, because the thread that waits may run no Python code.
+void tell_on_stderr(const std::string& text);
+
+class HostWait {
+ public:
+  // Blocks until `is_done`, which is asked with the lock held, returns true. `what` is called at most once, likewise,
+  // and says what is waited for, as in "a read of the disk".
+  template <typename IsDone, typename What>
+  static void until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const IsDone& is_done,
+                    const What& what) {
+    HostWait wait;
+    while (!changed.wait_for(lock, wait_limits.slice, is_done)) {
+      const std::string told = wait.is_to_be_told() ? what() : std::string();
+      lock.unlock();
+      const bool is_abandoned = wait.look_around(told);
+      lock.lock();
+      if (is_done()) return;
+      if (is_abandoned) throw WaitAbandoned("torchoffload: a wait for " + std::string(what()) + " was interrupted");
+    }
+  }
+
+ private:
+  bool is_to_be_told() const;
+  // Returns whether the wait is to be abandoned.
+  bool look_around(const std::string& told);
+
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  bool has_told_ = false;
+};
+
+// The end of the process waits for what its threads are at, but not for ever: a device or a disk may hang. All such
+// waits together take wait_limits.at_exit at most. Returns false, and tells standard error what is left behind, if that
+// is over.
+class ExitWait {
+ public:
+  template <typename IsDone>
+  static bool until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const IsDone& is_done,
+                    const char* what) {
+    if (changed.wait_until(lock, deadline(), is_done)) return true;
+    tell(what);
+    return false;
+  }
+
+ private:
+  static std::chrono::steady_clock::time_point deadline();
+  static void tell(const char* what);
+};
+
+}  // namespace torchoffload
