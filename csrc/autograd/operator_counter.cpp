@@ -27,21 +27,31 @@ PyObject* counted(PyObject*, PyObject* capsule) {
 }
 
 PyObject* install(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
   install_interpreter_delegate();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* remove(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
   remove_interpreter_delegate();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
-PyObject* by_python(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(operators_by_python()); }
+PyObject* by_python(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return PyLong_FromUnsignedLongLong(operators_by_python());
+  END_HANDLE_TH_ERRORS
+}
 
 PyObject* opaque(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
   PyObject* function = nullptr;
   const char* name = nullptr;
   return PyArg_ParseTuple(args, "Os", &function, &name) != 0 ? opaque_method(function, name) : nullptr;
+  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {

@@ -154,8 +154,10 @@ PyObject* torch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t coun
 }
 
 PyObject* mode_begin(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   mode_of(self).thread = std::this_thread::get_id();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* mode_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
