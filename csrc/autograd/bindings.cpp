@@ -26,6 +26,7 @@
 #include "system/local_world.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace torchoffload {
 
@@ -62,14 +63,9 @@ py::dict common_to_dict(const Row& row) {
     kept_records[name] = row.records_kept[reason];
     kept_bytes[name] = row.bytes_kept[reason];
   }
-  py::dict dict;
-  dict["records_offloaded"] = row.records_offloaded;
-  dict["bytes_offloaded"] = row.bytes_offloaded;
-  dict["blocks_seen"] = row.blocks_seen;
-  dict["blocks_excepted"] = row.blocks_excepted;
-  dict["records_kept"] = kept_records;
-  dict["bytes_kept"] = kept_bytes;
-  return dict;
+  return py::dict("records_offloaded"_a = row.records_offloaded, "bytes_offloaded"_a = row.bytes_offloaded,
+                  "blocks_seen"_a = row.blocks_seen, "blocks_excepted"_a = row.blocks_excepted,
+                  "records_kept"_a = kept_records, "bytes_kept"_a = kept_bytes);
 }
 
 py::dict to_dict(const TapeRow& row) {
@@ -119,16 +115,13 @@ py::dict stats() {
   dict["live_tapes"] = statistics.live_tapes;
   dict["slot_bytes"] = statistics.slot_bytes;
   dict["peak_slot_bytes"] = statistics.peak_slot_bytes;
-  dict["pinned_bytes"] = pinned.held_bytes;
-  dict["pinned_bytes_used"] = pinned.used_bytes;
+  dict["pinned_bytes"] = pinned.held_bytes, dict["pinned_bytes_used"] = pinned.used_bytes;
   dict["peak_pinned_bytes"] = statistics.peak_pinned_bytes;
   dict["peak_offload_window_bytes"] = statistics.peak_offload_window_bytes;
   dict["peak_reload_window_bytes"] = statistics.peak_reload_window_bytes;
   const SpillCounts spill = spill_counts();
-  dict["bytes_spilled"] = spill.spilled_bytes;
-  dict["bytes_fetched"] = spill.fetched_bytes;
-  dict["disk_waits"] = spill.wait_count;
-  dict["disk_wait_s"] = spill.wait_s;
+  dict["bytes_spilled"] = spill.spilled_bytes, dict["bytes_fetched"] = spill.fetched_bytes;
+  dict["disk_waits"] = spill.wait_count, dict["disk_wait_s"] = spill.wait_s;
   dict["budget_bytes_used"] = statistics.charged_bytes;
   dict["staging_bytes"] = staging_bytes;
   dict["coding_obstacles"] = obstacles;
@@ -148,8 +141,8 @@ py::list module_rows(const py::handle& object) {
 py::list live_saves() {
   py::list list;
   for (const LiveSave& save : Saved::all_alive()) {
-    const py::object shape = save.sizes ? py::object(py::tuple(py::cast(*save.sizes))) : py::none();
-    list.append(py::make_tuple(save.dtype, shape, save.nbytes, save.age_s));
+    list.append(py::make_tuple(save.dtype, save.sizes ? py::object(py::tuple(py::cast(*save.sizes))) : py::none(),
+                               save.nbytes, save.age_s));
   }
   return list;
 }
@@ -169,14 +162,10 @@ py::list end_profile() {
 
 py::dict host_memory() {
   const HostMemory memory = read_host_memory();
-  py::dict dict;
-  dict["total"] = memory.total_bytes;
-  dict["available"] = memory.available_bytes;
-  dict["limit"] = memory.limit_bytes;
-  dict["limit_used"] = memory.limit_used_bytes;
-  dict["limit_inactive_file"] = memory.limit_inactive_file_bytes;
-  dict["default_budget"] = default_budget_bytes(memory, local_world_size(), pinned_memory().held_bytes);
-  return dict;
+  return py::dict("total"_a = memory.total_bytes, "available"_a = memory.available_bytes,
+                  "limit"_a = memory.limit_bytes, "limit_used"_a = memory.limit_used_bytes,
+                  "limit_inactive_file"_a = memory.limit_inactive_file_bytes,
+                  "default_budget"_a = default_budget_bytes(memory, local_world_size(), pinned_memory().held_bytes));
 }
 
 OperatorGroup parse_group(const py::handle& given) {
@@ -243,30 +232,38 @@ StepOfBlocks parse_step(const py::handle& given) {
   return step;
 }
 
-py::object joint_plan(const py::handle& given, std::optional<uint64_t> memory_bytes, const py::object& timed_as) {
-  const StepOfBlocks step = parse_step(given);
-  std::optional<JointPlan> plan = memory_bytes ? plan_step(step, *memory_bytes) : least_plan(step);
-  if (!plan) return py::none();
-  if (!timed_as.is_none()) time_plan(parse_step(timed_as), *plan);
+py::dict plan_to_dict(const JointPlan& plan) {
   py::list calls;
-  for (size_t number = 0; number < plan->calls.size(); ++number) {
-    const CallPlan& call = plan->calls[number];
-    const CallWindows& windows = plan->windows[number];
-    calls.append(py::make_tuple(call.way, call.moved, call.moves, windows.offload_bytes, windows.reload_bytes));
+  for (size_t i = 0; i < plan.calls.size(); ++i) {
+    const CallWindows& windows = plan.windows[i];
+    calls.append(py::make_tuple(plan.calls[i].way, plan.calls[i].moved, plan.calls[i].moves, windows.offload_bytes,
+                                windows.reload_bytes));
   }
-  py::dict dict;
-  dict["calls"] = calls;
-  dict["step_s"] = plan->step_s;
-  dict["recompute_s"] = plan->recompute_s;
-  dict["peak_bytes"] = plan->peak_bytes;
-  dict["loss_bytes"] = plan->loss_bytes;
-  dict["kept_bytes"] = plan->kept_bytes;
-  dict["moved_bytes"] = plan->moved_bytes;
-  dict["forward_spare_bytes"] = plan->forward_spare_bytes;
-  dict["backward_spare_bytes"] = plan->backward_spare_bytes;
-  dict["window_bytes"] = plan->window_bytes;
-  dict["loss_window_bytes"] = plan->loss_window_bytes;
-  return dict;
+  return py::dict("calls"_a = calls, "step_s"_a = plan.step_s, "recompute_s"_a = plan.recompute_s,
+                  "peak_bytes"_a = plan.peak_bytes, "loss_bytes"_a = plan.loss_bytes, "kept_bytes"_a = plan.kept_bytes,
+                  "moved_bytes"_a = plan.moved_bytes, "forward_spare_bytes"_a = plan.forward_spare_bytes,
+                  "backward_spare_bytes"_a = plan.backward_spare_bytes, "window_bytes"_a = plan.window_bytes,
+                  "loss_window_bytes"_a = plan.loss_window_bytes);
+}
+
+py::object joint_plan(const py::handle& given, uint64_t memory_bytes) {
+  const std::optional<JointPlan> plan = plan_step(parse_step(given), memory_bytes);
+  return plan ? py::object(plan_to_dict(*plan)) : py::none();
+}
+
+// What a plan takes in a step of other times, in seconds: the whole step, and what is computed again of it.
+std::pair<double, double> joint_plan_times(const py::handle& given, const py::handle& planned) {
+  const StepOfBlocks step = parse_step(given);
+  JointPlan plan;
+  for (const py::handle& call : planned.attr("calls")) {
+    plan.calls.push_back({call.attr("way").cast<uint32_t>(), call.attr("moved").cast<std::vector<uint32_t>>(),
+                          call.attr("moves").cast<bool>()});
+    plan.windows.push_back({call.attr("offload_bytes").cast<uint64_t>(), call.attr("reload_bytes").cast<uint64_t>()});
+  }
+  plan.window_bytes = planned.attr("window_bytes").cast<uint64_t>();
+  plan.loss_window_bytes = planned.attr("loss_window_bytes").cast<uint64_t>();
+  time_plan(step, plan);
+  return {plan.step_s, plan.recompute_s};
 }
 
 void set_module_windows(const py::handle& context, const std::vector<std::array<uint64_t, 3>>& given) {
@@ -307,8 +304,12 @@ Compress parse_compress(const py::handle& given) {
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes").none(true), py::arg("timed_as") = py::none(),
-        py::pos_only());
+  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes"), py::pos_only());
+  m.def(
+      "least_joint_plan",
+      [](const py::handle& given, uint64_t size) { return plan_to_dict(least_plan(parse_step(given), size)); },
+      py::arg("step"), py::arg("window_bytes"), py::pos_only());
+  m.def("joint_plan_times", joint_plan_times, py::arg("step"), py::arg("plan"), py::pos_only());
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());

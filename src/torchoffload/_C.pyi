@@ -113,15 +113,25 @@ def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tu
     ValueError: a group of that number does not exist, or there are too many.
     """
 
-def joint_plan(step: object, memory_bytes: int | None, timed_as: object = None, /) -> dict[str, Any] | None:
+def joint_plan(step: object, memory_bytes: int, /) -> dict[str, Any] | None:
     """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
 
     ``step`` has the attributes of ``_fit.step.Step``. Each call is (number of its way, numbers of the outputs that
-    move, whether anything moves, its offload window, its reload window). ``timed_as``: the step whose times the plan is
-    given, where it is planned for other times of the same step. None: nothing fits. Without ``memory_bytes``: the plan
-    of the least memory.
+    move, whether anything moves, its offload window, its reload window). None: nothing fits.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
+    """
+
+def least_joint_plan(step: object, window_bytes: int, /) -> dict[str, Any]:
+    """Return the plan in which each call keeps the least bytes and all moves that can, with windows of this size.
+
+    As ``joint_plan`` otherwise.
+    """
+
+def joint_plan_times(step: object, plan: object, /) -> tuple[float, float]:
+    """Return how long a plan, a ``_fit.step.StepPlan``, takes in a step: the whole, and what is computed again of it.
+
+    ValueError: the plan is for a step of other calls, ways or outputs.
     """
 
 def storage_addresses(value: object, /) -> set[int] | None:

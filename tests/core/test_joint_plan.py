@@ -312,3 +312,19 @@ def test_the_least_memory_is_the_least():
             least = least_plan(of)
             assert plan_step(of, least.peak_bytes) is not None
             assert plan_step(of, int(least.peak_bytes * 0.998)) is None
+
+
+def test_a_plan_is_timed_in_a_step_of_other_times_and_refused_in_another_step():
+    first = step(calls=(Call(0, 100 * MIB, 120 * MIB),) * 3)
+    plan = plan_step(first, 1 << 40)
+    assert plan is not None
+    twice = plan.timed_as(first.with_times(pace=2.0))
+    assert twice.step_s == pytest.approx(2 * plan.step_s)
+    assert twice.calls == plan.calls
+    other = step(calls=(Call(0, 100 * MIB, 120 * MIB),) * 2)
+    with pytest.raises(ValueError, match="another number of calls"):
+        plan.timed_as(other)
+    for wrong in ({"way": 99}, {"moved": (99,)}):
+        calls = (dataclasses.replace(plan.calls[0], **wrong), *plan.calls[1:])
+        with pytest.raises(ValueError, match="does not exist"):
+            dataclasses.replace(plan, calls=calls).timed_as(first)

@@ -1,10 +1,15 @@
 """fit on a GPU: the memory that was given is kept to, step after step."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import torchoffload
+from torchoffload._fit.meter import CudaMeter
 
 pytestmark = pytest.mark.cuda
 
@@ -77,3 +82,83 @@ def test_running_out_of_memory_is_survived():
         for _ in range(30):
             train(model, optimizer, x)
         assert handle.phase == "settled", handle.report()
+
+
+def test_the_meter_says_what_the_allocator_says():
+    meter = CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+    before = meter.counts()
+    held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    after = meter.counts()
+    assert after.allocated_bytes == torch.cuda.memory_allocated()
+    assert after.reserved_bytes == torch.cuda.memory_reserved()
+    assert after.allocated_bytes - before.allocated_bytes == held.nbytes
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(free * 2, dtype=torch.uint8, device="cuda")
+    assert meter.counts().failures == after.failures + 1
+    assert meter.counts().waits > after.waits
+
+
+_EXPANDABLE = """
+import torch, torchoffload
+from torch import nn
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4))).cuda()
+with torchoffload.fit(model, "4GiB"{more}) as handle:
+    x = torch.randn(8192, 1024, device="cuda")
+    address = x.data_ptr()
+    print(handle.report().splitlines()[0])
+    segments = torch.cuda.memory_snapshot()
+    of_x = [each for each in segments if each["address"] <= address < each["address"] + each["total_size"]]
+    print([each["is_expandable"] for each in of_x])
+    model(x).square().mean().backward()
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "environment", "told", "is_expandable"),
+    [
+        ("", {}, "segments are expandable", True),
+        (", allocator='as it is'", {}, "as it was", False),
+        ("", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "PYTORCH_CUDA_ALLOC_CONF is set", False),
+        ("", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "", True),
+    ],
+)
+def test_segments_are_expandable_where_nothing_else_was_chosen(more, environment, told, is_expandable):
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    found = subprocess.run(
+        [sys.executable, "-c", _EXPANDABLE.format(more=more)],
+        env=kept | environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    report, segments = found.stdout.splitlines()[-2:]
+    assert told in report
+    assert segments == f"[{is_expandable}]"
+
+
+def test_plans_are_settled_on_soon_and_no_step_is_lost_where_the_device_is_full():
+    """The rest of the device is taken away, so that PyTorch finds as much as fit is given."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block() for _ in range(8)))
+        x = torch.randn(16, 512, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with torchoffload.fit(model, 1.0) as handle:
+        while handle.phase != "settled":
+            train(model, optimizer, x)
+        points = handle.frontier()
+    for part in (0.1, 0.5):
+        memory = int((points[0].memory_bytes + (points[-1].memory_bytes - points[0].memory_bytes) * part) * 1.05)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        ballast = torch.cuda.caching_allocator_alloc(free + torch.cuda.memory_reserved() - memory - (64 << 20))
+        try:
+            ooms = torch.cuda.memory_stats()["num_ooms"]
+            with torchoffload.fit(model, 1.0, margin=0.0) as handle:  # the ballast is reserved as well
+                for _ in range(13):
+                    train(model, optimizer, x)
+                assert handle.phase == "settled", handle.report()
+                assert torch.cuda.memory_stats()["num_ooms"] == ooms, handle.report()
+        finally:
+            torch.cuda.caching_allocator_delete(ballast)

@@ -1,7 +1,6 @@
 """The handle of fit: its errors, its report, its files, and what it leaves behind."""
 
 import copy
-import dataclasses
 import gc
 import json
 import pickle
@@ -18,8 +17,6 @@ import torchoffload
 from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit.step import least_plan, plan_step
-from torchoffload._fit.trials import Trial, overhead_of, with_overhead
 
 pytestmark = pytest.mark.devices("disk")
 
@@ -330,18 +327,3 @@ def test_inside_of_transforms_and_traces_blocks_are_called_as_they_are(device_un
             model(forward_ad.make_dual(x, torch.ones_like(x)))
         torch.jit.trace(model, (x,))
     assert torch.equal(expected[1], found[1])
-
-
-def test_what_trials_teach_is_of_plans_that_move_nothing(device_under_test: Device):
-    model = Model(BLOCKS["transformer"])
-    with settled(model, device_under_test) as handle:
-        step = handle._driver.step
-        least, still = least_plan(step), plan_step(dataclasses.replace(step, may_move=False), 1 << 50)
-        waited = Trial(step, dataclasses.replace(least, moved_bytes=1), step_s=least.step_s + 9.0)
-        assert overhead_of([waited]) == 0
-        again = Trial(step, dataclasses.replace(least, moved_bytes=0), step_s=least.step_s + 4.0)
-        overhead_s = overhead_of([waited, again, Trial(step, still, step_s=9.0)])
-        assert overhead_s == pytest.approx(4.0 / again.again_count)
-        slower = with_overhead(step, overhead_s)
-        assert plan_step(slower, 1 << 50).step_s == pytest.approx(still.step_s)
-        assert least_plan(slower).step_s == pytest.approx(least.step_s + 4.0, rel=0.02)

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -38,20 +37,18 @@ def test_models_on_one_device_divide_what_there_is_beyond_the_least():
         memory_bytes = int(middle / 0.96) + 1
         one.replan(memory_bytes)
         assert "shared" not in one.report()
-        alone = one.plan
         with torchoffload.fit(second, 1 << 50, move=False) as other:
             train(second, 4)
             one.replan(memory_bytes)
             train(first, 20)
             assert one.plan is not None
-            assert one.plan.predicted_peak_bytes <= points[0].memory_bytes + (middle - points[0].memory_bytes) // 2
+            shared_bytes = points[0].memory_bytes + (middle - points[0].memory_bytes) // 2
+            assert one.plan.predicted_peak_bytes <= shared_bytes
             assert "shared by 2 fitted models" in one.report()
             assert other.phase != "survey"
         one.replan(memory_bytes)
         train(first, 20)
-        assert one.plan is not None
-        assert one.plan.predicted_peak_bytes > points[0].memory_bytes + (middle - points[0].memory_bytes) // 2
-        assert alone is None or one.plan.predicted_peak_bytes >= alone.predicted_peak_bytes
+        assert max(trial.peak_bytes for trial in one._driver.trials if trial.peak_bytes <= middle) > shared_bytes
 
 
 def test_a_survey_goes_on_in_the_least_memory_until_the_other_models_is_done():
@@ -129,73 +126,6 @@ def test_budgets_of_other_devices_and_of_removed_models_do_not_count():
     budget.share(None, meter_for(DEVICE))
     assert budget.sharer_count == 1
     del elsewhere
-
-
-def test_a_budget_that_is_tightened_leaves_more_and_is_exhausted_at_last():
-    budget = Budget(100, 0.04, DEVICE, MODEL)
-    budget.tighten(130)
-    assert budget.usable_bytes == 66
-    assert not budget.is_exhausted
-    budget.tighten(90)
-    assert budget.usable_bytes == 64
-    budget.give(200)
-    assert budget.usable_bytes == 192
-    budget.tighten(400)
-    assert budget.is_exhausted
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_what_the_allocator_reserves_beyond_its_plan_lowers_the_next_one_and_is_no_error(
-    always: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """A step that fits by what it allocates goes on, whatever the pieces are in which that is reserved."""
-    model = model_of_blocks()
-    with torchoffload.fit(model, 1 << 50, move=False) as handle, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        train(model, 20)
-        points = handle.frontier()
-        memory_bytes = int((points[0].memory_bytes + points[-1].memory_bytes) / 2 / 0.96) + 1
-        driver, most_bytes = handle._driver, 0
-
-        def reserved_bytes() -> int:
-            """Of the largest plan, or of all, more than there is."""
-            nonlocal most_bytes
-            assert driver._followed is not None
-            peak_bytes = driver._followed.step.peak_bytes(driver._followed.plan)
-            most_bytes = max(most_bytes, peak_bytes)
-            return 3 * memory_bytes if always or peak_bytes == most_bytes else peak_bytes
-
-        monkeypatch.setattr(driver.meter, "reserved_bytes", reserved_bytes)
-        handle.replan(memory_bytes)
-        train(model, 60)
-        assert handle.plan is not None
-        if always:
-            assert handle.phase == "least memory"
-            assert any("too little" in str(each.message) for each in warned)
-            assert handle.plan.predicted_peak_bytes == points[0].memory_bytes
-            assert "leave" in handle.report()
-        else:
-            assert handle.phase in ("settled", "least memory")
-            assert handle.plan.predicted_peak_bytes < most_bytes
-
-
-def test_what_a_step_reserved_is_seen_where_the_loop_empties_the_cache(monkeypatch: pytest.MonkeyPatch):
-    """Some trainers empty it behind each step. What is reserved as the next one begins says nothing then."""
-    model = model_of_blocks()
-    with torchoffload.fit(model, 1 << 50, move=False) as handle, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(model, 20)
-        points = handle.frontier()
-        memory_bytes = int((points[0].memory_bytes + points[-1].memory_bytes) / 2 / 0.96) + 1
-        driver = handle._driver
-        monkeypatch.setattr(
-            driver.meter,
-            "reserved_bytes",
-            lambda: 2 * memory_bytes if torch._C._current_graph_task_id() != -1 else 0,  # in a backward, and then less
-        )
-        handle.replan(memory_bytes)
-        train(model, 60)
-        assert handle.phase == "least memory"
 
 
 def pipelined(model: nn.Module, sequence: str) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "core/planning/block_plans.h"
@@ -317,14 +318,26 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
   return Search(step, memory_bytes).best();
 }
 
-void time_plan(const StepOfBlocks& step, JointPlan& plan) { BlockPlans(step).time(plan); }
+void time_plan(const StepOfBlocks& step, JointPlan& plan) {
+  const BlockPlans plans(step);
+  if (plan.calls.size() != step.calls.size() || plan.windows.size() != step.calls.size())
+    throw std::invalid_argument("the plan is for another number of calls");
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    const BlockKind& kind = plans.kind_of(call);
+    if (plan.calls[call].way >= kind.ways.size())
+      throw std::invalid_argument("the plan names a way that does not exist");
+    for (const uint32_t output : plan.calls[call].moved)
+      if (output >= kind.outputs.size()) throw std::invalid_argument("the plan names an output that does not exist");
+  }
+  plans.time(plan);
+}
 
-JointPlan least_plan(const StepOfBlocks& step) {
+JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes) {
   const BlockPlans plans(step);
   const std::vector<uint32_t> ways(step.calls.size(), 0);
   std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt, BlockPlans::Keeps::AllThatFits);
   if (step.may_move) {
-    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, 0, BlockPlans::Keeps::Nothing);
+    std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, window_bytes, BlockPlans::Keeps::Nothing);
     if (moved && (!plan || moved->peak_bytes < plan->peak_bytes)) plan = std::move(moved);
   }
   JointPlan least = plan.value_or(JointPlan{});

@@ -1,9 +1,10 @@
 // JointPlan: for each call of a block in a step what is kept, what moves, and what is computed again.
 // Ownership:     values only.
 // Thread safety: pure functions.
-// Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist, for times that
-//                are negative or not finite, for rates that are not above 0 where something may move, for shares of
-//                the link that are not in (0, 1], and for bytes that are too many to be added up.
+// Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist, for a plan of
+//                other calls than the step has, for times that are negative or not finite, for rates that are not above
+//                0 where something may move, for shares of the link that are not in (0, 1], and for bytes that are too
+//                many to be added up.
 // Not handled:   link and compute of other processes on the same host; blocks of one kind that take different times.
 //
 // Note [Memory of a step of blocks]
@@ -131,7 +132,8 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
 // Sets the times of a plan that was made for another step, which has other times and the same bytes.
 void time_plan(const StepOfBlocks& step, JointPlan& plan);
 
-// The plan of the least memory.
-JointPlan least_plan(const StepOfBlocks& step);
+// The plan of the least memory: all calls go the way of the least bytes, and all moves that can, with windows of this
+// size. A survey runs its steps like that.
+JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes = 0);
 
 }  // namespace torchoffload

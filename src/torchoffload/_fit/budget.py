@@ -12,8 +12,6 @@ from torchoffload._observe.units import human_bytes
 
 __all__ = ["Budget"]
 
-_MOST_MARGIN = 0.5
-_AFTER_FAILURE = 0.9  # of what a plan was predicted to take that ran out of memory
 _ANY_BYTES = 1 << 62
 # One model may be trained less often than another one, as a generator is whose critic takes five steps for each of its.
 _PATIENCE = 8
@@ -46,8 +44,8 @@ class Budget:
 
     def __init__(self, memory_bytes: int, margin: float, device: torch.device, model: nn.Module) -> None:
         self.memory_bytes = memory_bytes
-        self.margin = self._given_margin = margin
-        self.device_bytes = self._most_bytes = _ANY_BYTES
+        self.margin = margin
+        self.device_bytes = _ANY_BYTES
         self.sharer_count = 1
         self.is_surveying = False
         self._idle_steps = 0  # steps of others that were surveyed since this model's latest one
@@ -58,21 +56,19 @@ class Budget:
     @property
     def usable_bytes(self) -> int:
         """What all plans of the process together may allocate."""
-        return min(int(min(self.memory_bytes, self.device_bytes) * (1 - self.margin)), self._most_bytes)
+        return int(self.reservable_bytes * (1 - self.margin))
+
+    @property
+    def reservable_bytes(self) -> int:
+        """What the process may reserve, and has."""
+        return min(self.memory_bytes, self.device_bytes)
 
     @property
     def limit(self) -> str:
         """What limits plans, in words."""
-        if self._most_bytes == self.usable_bytes:
-            return f"{human_bytes(self._most_bytes)}, which plans may take since a step ran out of memory,"
         if self.device_bytes < self.memory_bytes:
             return f"{human_bytes(self.device_bytes)}, all that the device has left for this process,"
         return human_bytes(self.memory_bytes)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether so much is left free that other plans will not help."""
-        return self.margin >= _MOST_MARGIN
 
     def room_bytes(self, step: Step) -> int:
         """Return what a plan of the step may allocate.
@@ -120,16 +116,7 @@ class Budget:
 
     def give(self, memory_bytes: int) -> None:
         """Take another amount of memory."""
-        self.memory_bytes, self.margin, self._most_bytes = memory_bytes, self._given_margin, _ANY_BYTES
-
-    def note_failure(self, peak_bytes: int) -> None:
-        """Allow plans less from now on, after a step ran out of memory that was predicted to take so much."""
-        self._most_bytes = min(self._most_bytes, int(peak_bytes * _AFTER_FAILURE))
-
-    def tighten(self, reserved_bytes: int) -> None:
-        """Leave more free, after steps that reserved so much."""
-        beyond = max(0, reserved_bytes - self.memory_bytes) / self.memory_bytes
-        self.margin = min(0.9, self.margin + max(beyond, 0.02))
+        self.memory_bytes = memory_bytes
 
     def end(self) -> None:
         """Leave what there is to the others."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.step import CallPlan, Step, StepPlan, least_plan, plan_step
+from torchoffload._fit.trials import Trial
 from torchoffload._observe.units import human_bytes
 
 if TYPE_CHECKING:
@@ -131,6 +132,12 @@ def _call_line(driver: "Driver", step: Step, name: str, planned: CallPlan, kind_
     return f"  {name}: " + "; ".join(parts)
 
 
+def _tried(trial: Trial) -> str:
+    taken = "out of memory" if trial.has_failed else _ms(trial.step_s)
+    reserved = f", {human_bytes(trial.reserved_bytes)} reserved" if trial.reserved_bytes else ""
+    return f"{_ms(trial.plan.step_s)} and {human_bytes(trial.peak_bytes)} predicted, {taken}{reserved}"
+
+
 def describe(driver: "Driver") -> str:
     """Return the report of a fitted model."""
     budget = driver.budget
@@ -141,10 +148,12 @@ def describe(driver: "Driver") -> str:
         f"torchoffload.fit: {driver.model_name}, {driver.block_count} blocks, within "
         f"{human_bytes(budget.memory_bytes)}{had}{shared}"
     ]
+    if driver.allocator:
+        lines[0] += f"; {driver.allocator}"
     step, settled = driver.step, driver.settled
     notes = [f"Note: {note}" for note in driver.notes]
     if step is None or settled is None:
-        trials = f"{len(driver.candidates.trials)} plans are being tried"
+        trials = "plans are being tried"
         doing = "the first steps are being measured" if step is None else trials
         why = why_over(driver) or f"{doing}, which takes some training steps"
         return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
@@ -159,8 +168,6 @@ def describe(driver: "Driver") -> str:
         f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
     ]
-    if abs(step.pace - 1) >= 0.005:
-        lines.append(f"  predictions are {step.pace:.2f} times what the survey measured, as the plans that were tried")
     lines.append("What the blocks do:")
     kinds = [call.kind for call in settled.step.calls]
     for name, planned, kind in _runs(driver.called.names, list(zip(plan.calls, kinds, strict=True))):
@@ -174,12 +181,8 @@ def describe(driver: "Driver") -> str:
     if more is not None:
         gained = max(0.0, plan.step_s - more.step_s)
         lines.append(f"One more GiB would save {_ms(gained)} a step.")
-    if driver.candidates.trials:
-        tried = "; ".join(
-            f"{_ms(trial.plan.step_s)} predicted, {'out of memory' if trial.has_failed else _ms(trial.step_s)}"
-            for trial in driver.candidates.trials
-        )
-        lines.append(f"Plans that were tried: {tried}.")
+    if driver.trials:
+        lines.append(f"Plans that were tried: {'; '.join(map(_tried, driver.trials))}.")
     if driver.left_plan_count:
         lines.append(
             f"{driver.left_plan_count} calls of blocks called other operators than planned: what came after these was "

@@ -1,398 +1,183 @@
-"""What a fitted model does from call to call: it is surveyed, plans are tried, and one is followed and watched."""
+"""What a fitted model does from step to step: it is surveyed, plans are tried, and one is followed and watched."""
 
-import weakref
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.agreement import Agreement
-from torchoffload._fit.allocations import Allocations
-from torchoffload._fit.backwards import Backwards
-from torchoffload._fit.budget import Budget
-from torchoffload._fit.called_blocks import CalledBlocks
-from torchoffload._fit.following import Following
-from torchoffload._fit.link import Link, measure_link
-from torchoffload._fit.meter import Meter
-from torchoffload._fit.phase import Excess, Phase
-from torchoffload._fit.plan_file import SavedPlan
-from torchoffload._fit.planning import surveyed_step
-from torchoffload._fit.replay import Watch
-from torchoffload._fit.scaling import SmallerCalls
-from torchoffload._fit.step import Step, least_plan
+from torchoffload._fit.climb import Climb
+from torchoffload._fit.clock import FinishedStep
+from torchoffload._fit.fitted_model import FittedModel
+from torchoffload._fit.phase import Climbing, LeastMemory, Removed, Settled, Surveying
+from torchoffload._fit.scaling import OtherSizes
+from torchoffload._fit.sizes import argument_bytes
 from torchoffload._fit.survey import Survey
-from torchoffload._fit.trials import Candidates, Trial, failure_message, plans_to_try, restricted, unfit_message
-from torchoffload._fit.turns import turns_of, weakly, windows_of
-from torchoffload._modules.selection import Chosen
-from torchoffload._observe.units import human_bytes
-from torchoffload._warnings import warn_user
+from torchoffload._fit.trials import MORE_ROOM, Trial, failure_message
 
 __all__ = ["Driver"]
 
-_MOST_OPEN_CALLS = 64
+_GROWN = 0.01  # of the memory: so much more than in the survey is there for good before a step
 
 
-class Driver:
-    """One fitted model.
-
-    Parameters
-    ----------
-    model, chosen : nn.Module, list of Chosen
-        The model, and its blocks.
-    meter : Meter
-        The device's clock and memory.
-    budget : Budget
-        What plans may take.
-    may_recompute, may_move : bool
-        What plans may do.
-    options : dict
-        The options of the contexts that move.
-    raises : bool
-        Whether a step that does not fit is an error, or else a warning.
-    group : ProcessGroup or "auto" or None
-        Which ranks make their plans together; "auto": those whose blocks communicate with each other.
-
-    Attributes
-    ----------
-    model, model_name, block_count : weakref.ref of nn.Module, str, int
-        The model, its class, and how many blocks it has.
-    phase : Phase
-        What it is at.
-    step : Step or None
-        What the survey showed.
-    candidates : Candidates
-        The plans that are or were tried.
-    called : CalledBlocks
-        The blocks that the surveyed step called.
-    settled : Trial or None
-        The plan that is followed.
-    notes : list of str
-        What did not go as planned.
-    left_plan_count : int
-        How many calls of blocks called other operators than planned.
-    largest_size : int
-        The elements of the arguments of the model's largest call.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        chosen: list[Chosen],
-        meter: Meter,
-        *,
-        budget: Budget,
-        may_recompute: bool,
-        may_move: bool,
-        options: dict[str, Any],
-        raises: bool,
-        group: Any = "auto",
-    ) -> None:
-        self.model = weakref.ref(model)
-        self._following = Following(model, chosen, may_move=may_move, options=options)
-        self.names = self._following.names
-        self.model_name, self.block_count = type(model).__name__, len(self.names)
-        self._group = group
-        self.agreement: Agreement | None = None
-        self.meter, self.budget = meter, budget
-        self.may_recompute, self.may_move = may_recompute, may_move
-        self._context_options = OffloadOptions(**options)
-        self._raises = raises
-        self.phase = Phase.SURVEY
-        self._open_calls = 0  # calls of the model since the measured step began
-        # Whether a measured step has begun, its backward has ended, and a call of it has waited for its backward.
-        self._has_begun = self._has_ended = self._was_open = False
-        self.step: Step | None = None
-        self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
-        self._surveyed: Step | None = None  # before anything was learned from trials
-        self._has_learned = False
-        self.called = CalledBlocks([], self.names)
-        self.settled: Trial | None = None
-        self._followed: Trial | None = None
-        self._smaller: SmallerCalls | None = None
-        self.notes: list[str] = []
-        self.left_plan_count = 0
-        self.obstacles: dict[int, str] = {}
-        self._link: Link | None = None
-        self._reset_counters: list[Callable[[], None]] = []
-        self._backwards = Backwards(self)
-        self._allocations = Allocations(meter)
-        self.largest_size, self._size, self._known_shapes = 0, 0, cast(Any, None)
-        self._begin_survey()
+class Driver(FittedModel):
+    """Takes a fitted model from step to step, as the clock tells of them."""
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
-        self._open_calls += 1
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        size, is_open, self._has_oom, self._reserved_bytes = self._largest(
-            sum(tensor.numel() for tensor in tensors),
-            self._backwards.has_open_calls,
-            self._allocations.have_failed,
-            self._allocations.take_reserved(),
-        )
-        if not is_open:  # calls before a common backward are one step, as in pipelines
+        size = self.clock.call_begins(argument_bytes(inputs))
+        if isinstance(self.state, Surveying):
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        elif self._is_too_large(size):  # a call beside others that wait for their backward
+            self._begin_survey()
+        if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
-        if self.phase is Phase.SETTLED or self.phase is Phase.LEAST:
-            if size > self.largest_size:
-                self._begin_survey()
-            elif self.phase is Phase.SETTLED:
-                self._check()
-                self._follow_size(self.largest_size if is_open else int(size))
-        has_ended = self._has_ended and (not is_open or self._open_calls > _MOST_OPEN_CALLS)
-        if self.phase is Phase.SURVEY:
-            ends = self._has_begun and has_ended
-            if ends or self._open_calls > _MOST_OPEN_CALLS or (self._was_open and not is_open and not self._has_ended):
-                self._has_begun = False  # maybe since no backward comes: begin again
-            if ends:
-                self._end_survey_step()
-            self.largest_size = max(self.largest_size, size)
-        if self.phase is Phase.TRIALS and self._has_begun and (has_ended or self._has_oom):
-            self._has_begun = False
-            self._end_trial_step()
-        self._size = max(size, self._size) if self._has_begun else size  # of the largest call of the step
-        if self.phase is Phase.SURVEY:
-            self._allow_communication([(tensor.shape, tensor.dtype) for tensor in tensors])
-        if self.phase in {Phase.SURVEY, Phase.TRIALS} and not self._has_begun:
-            self._has_begun, self._has_ended, self._was_open, self._open_calls = True, False, False, 0
-            if self.phase is Phase.SURVEY:
-                self.budget.is_surveying = not self.survey.is_known
-                self.survey.begin_step()
-            else:
-                self._began, self._retries = self.meter.now(), self.meter.retry_count()
-
-    def _largest(self, *values: float) -> Any:
-        """Return for each value the largest one of the ranks that decide together."""
-        return values if self.agreement is None else self.agreement.largest(*values)
-
-    def _end_survey_step(self) -> None:
-        """Plan if the survey is done, and else let it go on."""
-        is_known = self.survey.end_step()
-        self.budget.note_surveyed_step(is_known=is_known)
-        is_known = is_known and not self.budget.waits_for_others
-        self.agreement = Agreement.among(self._group, self.survey.groups, self.agreement)
-        is_unknown, last_windows = self._largest(not is_known, self.survey.window_bytes)
-        if is_unknown:
-            self._watch(int(last_windows))
-        else:
-            self._make_plan()
-
-    def _allow_communication(self, shapes: Any) -> None:
-        """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
-        is_new = shapes != self._known_shapes or self.survey.is_hindered
-        self._known_shapes = shapes
-        self.survey.allows_communication = self.agreement is not None and not self._largest(is_new)[0]
+        self._follow_size(self.largest_size if self.clock.has_open_calls else size)
 
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
-        self._backwards.follow(output)
-        self._was_open |= self._backwards.has_open_calls
+        self.clock.call_ends(output)
 
-    def backward_begins(self) -> None:
+    def step_begins(self, size: int) -> None:
+        """Take notice of a step that begins with a call of this size."""
+        if not isinstance(self.state, Surveying) and self._is_too_large(size):
+            self._begin_survey()
+        self._block_calls.begin_step(looks_at_all=isinstance(self.state, Surveying))
+        if isinstance(self.state, Surveying):
+            survey = self.state.survey
+            self.budget.is_surveying = not survey.is_known
+            survey.begin_step()
+
+    def backward_began(self) -> None:
         """Take notice of a backward, in which this is called."""
-        if self.phase is Phase.SURVEY and self._has_begun:
-            self.survey.backward_began()
+        if isinstance(self.state, Surveying):
+            self.state.survey.backward_began()
 
-    def backward_ends(self) -> None:
+    def backward_ended(self) -> None:
         """Take notice of the end of a backward."""
-        self._has_ended = True
-        if self.phase is Phase.SURVEY and self._has_begun:
-            self.survey.backward_ended()
-        elif self.phase is Phase.TRIALS:
-            self._ended = self.meter.now()
-        self._allocations.note_reserved()
+        if isinstance(self.state, Surveying):
+            self.state.survey.backward_ended()
 
-    def _begin_survey(self) -> None:
-        self.phase, self._smaller, self._known_shapes = Phase.SURVEY, None, None
-        self._has_begun = self._has_ended = False
-        self.candidates, self.settled, self.step, self._surveyed = Candidates(), None, None, None
-        self.survey = Survey(
-            cast(nn.Module, self.model()), self.meter, self.budget, self._backwards.is_seen,
-            may_recompute=self.may_recompute, may_agree=self._group is not None,
-        )  # fmt: skip
-        self.budget.begin_survey()
-        self._watch(self.survey.window_bytes)
+    def step_finished(self, step: FinishedStep) -> None:
+        """Go on after a step."""
+        self._steps += 1
+        match self.state:
+            case Surveying(survey):
+                self._end_survey_step(survey, step)
+            case Climbing(climb):
+                self._end_trial_step(climb, step)
+            case Settled(trial):
+                self._end_settled_step(trial, step)
+            case LeastMemory():
+                if self._largest(self._differs(step))[0]:
+                    self._begin_survey()
+            case Removed():
+                pass
 
-    def _watch(self, window_bytes: int) -> None:
-        """Have the survey watch the blocks."""
-        blocks = list(self.names)
-        watch = weakly(self.survey.watch, otherwise=Watch(None))
-        self._following.follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
-        if not self.survey.is_timing:  # else the host would have to get memory from the device anew while it is timed
-            self.meter.forget_reserved()
-
-    def _make_plan(self) -> None:
-        if self.may_move and self._link is None:
-            self._link = measure_link(self.meter.device, self._context_options)
-        self.step, kinds = surveyed_step(self.survey, self._link, self._context_options, self.agreement)
-        self._surveyed, self._has_learned = self.step, False
-        self.operators = [kind.operators for kind in kinds]
-        self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
-        self.called = CalledBlocks(self.survey.called_modules, self.names)
-        self.survey.forget_tensors()
-        self.choose()
-
-    def replan(self, memory_bytes: int) -> None:
-        """Plan for another amount of memory."""
-        self.budget.give(memory_bytes)
-        self.step, self._has_learned = self._surveyed, False
-        if self.step is not None:
-            self.choose()
-
-    def choose(self, after: Excess | None = None) -> None:
-        """Find plans for what the survey showed, and try them; ``after`` others that took too much."""
-        step = cast(Step, self.step)
-        self.candidates, self.settled = Candidates(), None
-        self.budget.share(self.agreement, self.meter)
-        plans = plans_to_try(step, self.budget.room_bytes(step), has_allocator=self.meter.measures_memory)
-        if plans and after is Excess.OUT_OF_MEMORY:  # one that runs is known then, whatever the others do
-            self.candidates.add(step, least_plan(step))
-        for plan in plans:
-            self.candidates.add(step, plan)
-        if plans:
-            self.phase = Phase.TRIALS
-            self._next_trial()
-        else:
-            self._follow_least(step, raises=self._raises and after is None)
-
-    def _follow_least(self, step: Step, *, raises: bool) -> None:
-        self.phase = Phase.LEAST
-        plan = least_plan(step)
-        self.settled = Trial(step, plan)
-        self._apply(self.settled)
-        message = unfit_message(step, plan, self.budget)
-        self.notes.append(message)
-        if raises:
-            raise RuntimeError(message)
-        warn_user(f"torchoffload: {message} It runs in the least memory.")
-
-    def _next_trial(self) -> bool:
-        """Try the next plan. Returns whether there is one."""
-        trial = self.candidates.take_next()
-        if trial is not None:
-            self._allocations.forget_failures()
-            self._apply(trial)
-            self._has_begun = self._has_ended = False
-        return trial is not None
-
-    def _end_trial_step(self) -> None:
-        trial = self.candidates.current
-        assert trial is not None
-        trial.reserved_bytes = self._reserved_bytes
-        trial.has_failed = self._has_oom or trial.reserved_bytes > self.budget.memory_bytes
-        if trial.has_failed:
-            self._after_trial()
-        elif self._size != self.largest_size:
-            if self.candidates.note_other_size():
-                self._settle((self.candidates.measured or [trial])[0])
-        elif self.candidates.ends_timed_step():
-            has_waited = self.meter.retry_count() > self._retries
-            taken_s, has_waited = self._largest(self.meter.between_s(self._began, self._ended), has_waited)
-            if self.candidates.note_time(taken_s, waits_for_memory=bool(has_waited)):
-                self._after_trial()
-
-    def _after_trial(self) -> None:
-        if self._has_oom:  # the loop has lost a step by a trial, which was our idea: it is not to lose the next one
-            self._after_running_out()
-        elif self._next_trial():
-            pass
-        elif not (measured := self.candidates.measured):
-            least_bytes = min(trial.reserved_bytes for trial in self.candidates.trials)
-            self._tighten("each plan took more memory than predicted", int(least_bytes))
-        elif not self._learns():
-            self._settle(measured[0])
-
-    def _after_running_out(self) -> None:
-        """Follow a plan that has run, after a step ran out of memory; if none has, try plans that take less."""
-        followed, measured = cast(Trial, self._followed), self.candidates.measured
-        self.budget.note_failure(followed.peak_bytes)
-        self.notes.append(failure_message(followed, self.budget))
-        if self.phase is Phase.TRIALS and measured:
-            self._settle(measured[0])
-        else:
-            self.choose(Excess.OUT_OF_MEMORY)
-
-    def _learns(self) -> bool:
-        """Learn from the trials. Returns whether another plan is to be tried then."""
-        step = cast(Step, self.step)
-        self.step = self.candidates.add_better(step, self.budget.room_bytes(step), learns=not self._has_learned)
-        self._has_learned |= self.step is not step
-        return self._next_trial()
-
-    def _settle(self, trial: Trial) -> None:
-        if trial is not self._followed:
-            self._apply(trial)
-        self.step = cast(Step, self.step).at_pace(self.candidates.take_pace())
-        self.settled, self.phase = trial, Phase.SETTLED
-        is_plain = not trial.again_count and not trial.plan.moved_bytes
-        room_bytes = self.budget.room_bytes(trial.step)
-        self._smaller = None if is_plain else SmallerCalls(trial, self.largest_size, room_bytes)
-        self._allocations.forget_failures()
-
-    def _check(self) -> None:
-        """See whether the memory is what was given, after a step of a settled plan."""
-        if not self.meter.measures_memory or self.settled is None:
+    def _end_survey_step(self, survey: Survey, step: FinishedStep) -> None:
+        """Plan if the survey is done, and else let it go on."""
+        if step.is_lost:
+            self._end_lost_survey_step(survey)
             return
-        reserved = int(self._reserved_bytes)
-        self.settled.reserved_bytes = max(self.settled.reserved_bytes, reserved)
-        if (self._has_oom or reserved > self.budget.memory_bytes) and self._followed is not self.settled:
-            self._smaller = None
-            self._allocations.forget_failures()
-            self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
-            self._apply(self.settled)
-        elif self._has_oom:
-            self._after_running_out()
-        elif reserved > self.budget.memory_bytes:
-            self._tighten(f"a step reserved {human_bytes(reserved)}", reserved)
-
-    def _tighten(self, why: str, reserved_bytes: int) -> None:
-        """Plan for less memory, after steps that reserved so much. What does not fit then runs in the least memory."""
-        self.budget.tighten(reserved_bytes)
-        self.notes.append(f"{why}: from then on plans leave {self.budget.margin:.0%} of the memory free")
-        if self.budget.is_exhausted:
-            self._follow_least(cast(Step, self.step), raises=False)
+        is_known = survey.end_step(is_largest=self._seen.note_surveyed(step))
+        self.budget.note_surveyed_step(is_known=is_known)
+        is_known = is_known and not self.budget.waits_for_others
+        self.agreement = Agreement.among(self._group, survey.groups, self.agreement)
+        self._survey_reserved_bytes = step.reserved_bytes
+        self._base_bytes = step.base_bytes
+        is_unknown, last_windows = self._largest(not is_known, survey.window_bytes)
+        if is_unknown:
+            self._watch(survey, int(last_windows))
         else:
-            self.choose(Excess.RESERVED)
+            self._make_plan(survey, step)
+
+    def _end_lost_survey_step(self, survey: Survey) -> None:
+        """Let the survey go on with less after a step that ran out of memory, or end it with an error."""
+        if self._largest(not survey.takes_less())[0]:
+            survey.give_up()
+            self.state = LeastMemory(None, survey)
+            self.budget.note_surveyed_step(is_known=True)
+            self._watch(survey, 0)
+            self._tell_unfit(
+                f"fit: a step ran out of memory in which the blocks keep as little as they can. {MORE_ROOM}"
+                + ("" if self.may_move else " Or let tensors move: move=True.")
+            )
+            return
+        self.notes.append("a step of the survey ran out of memory: from then on one kind of block was recorded a step")
+        self._watch(survey, 0)
+
+    def _allow_communication(self, survey: Survey, shapes: Any) -> None:
+        """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
+        is_new = shapes != self._known_shapes or survey.is_hindered
+        self._known_shapes = shapes
+        survey.allows_communication = self.agreement is not None and not self._largest(is_new)[0]
+
+    def _end_trial_step(self, climb: Climb, step: FinishedStep) -> None:
+        trial = climb.current
+        assert trial is not None
+        if step.is_lost:  # by a trial, which was our idea: the loop is not to lose the next step
+            climb.note_failure()
+            self.notes.append(failure_message(trial))
+            self._settle(climb)
+        elif self._largest(self._differs(step))[0]:
+            self._begin_survey()
+        else:
+            taken_s, allocated_bytes, reserved_bytes, has_waited, share = self._largest(
+                self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
+                step.has_waited, min(1.0, self._seen.share_of(step)),
+            )  # fmt: skip
+            is_done = climb.note_step(
+                taken_s, allocated_bytes=int(allocated_bytes), reserved_bytes=int(reserved_bytes),
+                waits_for_memory=bool(has_waited), share=share,
+            )  # fmt: skip
+            if is_done and not self._next_trial(climb):
+                self._settle(climb)
+
+    def _end_settled_step(self, trial: Trial, step: FinishedStep) -> None:
+        """See whether the memory and the calls are what was planned for, after a step of a settled plan."""
+        trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
+        grown = step.base_bytes - self._base_bytes
+        is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
+        has_grown = is_tight and grown > _GROWN * self.budget.memory_bytes and self._surveyed is not None
+        is_lost, has_grown, differs = self._largest(step.is_lost, has_grown, self._differs(step))
+        if differs:
+            self._begin_survey()
+        elif has_grown:
+            self._plan_beside(int(self._largest(grown)[0]))
+        elif is_lost and self._followed is not trial:
+            self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
+            self.state = Settled(trial, OtherSizes(trial, 0))
+            self._apply(trial)
+        elif is_lost:
+            self._step_down(trial)
+
+    def _differs(self, step: FinishedStep) -> bool:
+        """Return whether a step was not what the survey has seen: larger, of more calls, or of other blocks."""
+        return (
+            self._seen.has_new_state
+            or step.block_count > self._seen.block_count > 0
+            or self._is_too_large(step.blocks_bytes, of=self._seen.blocks_bytes)
+        )
+
+    def _is_too_large(self, size: int, of: int | None = None) -> bool:
+        """Return whether there is no plan for steps of this size."""
+        largest = self.largest_size if of is None else of
+        if size <= largest or largest == 0:
+            return False
+        match self.state:
+            case Settled(_, calls):
+                return calls.trial_for(size / largest) is None
+            case _:
+                return True
 
     def _follow_size(self, size: int) -> None:
         """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
-        if self._smaller is not None and self.settled is not None:
-            wanted = self._smaller.plan_for(size)
-            if wanted is not self._followed and self.phase is Phase.SETTLED:
-                self._apply(wanted, keeps_cache=True)
-
-    def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
-        self._followed = trial
-        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left))
-        self._reset_counters = [turns.reset for turns in watches.values()]
-        if self.agreement is not None:
-            self.agreement.check_same(repr(trial.does))
-        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, self.called.modules))
-        if not keeps_cache:
-            self.meter.forget_reserved()
-
-    def follow_saved(self, saved: SavedPlan) -> None:
-        """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        self.called = CalledBlocks(saved.modules(self.names), self.names)
-        if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
-            self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
-            return
-        self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
-        self.largest_size = saved.largest_size
-        self.operators = [tuple(operators) for operators in saved.operators]
-        if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
-            self.choose()
-            return
-        self._settle(Trial(saved.step, saved.plan, saved.step_s))
-
-    def count_left(self) -> None:
-        """Count a call of a block that called another operator than planned."""
-        self.left_plan_count += 1
-
-    def remove(self) -> None:
-        """Take everything away."""
-        self.phase = Phase.REMOVED
-        self.budget.end()
-        self._following.remove()
+        match self.state:
+            case Settled(_, calls) if self.largest_size:
+                wanted = calls.trial_for(size / self.largest_size)
+                if wanted is not None and wanted is not self._followed:
+                    self._apply(wanted, keeps_cache=True)
+            case _:
+                pass

@@ -4,7 +4,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
@@ -15,11 +14,13 @@ from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.allocator import ALLOCATORS, prepare_allocator
 from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.describe import FrontierPoint, describe, frontier, plot, why_over
 from torchoffload._fit.driver import Driver
 from torchoffload._fit.finding import find_blocks
+from torchoffload._fit.fit_plan import FitPlan
 from torchoffload._fit.meter import meter_for
 from torchoffload._fit.phase import Phase
 from torchoffload._fit.plan_file import read_plan, write_plan
@@ -40,37 +41,6 @@ _OFF = (
     "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
     "it and call torchoffload.fit() again."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitPlan:
-    """The plan that a fitted model follows.
-
-    Attributes
-    ----------
-    predicted_s, measured_s : float or None
-        How long forward and backward take together, in seconds: as predicted, and as measured when the plan was tried.
-        None where nothing was measured.
-    predicted_peak_bytes : int
-        The most memory that is allocated on the device, as predicted.
-    reserved_bytes : int
-        The most that PyTorch had reserved on the device under the plan; 0 where this cannot be asked for.
-    recompute_s : float
-        How much of the predicted time is spent on computing again, in seconds.
-    kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
-    window_bytes : int
-        The most that the offload window or the reload window of any block has, in bytes.
-    """
-
-    predicted_s: float
-    measured_s: float | None
-    predicted_peak_bytes: int
-    reserved_bytes: int
-    recompute_s: float
-    kept_bytes: int
-    moved_bytes: int
-    window_bytes: int
 
 
 _lock = threading.RLock()
@@ -272,6 +242,7 @@ def fit(
     margin: float = _DEFAULT_MARGIN,
     plan: str | os.PathLike[str] | None = None,
     on_unfit: Literal["error", "warn"] = "error",
+    allocator: Literal["expandable", "as it is"] = "expandable",
     group: "ProcessGroup | Literal['auto'] | None" = "auto",
     **options: Unpack[ContextKeywords],
 ) -> Fitted:
@@ -279,9 +250,9 @@ def fit(
 
     For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
-    steps run in the least memory and are measured. Then a few plans are tried, for three steps each, and the fastest
-    one is followed. Gradients are those of a step without ``fit``, bit for bit, where those of
-    ``torch.utils.checkpoint`` are.
+    steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
+    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit
+    for bit, where those of ``torch.utils.checkpoint`` are.
 
     Parameters
     ----------
@@ -305,6 +276,12 @@ def fit(
     on_unfit : {"error", "warn"}, default "error"
         What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
         way it runs in the least memory from then on.
+    allocator : {"expandable", "as it is"}, default "expandable"
+        Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
+        of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
+        is set, if the program has set anything itself or has another allocator, and on platforms that have no such
+        segments; ``report()`` says so. What that changes for tensors that are shared with other processes is in the
+        guide.
     group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
         The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
         and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
@@ -347,6 +324,8 @@ def fit(
     check_margin(margin)
     if on_unfit not in ("error", "warn"):
         raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    if allocator not in ALLOCATORS:
+        raise ValueError(f'allocator must be "expandable" or "as it is", got {short(allocator)}')
     if group is not None and group != "auto" and not hasattr(group, "rank"):
         raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
     windows = [
@@ -383,10 +362,16 @@ def fit(
             for each in chosen:
                 if each.module in other.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
-        driver = Driver(
-            model, chosen, meter, budget=Budget(memory_bytes, float(margin), meter.device, model),
-            may_recompute=recompute, may_move=move, options=dict(options), raises=on_unfit == "error", group=group,
-        )  # fmt: skip
+        budget = Budget(memory_bytes, float(margin), meter.device, model)
+        try:
+            driver = Driver(
+                model, chosen, meter, budget=budget, may_recompute=recompute, may_move=move, options=dict(options),
+                raises=on_unfit == "error", group=group,
+            )  # fmt: skip
+        except BaseException:
+            budget.end()
+            raise
+        driver.allocator = prepare_allocator(meter.device, allocator)
         try:
             if saved is not None:
                 driver.follow_saved(saved)

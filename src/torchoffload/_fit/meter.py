@@ -2,19 +2,43 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from torchoffload._fit.operators import storages
 
-__all__ = ["CudaMeter", "Meter", "ReckonedMeter", "meter_for", "unique_bytes"]
+__all__ = ["Counts", "CudaMeter", "Meter", "ReckonedMeter", "meter_for", "unique_bytes"]
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors, each counted once."""
     seen = {storage._cdata: storage.nbytes() for storage in storages(list(tensors))}
     return sum(seen.values())
+
+
+class Counts(NamedTuple):
+    """What the allocator of a device says at one moment.
+
+    Attributes
+    ----------
+    allocated_bytes, reserved_bytes : int
+        What is allocated, and what is reserved for it and for later.
+    failures : int
+        How often an allocation found no memory.
+    retries : int
+        How often one found no memory at first, and what is cached was given back for it.
+    """
+
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    failures: int = 0
+    retries: int = 0
+
+    @property
+    def waits(self) -> int:
+        """How often an allocation found no memory, at first or at all."""
+        return self.failures + self.retries
 
 
 class Meter(Protocol):
@@ -40,23 +64,14 @@ class Meter(Protocol):
     def take_peak(self) -> int:
         """Return the most bytes that were allocated since this was last called."""
 
-    def allocated_bytes(self) -> int:
-        """Return the bytes that are allocated now; 0 where this cannot be asked for."""
-
-    def reserved_bytes(self) -> int:
-        """Return the most bytes that this process had reserved on the device since ``forget_reserved``."""
+    def counts(self) -> Counts:
+        """Return what the allocator says now; zeros where it cannot be asked."""
 
     def forget_reserved(self) -> None:
         """Give what is reserved and not used back to the device."""
 
     def total_bytes(self) -> int:
         """Return what this process can have of the device's memory."""
-
-    def oom_count(self) -> int:
-        """Return how often an allocation found no memory."""
-
-    def retry_count(self) -> int:
-        """Return how often an allocation found no memory at first, and what is cached was given back for it."""
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Have the device wait for as long as the host takes to enqueue so many operators."""
@@ -93,13 +108,13 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
-    def allocated_bytes(self) -> int:
-        """Return PyTorch's count."""
-        return torch.cuda.memory_allocated(self.device)
-
-    def reserved_bytes(self) -> int:
-        """Return what PyTorch has reserved, which grows only until it is given back."""
-        return torch.cuda.memory_reserved(self.device)
+    def counts(self) -> Counts:
+        """Return PyTorch's counts."""
+        told = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not told:  # the allocator has not begun, or is another one
+            return Counts()
+        allocated, reserved = (told[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
+        return Counts(allocated, reserved, told["num_ooms"], told["num_alloc_retries"])
 
     def forget_reserved(self) -> None:
         """Empty the allocator's cache."""
@@ -111,14 +126,6 @@ class CudaMeter:
         free, total = torch.cuda.mem_get_info(self.device)
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return min(free + torch.cuda.memory_reserved(self.device), int(total * fraction))
-
-    def oom_count(self) -> int:
-        """Return PyTorch's count."""
-        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
-
-    def retry_count(self) -> int:
-        """Return PyTorch's count."""
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Enqueue a kernel that only takes time."""
@@ -141,15 +148,11 @@ class ReckonedMeter:
         """Return the seconds between two times."""
         return float(end - begin)
 
-    def allocated_bytes(self) -> int:
-        """Return 0."""
-        return 0
+    def counts(self) -> Counts:
+        """Return zeros."""
+        return Counts()
 
     def take_peak(self) -> int:
-        """Return 0."""
-        return 0
-
-    def reserved_bytes(self) -> int:
         """Return 0."""
         return 0
 
@@ -162,14 +165,6 @@ class ReckonedMeter:
             f"memory must be given for a model on {self.device.type!r}: what it may use there cannot be asked for. "
             'Give bytes, or a text such as memory="8GiB"'
         )
-
-    def oom_count(self) -> int:
-        """Return 0."""
-        return 0
-
-    def retry_count(self) -> int:
-        """Return 0."""
-        return 0
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Do nothing: the host computes."""

@@ -1,12 +1,18 @@
-"""What a fitted model is at, and why it plans anew."""
+"""What a fitted model is at: each phase with what it alone has to know."""
 
 import enum
+from dataclasses import dataclass
 
-__all__ = ["Excess", "Phase"]
+from torchoffload._fit.climb import Climb
+from torchoffload._fit.scaling import OtherSizes
+from torchoffload._fit.survey import Survey
+from torchoffload._fit.trials import Trial
+
+__all__ = ["Climbing", "LeastMemory", "Phase", "Removed", "Settled", "State", "Surveying"]
 
 
 class Phase(enum.Enum):
-    """What a fitted model is at."""
+    """The names of the phases, as the user sees them."""
 
     SURVEY = "survey"
     TRIALS = "trials"
@@ -15,8 +21,46 @@ class Phase(enum.Enum):
     REMOVED = "removed"
 
 
-class Excess(enum.Enum):
-    """What plans have taken too much of."""
+@dataclass(frozen=True)
+class Surveying:
+    """Steps are measured."""
 
-    RESERVED = "more was reserved than the user gives"
-    OUT_OF_MEMORY = "a step ran out of memory"
+    survey: Survey
+    name: Phase = Phase.SURVEY
+
+
+@dataclass(frozen=True)
+class Climbing:
+    """Plans are tried."""
+
+    climb: Climb
+    name: Phase = Phase.TRIALS
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A plan is followed, and plans for calls of other sizes beside it."""
+
+    trial: Trial
+    others: OtherSizes
+    name: Phase = Phase.SETTLED
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """Nothing fits: the plan of the least memory is followed, or what the survey does if no step could be surveyed."""
+
+    trial: Trial | None
+    survey: Survey | None = None
+    name: Phase = Phase.LEAST
+
+
+@dataclass(frozen=True)
+class Removed:
+    """All is over; the plan that was followed last is still told of."""
+
+    trial: Trial | None
+    name: Phase = Phase.REMOVED
+
+
+State = Surveying | Climbing | Settled | LeastMemory | Removed

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 7"
+_FORMAT = "torchoffload plan 8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class SavedPlan:
     memory_bytes : int
         What it was made for.
     largest_size : int
-        The elements of the arguments of the model's largest call.
+        The bytes of the arguments of the model's largest call.
     step : Step
         What the survey showed.
     plan : StepPlan

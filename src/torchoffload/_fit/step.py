@@ -2,11 +2,23 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
 
-__all__ = ["Call", "CallPlan", "Kind", "Output", "Step", "StepPlan", "Way", "least_plan", "plan_step"]
+__all__ = [
+    "Call",
+    "CallPlan",
+    "Kind",
+    "Output",
+    "Step",
+    "StepPlan",
+    "Way",
+    "least_plan",
+    "plan_step",
+    "survey_plan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +107,14 @@ class Kind:
     ways: tuple[Way, ...]
     input_link_share: float = 1.0
 
-    def at_pace(self, pace: float) -> "Kind":
-        """Return the same kind, of which everything takes ``pace`` times as long."""
+    def with_times(self, pace: float, again: float) -> "Kind":
+        """Return the same kind, of which all takes ``pace`` times as long, and computing again ``again`` times that."""
         return replace(
             self,
             forward_s=self.forward_s * pace,
             backward_s=self.backward_s * pace,
             outputs=tuple(replace(output, ready_s=output.ready_s * pace) for output in self.outputs),
-            ways=tuple(replace(way, recompute_s=way.recompute_s * pace) for way in self.ways),
+            ways=tuple(replace(way, recompute_s=way.recompute_s * pace * again) for way in self.ways),
         )
 
     def kept_bytes(self, way: Way) -> int:
@@ -151,8 +163,6 @@ class Step:
         Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
         The time of a copy is what the link carries / rate + latency.
-    pace : float
-        How many times as long all of this takes as in the survey.
     """
 
     kinds: tuple[Kind, ...]
@@ -170,24 +180,44 @@ class Step:
     out_bytes_per_s: float = 1.0
     in_bytes_per_s: float = 1.0
     latency_s: float = 0.0
-    pace: float = 1.0
 
     def peak_bytes(self, plan: "StepPlan") -> int:
         """Return the most that is on the device under a plan, outside of forward and backward as well."""
         return max(plan.peak_bytes, self.other_bytes)
 
-    def at_pace(self, pace: float) -> "Step":
-        """Return the same step, of which everything takes ``pace`` times as long, so that the same plans are best."""
+    def with_more(self, nbytes: int) -> "Step":
+        """Return the same step beside so many bytes that are on the device all the time."""
+        name = "other tensors, as the optimizer's"
         return replace(
             self,
-            kinds=tuple(kind.at_pace(pace) for kind in self.kinds),
+            calls=tuple(
+                Call(call.kind, call.forward_bytes + nbytes, call.backward_bytes + nbytes) for call in self.calls
+            ),
+            loss_bytes=self.loss_bytes + nbytes,
+            other_bytes=self.other_bytes + nbytes,
+            fixed=self.fixed | {name: self.fixed.get(name, 0) + nbytes},
+        )
+
+    def with_times(self, *, pace: float = 1.0, again: float = 1.0, rate: float = 1.0) -> "Step":
+        """Return the same step with other times.
+
+        Parameters
+        ----------
+        pace : float
+            How many times as long all takes that is computed.
+        again : float
+            How many times as long computing again takes besides.
+        rate : float
+            What part of its rate the link has.
+        """
+        return replace(
+            self,
+            kinds=tuple(kind.with_times(pace, again) for kind in self.kinds),
             head_s=self.head_s * pace,
             loss_s=self.loss_s * pace,
             end_s=self.end_s * pace,
-            out_bytes_per_s=self.out_bytes_per_s / pace,
-            in_bytes_per_s=self.in_bytes_per_s / pace,
-            latency_s=self.latency_s * pace,
-            pace=self.pace * pace,
+            out_bytes_per_s=self.out_bytes_per_s * rate,
+            in_bytes_per_s=self.in_bytes_per_s * rate,
         )
 
 
@@ -252,19 +282,13 @@ class StepPlan:
     forward_spare_bytes: int
     backward_spare_bytes: int
 
-    def with_overhead(self, overhead_s: float) -> "StepPlan":
-        """Return the same plan, in which computing again takes so much longer."""
-        return replace(self, step_s=self.step_s + overhead_s, recompute_s=self.recompute_s + overhead_s)
-
-    def at_pace(self, pace: float) -> "StepPlan":
-        """Return the same plan for a step at that pace."""
-        return replace(self, step_s=self.step_s * pace, recompute_s=self.recompute_s * pace)
+    def timed_as(self, step: Step) -> "StepPlan":
+        """Return the same plan with the times that it has in a step of other times and the same bytes."""
+        step_s, recompute_s = core.joint_plan_times(step, self)
+        return replace(self, step_s=step_s, recompute_s=recompute_s)
 
 
-def _plan(step: Step, memory_bytes: int | None, timed_as: Step | None = None) -> StepPlan | None:
-    found = core.joint_plan(step, memory_bytes, timed_as)
-    if found is None:
-        return None
+def _as_plan(found: dict[str, Any]) -> StepPlan:
     calls = tuple(CallPlan(way, tuple(moved), *more) for way, moved, *more in found.pop("calls"))
     return StepPlan(calls=calls, **found)
 
@@ -276,21 +300,29 @@ def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) ->
     """
     if step.other_bytes > memory_bytes:
         return None
-    return _plan(step, max(memory_bytes, 0), timed_as)
+    found = core.joint_plan(step, max(memory_bytes, 0))
+    if found is None:
+        return None
+    plan = _as_plan(found)
+    return plan if timed_as is None else plan.timed_as(timed_as)
+
+
+def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
+    """Return the plan by which a survey runs its steps: the least bytes in each block, and all moves that can."""
+    return _as_plan(core.least_joint_plan(step, window_bytes))
 
 
 def least_plan(step: Step) -> StepPlan:
     """Return the plan of the least memory, to within a thousandth."""
-    plan = _plan(step, None)
-    assert plan is not None
+    plan = survey_plan(step)
     # In less memory than with everything moved some things may stay, where there is room at that moment.
     low = max((max(call.forward_bytes, call.backward_bytes) for call in step.calls), default=0)
     high = plan.peak_bytes
     while high - low > high // 1000 + 1:
         middle = (low + high) // 2
-        found = _plan(step, middle)
-        if found is None or found.peak_bytes >= high:
+        found = core.joint_plan(step, middle)
+        if found is None or found["peak_bytes"] >= high:
             low = middle
         else:
-            plan, high = found, found.peak_bytes
+            plan, high = _as_plan(found), found["peak_bytes"]
     return plan

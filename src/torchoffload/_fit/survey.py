@@ -23,6 +23,8 @@ from torchoffload._fit.surveyed_call import TIMED_CALLS, SurveyedCall
 __all__ = ["Survey"]
 
 _MOST_RECORDING_STEPS = 4
+_MOST_KINDS = 1 << 30
+_MOST_SMALLER_STEPS = 4
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 
@@ -66,6 +68,8 @@ class Survey:
         Called in a backward, where a block is computed again.
     may_recompute, may_agree : bool
         Whether blocks may be computed again, and whether those may that communicate with other ranks.
+    kinds : dict of tuple to Kind, optional
+        The kinds of blocks that are known already. Those that are found are added.
 
     Attributes
     ----------
@@ -88,18 +92,22 @@ class Survey:
         *,
         may_recompute: bool,
         may_agree: bool,
+        kinds: dict[tuple[Any, ...], Kind] | None = None,
     ) -> None:
         self.backward_is_seen = backward_is_seen
         self.meter, self._budget = meter, budget
         self.may_recompute, self.may_agree = may_recompute, may_agree
         self.allows_communication = False
-        self.kinds: dict[tuple[Any, ...], Kind] = {}
+        self.kinds: dict[tuple[Any, ...], Kind] = {} if kinds is None else kinds
         self.calls: list[SurveyedCall] = []
         self.last_again: SurveyedCall | None = None
         self.is_known = False
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
+        self._most_kinds = _MOST_KINDS  # that are recorded in one step
+        self._has_given_up = self._has_no_windows = False
+        self._smaller_steps = 0  # that were not counted since a larger one had been seen
         self._least: _LeastMemory | None = None
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -107,7 +115,8 @@ class Survey:
     def _clear(self) -> None:
         self.calls = []
         self.last_again = None
-        self._new_kinds = False
+        self._new_kinds = self._has_unknown = False
+        self._new_kind_count = 0  # of calls that are recorded in this step
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
@@ -125,8 +134,14 @@ class Survey:
         key = kind_of_call(module, inputs)
         if module in self._different:
             key = (*key, id(module))
-        if self._ended is not None:  # as in pipelines: behind the first backward, in the least memory all the same
+        # As in pipelines: behind the first backward, in the least memory all the same.
+        if self._ended is not None or self._has_given_up:
             return Watch(self.least_plan(key))
+        if key not in self.kinds:
+            if self._new_kind_count >= self._most_kinds:
+                self._has_unknown = True  # it is recorded in a later step
+                return Watch(None)
+            self._new_kind_count += 1
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
         return call
@@ -175,7 +190,7 @@ class Survey:
         So the next block's input comes while a block's backward runs, whose time is not that of the copy then. Where
         there is no room for two, it is one.
         """
-        if not self.is_timing:
+        if not self.is_timing or self._has_no_windows:
             return 0
         input_bytes = max((call.input_bytes for call in self.calls), default=0)
         has_room = self._least is None or self._least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
@@ -215,7 +230,7 @@ class Survey:
         """Begin a step."""
         self._clear()
         self._other_bytes = 0
-        self._began_bytes = self.meter.allocated_bytes() - self._bytes_of_gradients()
+        self._began_bytes = self.meter.counts().allocated_bytes - self._bytes_of_gradients()
         self._began = self.mark(self._note_other)
 
     def _bytes_of_gradients(self) -> int:
@@ -231,15 +246,34 @@ class Survey:
         """Take notice of the end of a backward. What is called behind the first one is not surveyed."""
         self._ended = self.mark(self._note_other)
 
-    def end_step(self) -> bool:
-        """Return whether the step shows all there is to know. Called when the next step is about to begin."""
+    def takes_less(self) -> bool:
+        """Take notice of a step that ran out of memory. Returns whether the next one can take less."""
+        could_take_less = self._new_kind_count > 1 or (self.window_bytes > 0 and not self._new_kind_count)
+        self._most_kinds = 1
+        self._has_no_windows = True
+        self._least = None
+        return could_take_less
+
+    def give_up(self) -> None:
+        """Record and measure nothing any more."""
+        self._has_given_up = True
+
+    def end_step(self, *, is_largest: bool = True) -> bool:
+        """Return whether the step shows all there is to know. Called when the next step is about to begin.
+
+        ``is_largest``: whether no step before it was larger. The largest one is what is planned for.
+        """
         self._sink(self.meter.take_peak())  # the optimizer's
         self.is_known = False
         if self._ended is None:
             return False
-        if (self._new_kinds or not self.calls) and self._recording_steps < _MOST_RECORDING_STEPS:
-            self._recording_steps += 1
+        is_new = self._new_kinds or not self.calls
+        if self._has_unknown or (is_new and self._recording_steps < _MOST_RECORDING_STEPS):
+            self._recording_steps += not self._has_unknown
             self._least = None
+            return False
+        if not is_largest and self._smaller_steps < _MOST_SMALLER_STEPS:
+            self._smaller_steps += 1
             return False
         if not self.is_timing:
             self._least = _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)

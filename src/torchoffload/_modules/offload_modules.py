@@ -193,7 +193,11 @@ def offload_modules(
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
     offloading = Offloading(model, chosen, only_inputs, manager)
-    install(_parts(model, chosen, offloading))
+    try:
+        install(_parts(model, chosen, offloading))
+    except BaseException:  # such as a TorchScript module, which takes no hooks
+        uninstall(offloading)
+        raise
     note_source(offloading)
     offloading.warn_of_compiled()
     return OffloadedModules(offloading)

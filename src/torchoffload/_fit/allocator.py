@@ -1,0 +1,105 @@
+"""PyTorch's CUDA allocator: segments that grow, which leave fewer pieces of memory that nothing fits into."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ALLOCATORS", "prepare_allocator"]
+
+ALLOCATORS = ("expandable", "as it is")
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_EXPANDABLE = "expandable_segments:True"
+_IS_EXPANDABLE = "the allocator's segments are expandable"
+_PROBE_BYTES = 32 << 20  # more than the allocator keeps together with other tensors
+
+
+def prepare_allocator(device: torch.device, wanted: str) -> str:
+    """Turn expandable segments on, if the user has chosen nothing and nothing forbids it.
+
+    They stay on for the life of the process: memory that is allocated in such a segment is given back as any other.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the model.
+    wanted : {"expandable", "as it is"}
+        What the user wants.
+
+    Returns
+    -------
+    str
+        What the allocator's segments are, and why, for people; empty if the device has no such allocator.
+    """
+    if device.type != "cuda":
+        return ""
+    if wanted == "as it is":
+        return 'the allocator is as it was: allocator="as it is"'
+    if _EXPANDABLE in _settings():
+        return _IS_EXPANDABLE
+    why = _why_not(device)
+    if why is not None:
+        return f"the allocator is as it was: {why}"
+    _set(_EXPANDABLE)
+    if _makes_expandable(device):
+        return _IS_EXPANDABLE
+    _set("expandable_segments:False")
+    return "the allocator is as it was: this platform has no expandable segments"
+
+
+def _why_not(device: torch.device) -> str | None:
+    """Return why the allocator is left as it is; None if it may be changed."""
+    chosen = next((name for name in _VARIABLES if os.environ.get(name)), None)
+    if chosen is not None:
+        return f"{chosen} is set"
+    if _settings():
+        return f"it was set to {_settings()!r}"
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        return f"its backend is {backend!r}"
+    if _is_pluggable():
+        return "the program has its own"
+    if torch.cuda.get_per_process_memory_fraction(device) < 1:
+        return "a memory fraction is set, against which PyTorch counts more of such segments than they take"
+    return None
+
+
+def _is_pluggable() -> bool:
+    """Return whether ``torch.cuda.memory.change_current_allocator`` was called."""
+    try:
+        stats: Any = torch.cuda.memory_stats_as_nested_dict()
+    except RuntimeError:  # a pluggable allocator has no statistics
+        return True
+    return not stats and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _settings() -> str:
+    """Return what the allocator was told at run time or by the environment; empty where it cannot be asked."""
+    getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return "" if getter is None else getter()
+
+
+def _set(settings: str) -> None:
+    setter: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if setter is None:  # before torch 2.10
+        setter = torch.cuda.memory._set_allocator_settings
+    setter(settings)
+
+
+def _makes_expandable(device: torch.device) -> bool:
+    """Return whether a new segment is expandable, which a driver or a platform may not have."""
+    try:
+        torch.cuda.empty_cache()
+        probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError:  # out of memory as well, where nothing can be said
+        return False
+    address = probe.data_ptr()
+    found = False
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        begin = segment["address"]
+        if begin <= address < begin + segment["total_size"]:
+            found = bool(segment.get("is_expandable"))
+    del probe
+    torch.cuda.empty_cache()
+    return found

@@ -1,0 +1,138 @@
+"""How large calls are: the bytes of the tensors in their arguments, and what else tells a block's calls apart."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchoffload._pytorch.module_hooks import remove_forward_hooks
+from torchoffload._pytorch.tracing import is_transformed
+
+__all__ = ["BlockCalls", "argument_bytes", "state_of_block"]
+
+_MOST_OBJECTS = 256  # that are looked into for tensors
+_PLAIN = (int, float, str, bytes, bool, complex, type, torch.dtype, torch.device, torch.Size, nn.Module)
+
+
+def argument_bytes(value: Any) -> int:
+    """Return the bytes of the tensors in arguments: in tuples, lists, dicts, and the attributes of objects."""
+    total, waiting, seen = 0, [value], {id(value)}
+    looked_into = 0
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            total += _bytes_of(each)
+            continue
+        looked_into += 1
+        if looked_into > _MOST_OBJECTS:
+            break
+        for inner in _parts_of(each):
+            if inner is not None and not isinstance(inner, _PLAIN) and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return total
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    slots = (getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def state_of_block(module: nn.Module, inputs: Any) -> Any:
+    """Return what tells a block's calls apart beside the shapes of their arguments, as a value to compare.
+
+    Its modules and their modes, its parameters, which of these and of the arguments want gradients, and autocast.
+    """
+    modules = tuple((type(each), each.training) for each in module.modules())
+    parameters = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in module.parameters())
+    given = [each for each in _flat(inputs) if isinstance(each, torch.Tensor)]
+    arguments = tuple((each.dtype, each.requires_grad, each.dim()) for each in given)
+    device_type = next((each.device.type for each in given), "cpu")
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    return modules, parameters, arguments, autocast
+
+
+def _flat(inputs: Any) -> Iterable[Any]:
+    args, kwargs = inputs
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, (tuple, list)):
+            yield from each
+        else:
+            yield each
+
+
+_watched: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[BlockCalls]]" = weakref.WeakKeyDictionary()
+
+
+class BlockCalls:
+    """Light hooks on blocks, which tell what each call is given, whatever the block does.
+
+    In each step they look at the state of one call of a block more closely, another one each time.
+
+    Parameters
+    ----------
+    tell : callable
+        Called with the bytes of the arguments of each call with gradients.
+    tell_state : callable
+        Called with the state of the block that is looked at.
+    """
+
+    def __init__(self, tell: Callable[[int], None], tell_state: Callable[[Any], None]) -> None:
+        self._tell, self._tell_state = tell, tell_state
+        self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._number = 0  # of the next call in the step
+        self._looked_at, self._looks_at_all = 0, True  # the number of the call to look at
+
+    def watch(self, blocks: Iterable[nn.Module]) -> None:
+        """Install the hooks on blocks, which are held weakly."""
+        for block in blocks:
+            remove_forward_hooks(block, _enter, None)
+            # In front of all others: fit's other hook has to be the last one before forward.
+            block.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+            self._blocks.add(block)
+            _watched[block] = weakref.ref(self)
+
+    def note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take notice of a call."""
+        nbytes = 0
+        for each in (*args, *kwargs.values()):
+            nbytes += _bytes_of(each) if isinstance(each, torch.Tensor) else 0
+        if nbytes == 0 and (args or kwargs):
+            nbytes = argument_bytes((args, kwargs))
+        self._tell(nbytes)
+        if self._looks_at_all or self._number == self._looked_at:
+            self._tell_state(state_of_block(module, (args, kwargs)))
+        self._number += 1
+
+    def begin_step(self, *, looks_at_all: bool = False) -> None:
+        """Look at another call than before, or at all of them."""
+        self._looks_at_all = looks_at_all
+        self._looked_at = self._looked_at + 1 if self._looked_at < self._number - 1 else 0
+        self._number = 0
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for block in self._blocks:
+            remove_forward_hooks(block, _enter, None)
+            _watched.pop(block, None)
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return
+    if is_transformed():
+        return
+    reference = _watched.get(module)  # None for a copy
+    calls = None if reference is None else reference()
+    if calls is not None:
+        calls.note(module, args, kwargs)

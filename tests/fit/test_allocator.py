@@ -1,0 +1,95 @@
+"""What fit does about PyTorch's CUDA allocator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchoffload
+from devices import Device
+from fitted_models import Model, options_of
+from planned_blocks import BLOCKS, WIDTH
+from torchoffload._fit import allocator
+from torchoffload._fit.allocator import prepare_allocator
+
+CUDA = torch.device("cuda", 0)
+
+
+class Allocator:
+    """Stands for the CUDA allocator of PyTorch: what it is asked, and what it is told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, supports: bool = True, fraction: float = 1.0) -> None:
+        self.told: list[str] = []
+        self.settings, self.backend = "", "native"
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            patch.delenv(name, raising=False)
+        patch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings, raising=False)
+        patch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.told.append, raising=False)
+        patch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: self.backend)
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fraction)
+        patch.setattr(allocator, "_makes_expandable", lambda _device: supports)
+
+
+def test_segments_are_made_expandable(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch)
+    assert prepare_allocator(CUDA, "expandable") == "the allocator's segments are expandable"
+    assert of_torch.told == ["expandable_segments:True"]
+
+
+def test_the_allocator_is_left_as_it_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch)
+    assert "as it was" in prepare_allocator(CUDA, "as it is")
+    assert not of_torch.told
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
+def test_what_the_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch, name: str):
+    of_torch = Allocator(monkeypatch)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert f"{name} is set" in prepare_allocator(CUDA, "expandable")
+    assert not of_torch.told
+
+
+def test_what_the_program_has_set_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch)
+    of_torch.settings = "expandable_segments:False"
+    assert "it was set to 'expandable_segments:False'" in prepare_allocator(CUDA, "expandable")
+    of_torch.settings, of_torch.backend = "", "cudaMallocAsync"
+    assert "its backend is 'cudaMallocAsync'" in prepare_allocator(CUDA, "expandable")
+    of_torch.backend = "native"
+    monkeypatch.setattr(allocator, "_is_pluggable", lambda: True)
+    assert "the program has its own" in prepare_allocator(CUDA, "expandable")
+    assert not of_torch.told
+
+
+def test_a_memory_fraction_is_no_place_for_expandable_segments(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch, fraction=0.5)
+    assert "a memory fraction is set" in prepare_allocator(CUDA, "expandable")
+    assert not of_torch.told
+
+
+def test_a_platform_without_expandable_segments_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch, supports=False)
+    assert "this platform has no expandable segments" in prepare_allocator(CUDA, "expandable")
+    assert of_torch.told == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_cpu_has_no_such_allocator(monkeypatch: pytest.MonkeyPatch):
+    of_torch = Allocator(monkeypatch)
+    assert prepare_allocator(torch.device("cpu"), "expandable") == ""
+    assert not of_torch.told
+
+
+@pytest.mark.devices("disk")
+def test_another_word_is_refused(device_under_test: Device):
+    options: dict[str, Any] = options_of(device_under_test)
+    with pytest.raises(ValueError, match='allocator must be "expandable" or "as it is"'):
+        torchoffload.fit(Model(BLOCKS["transformer"]), "1GiB", allocator="growing", **options)
+
+
+@pytest.mark.devices("cuda")
+def test_the_report_tells_of_the_allocator(device_under_test: Device):
+    model = Model(BLOCKS["transformer"]).cuda()
+    with torchoffload.fit(model, "1GiB") as handle:
+        model(torch.randn(4, 8, WIDTH, device="cuda")).backward()
+        assert "the allocator" in handle.report().splitlines()[0]

@@ -1,0 +1,186 @@
+"""The climb: from the survey's own plan to the fastest one that the memory holds, in few steps and without failures."""
+
+import random
+
+import pytest
+
+from simulated_steps import MIB, SimulatedDevice
+from torchoffload._fit.beliefs import Beliefs
+from torchoffload._fit.climb import Climb, Room, allowed_bytes
+from torchoffload._fit.step import plan_step, survey_plan
+from torchoffload._fit.trials import Trial
+
+STEPS = 9  # of twelve, three are the survey's
+
+
+class Climbed:
+    """What came of a climb on a simulated device."""
+
+    def __init__(self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool) -> None:
+        if is_capped:
+            device.cap_bytes = reserved_bytes
+        own = survey_plan(device.step)
+        self.room = Room(reserved_bytes, int(reserved_bytes * 0.96), is_measured=True)
+        self.climb = Climb(device.step, own, self.room, STEPS)
+        self.own = self.climb.own
+        self.slowest, self.steps, self.over = 0.0, 0, 0
+        while (trial := self.climb.take_next()) is not None:
+            if not device.runs(trial):
+                self.climb.note_failure()
+                self.steps += 1
+                break
+            self.over += device.reserved_bytes(trial) > reserved_bytes
+            while True:
+                self.steps += 1
+                step_s = device.step_s(trial)
+                if trial is not self.own:
+                    self.slowest = max(self.slowest, step_s / (self.own.step_s or step_s))
+                if self.climb.note_step(
+                    step_s, allocated_bytes=device.allocated_bytes(trial),
+                    reserved_bytes=device.reserved_bytes(trial), waits_for_memory=False,
+                ):  # fmt: skip
+                    break
+        best = self.climb.best
+        assert best is not None
+        self.best: Trial = best
+
+
+def amounts(device: SimulatedDevice) -> list[int]:
+    """Amounts of memory between what the survey has reserved and what all takes."""
+    low = device.own_reserved_bytes()
+    plan = plan_step(device.step, 1 << 60)
+    assert plan is not None
+    high = max(low, device.reserved_bytes(Trial(device.step, plan)))
+    return [int(low * 1.001), int(low + 0.3 * (high - low)), int(low + 0.7 * (high - low)), int(high * 1.1)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_climb_keeps_to_the_memory_and_is_never_slower_than_the_survey(seed: int):
+    rng = random.Random(seed)
+    device = SimulatedDevice.random(rng)
+    for reserved_bytes in amounts(device):
+        climbed = Climbed(device, reserved_bytes, is_capped=True)
+        assert device.ooms == 0
+        assert device.reserved_bytes(climbed.best) <= reserved_bytes
+        assert climbed.steps <= STEPS
+        assert climbed.slowest <= 1.3
+        assert (climbed.best.step_s or 0.0) <= (climbed.own.step_s or 0.0)
+
+
+def test_a_climb_takes_what_there_is():
+    """In most cases the plan that is settled on is nearly as fast as the best one that the memory holds."""
+    ratios = []
+    for seed in range(40):
+        device = SimulatedDevice.random(random.Random(1000 + seed))
+        reserved_bytes = amounts(device)[2]
+        climbed = Climbed(device, reserved_bytes, is_capped=True)
+        most = (reserved_bytes - device.offset_bytes) / device.growth / device.peak_error
+        best = plan_step(device.true, int(min(most, reserved_bytes * 0.96)))
+        assert best is not None
+        ratios.append(device.true_s(climbed.best) / best.step_s)
+    ratios.sort()
+    assert ratios[len(ratios) // 2] <= 1.03, ratios
+    assert ratios[int(len(ratios) * 0.9)] <= 1.12, ratios
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_where_what_is_reserved_jumps_nothing_is_followed_that_exceeds_it(seed: int):
+    """The factor of each plan is its own, between 1 and 1.5: a plan may fail, and the one that is followed does not."""
+    rng = random.Random(2000 + seed)
+    device = SimulatedDevice.random(rng, jitter=0.2)
+    for reserved_bytes in amounts(device)[1:]:
+        device.ooms = 0
+        climbed = Climbed(device, reserved_bytes, is_capped=True)
+        assert device.ooms <= 1
+        assert device.reserved_bytes(climbed.best) <= reserved_bytes
+        assert climbed.slowest <= 1.3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_a_larger_device_no_plan_is_settled_on_that_reserves_more_than_given(seed: int):
+    device = SimulatedDevice.random(random.Random(3000 + seed), jitter=0.2)
+    for reserved_bytes in amounts(device)[1:]:
+        climbed = Climbed(device, reserved_bytes, is_capped=False)
+        assert device.ooms == 0
+        assert device.reserved_bytes(climbed.best) <= reserved_bytes
+        assert climbed.steps <= STEPS
+
+
+def test_the_first_plan_is_that_of_the_survey():
+    device = SimulatedDevice.random(random.Random(5))
+    climb = Climb(device.step, survey_plan(device.step), Room(1 << 60, 1 << 60, is_measured=True), STEPS)
+    first = climb.take_next()
+    assert first is not None
+    assert first is climb.own
+    assert first.plan.calls == survey_plan(device.step).calls
+
+
+class OfBytes(Trial):
+    """A trial of which only the bytes are known."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.allocated_bytes
+
+
+def of_bytes(peak_bytes: int, reserved_bytes: int, **more: bool) -> Trial:
+    return OfBytes(None, None, 1.0, peak_bytes, reserved_bytes, **more)  # type: ignore[arg-type]
+
+
+ROOM = Room(1000 * MIB, 960 * MIB, is_measured=True)
+
+
+def test_the_next_plan_takes_what_is_left_even_if_more_is_reserved_than_ever_seen():
+    assert allowed_bytes(ROOM, [of_bytes(100 * MIB, 100 * MIB)]) == 100 * MIB + int((900 - 4) * MIB / 1.5)
+
+
+def test_the_growth_between_two_plans_tells_of_the_next():
+    ran = [of_bytes(100 * MIB, 100 * MIB), of_bytes(700 * MIB, 700 * MIB)]
+    assert 930 * MIB <= allowed_bytes(ROOM, ran) <= 960 * MIB
+    ran = [of_bytes(100 * MIB, 100 * MIB), of_bytes(600 * MIB, 750 * MIB)]
+    assert allowed_bytes(ROOM, ran) == pytest.approx(600 * MIB + (250 - 30) * MIB / 1.45, rel=1e-6)
+
+
+def test_behind_a_plan_that_failed_the_next_takes_half_of_what_was_added():
+    ran = [of_bytes(500 * MIB, 500 * MIB), of_bytes(800 * MIB, 0, has_failed=True)]
+    assert allowed_bytes(ROOM, ran) == 650 * MIB
+    ran = [of_bytes(500 * MIB, 500 * MIB), of_bytes(800 * MIB, 1001 * MIB)]
+    assert allowed_bytes(ROOM, ran) == 650 * MIB
+
+
+def test_a_plan_that_waited_for_memory_is_followed_by_one_that_takes_less():
+    ran = [of_bytes(500 * MIB, 500 * MIB), of_bytes(900 * MIB, 1000 * MIB, waits_for_memory=True)]
+    assert allowed_bytes(ROOM, ran) <= int(900 * MIB * 0.94)
+
+
+def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once():
+    room = Room(1000 * MIB, 960 * MIB, is_measured=False)
+    assert allowed_bytes(room, [of_bytes(100 * MIB, 0)]) == 960 * MIB
+
+
+def test_several_models_that_climb_share_what_is_left():
+    room = Room(1000 * MIB, 960 * MIB, is_measured=True, sharers=3)
+    assert allowed_bytes(room, [of_bytes(100 * MIB, 100 * MIB)]) == pytest.approx(
+        100 * MIB + 896 * MIB / 3 / 1.5, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_timed_tells_how_all_plans_were_predicted_wrongly(seed: int):
+    device = SimulatedDevice.random(random.Random(4000 + seed))
+    low = device.step.peak_bytes(survey_plan(device.step))
+    plans = [survey_plan(device.step)]
+    plans += [found for part in (1.1, 1.4, 2.0) if (found := plan_step(device.step, int(low * part))) is not None]
+    beliefs = Beliefs(device.step)
+    beliefs.learn([(plan, plan.timed_as(device.true).step_s) for plan in plans])
+    for plan in plans:
+        least_s, best_s, most_s = beliefs.predicted_s(plan)
+        true_s = plan.timed_as(device.true).step_s
+        assert best_s == pytest.approx(true_s, rel=0.15)
+        assert least_s <= best_s <= most_s
+
+
+def test_without_steps_that_were_timed_the_survey_is_believed():
+    device = SimulatedDevice.random(random.Random(6))
+    best = Beliefs(device.step).best
+    assert (best.again, best.rate, best.pace) == (1.0, 1.0, 1.0)
