@@ -361,11 +361,8 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   return parsed;
 }
 
-}  // namespace torchoffload
-
 // Not free-threaded: ledger and windows are touched only with the GIL held.
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
-  using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
   m.attr("built_with_cuda") = find_backend_kind("cuda") != nullptr;
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
@@ -399,3 +396,5 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   bind_testing(m);
 #endif
 }
+
+}  // namespace torchoffload
