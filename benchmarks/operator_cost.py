@@ -1,8 +1,8 @@
 """What it costs the host that a mode sees each operator, in ns: ``python benchmarks/operator_cost.py``.
 
-A chain of operators on a small matrix, on the CPU, with one thread and without the garbage collector, so that the host's
-work for an operator is most of what it takes. Stock, under a mode in Python that passes each operator on, and under a
-mode of ours whose listener counts, by the way through Python and by the one without.
+A chain of operators on a small matrix, on the CPU, with one thread and without the garbage collector, so that the
+host's work for an operator is most of what it takes. Stock, under a mode in Python that passes each operator on, and
+under a mode of ours whose listener counts, by the way through Python and by the one without.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def make_chain(operators: int) -> tuple[Callable[[], torch.Tensor], int]:
 
 def by_listener() -> AbstractContextManager[Any]:
     """Return a mode that counts."""
-    return OperatorMode(core.OperatorCounter().listener())
+    return OperatorMode(core.counting_listener())
 
 
 def time_calls(call: Callable[[], object], calls: int) -> float:

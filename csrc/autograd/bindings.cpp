@@ -7,7 +7,6 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/interpreter_delegate.h"
 #include "autograd/operator_counter.h"
 #include "autograd/operator_mode.h"
 #include "autograd/recorded_call.h"
@@ -295,25 +294,6 @@ Compress parse_compress(const py::handle& given) {
   return given.cast<bool>() ? Compress::On : Compress::Off;
 }
 
-// Modes that show their operators, and the listener that counts them.
-void add_operator_modes(py::module_& m) {
-  if (!add_operator_mode(m.ptr())) throw py::error_already_set();
-  m.def(
-      "opaque_method",
-      [](const py::object& function, const std::string& name) {
-        return taken(opaque_method(function.ptr(), name.c_str()));
-      },
-      py::arg("function"), py::arg("name"), py::pos_only());
-  m.def("install_interpreter_delegate", install_interpreter_delegate);
-  m.def("remove_interpreter_delegate", remove_interpreter_delegate);
-  m.def("operators_by_python", operators_by_python);
-  py::class_<OperatorCounter, std::shared_ptr<OperatorCounter>>(m, "OperatorCounter")
-      .def(py::init<>())
-      .def_property_readonly("operators", &OperatorCounter::operators)
-      .def_property_readonly("regions", &OperatorCounter::regions)
-      .def("listener", [](std::shared_ptr<OperatorCounter> self) { return taken(to_python(std::move(self))); });
-}
-
 // ---- planned blocks ----
 
 std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::string, std::string>>& operators,
@@ -432,7 +412,6 @@ void add_planned_blocks(py::module_& m) {
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());
-  add_operator_modes(m);
   add_recorded_calls(m);
 }
 
@@ -459,15 +438,12 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   return parsed;
 }
 
-}  // namespace torchoffload
-
 // Not free-threaded: ledger and windows are touched only with the GIL held.
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
-  using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
   m.attr("built_with_cuda") = find_backend_kind("cuda") != nullptr;
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
-  if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
+  if (!add_hooks(m.ptr(), parameter.ptr()) || !add_operator_functions(m.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
   m.def(
       "note_saving_code",
@@ -497,3 +473,5 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   bind_testing(m);
 #endif
 }
+
+}  // namespace torchoffload

@@ -5,8 +5,8 @@
 //
 // libtorch knows nothing of Python. What it wants from there it asks of a table of virtual functions, of which there is
 // one: counting references of Python objects, sizes of a tensor that a Python class answers for, and `dispatch`, which
-// gives an operator to the mode on top. Ours passes each call on to that table, but for an operator, and the detach of a
-// saved output, whose mode is one of ours: these it handles itself. See Note [Operators in a mode].
+// gives an operator to the mode on top. Ours passes each call on to that table, but for an operator, and the detach of
+// a saved output, whose mode is one of ours: these it handles itself. See Note [Operators in a mode].
 #pragma once
 
 namespace torchoffload {

@@ -154,21 +154,23 @@ PyObject* torch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t coun
 }
 
 PyObject* mode_begin(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   mode_of(self).thread = std::this_thread::get_id();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* mode_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
   HANDLE_TH_ERRORS
-  if (PyTuple_GET_SIZE(args) != 1 || PyCapsule_IsValid(PyTuple_GET_ITEM(args, 0), kListener) == 0) {
+  if (PyTuple_GET_SIZE(args) != 1) {
     PyErr_SetString(PyExc_TypeError, "torchoffload: a mode takes the capsule of one listener");
     return nullptr;
   }
-  auto* const listener =
-      static_cast<std::shared_ptr<OperatorListener>*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), kListener));
+  const std::shared_ptr<OperatorListener>& listener = listener_of(PyTuple_GET_ITEM(args, 0));
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self) return nullptr;
-  reinterpret_cast<OperatorModeObject*>(self.get())->mode = new OperatorMode{.listener = *listener};
+  reinterpret_cast<OperatorModeObject*>(self.get())->mode = new OperatorMode;
+  mode_of(self.get()).listener = listener;
   return self.release();
   END_HANDLE_TH_ERRORS
 }
@@ -248,6 +250,14 @@ PyObject* to_python(std::shared_ptr<OperatorListener> listener) {
   });
   if (capsule != nullptr) static_cast<void>(shared.release());
   return capsule;
+}
+
+const std::shared_ptr<OperatorListener>& listener_of(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, kListener) == 0) {
+    PyErr_SetString(PyExc_TypeError, "torchoffload: a mode takes the capsule of one listener");
+    throw python_error();
+  }
+  return *static_cast<std::shared_ptr<OperatorListener>*>(PyCapsule_GetPointer(capsule, kListener));
 }
 
 uint64_t operators_by_python() { return dispatched_by_python; }

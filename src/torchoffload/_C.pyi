@@ -202,17 +202,11 @@ class OperatorMode:
     ) -> Any:
         """Call what has no C++ arguments, as an opaque region."""
 
-class OperatorCounter:
-    """A listener that runs what it is shown and counts it."""
+def counting_listener() -> object:
+    """Return the capsule of a listener that runs what it is shown and counts it."""
 
-    @property
-    def operators(self) -> int: ...
-    @property
-    def regions(self) -> int:
-        """How many opaque regions it was shown."""
-
-    def listener(self) -> object:
-        """Return the capsule that a mode takes."""
+def counted(listener: object, /) -> tuple[int, int]:
+    """Return the operators and the opaque regions that a listener that counts was shown."""
 
 def install_interpreter_delegate() -> None:
     """Hand operators to the listeners of modes without Python. See ``interpreter_delegate.h``."""

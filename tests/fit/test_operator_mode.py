@@ -8,46 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from operator_programs import PROGRAMS, linear
+from noted_operators import InPython, make_listener
+from operator_programs import linear
 from torchoffload._core import core
 from torchoffload._pytorch import operator_mode
 from torchoffload._pytorch.operator_mode import OperatorMode, obstacle
 
 if not hasattr(core, "testing"):
     pytest.skip("needs the test build's listener", allow_module_level=True)
-
-
-class InPython(TorchDispatchMode):
-    """Notes the operators, and the calls of what is none, as a mode of ours should."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.others: list[str] = []
-        self._thread = threading.get_ident()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if threading.get_ident() != self._thread or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
-            return func(*args, **(kwargs or {}))
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
-            return func(*args, **(kwargs or {}))
-        if types and all(hasattr(each, "__tensor_flatten__") for each in types):
-            return NotImplemented
-        if types:  # a fake tensor, or a saved output
-            return func(*args, **(kwargs or {}))
-        noted = self.names if isinstance(func, torch._ops.OpOverload) else self.others
-        noted.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(params=["without Python", "through Python"], autouse=True)
@@ -60,63 +30,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     core.install_interpreter_delegate()
 
 
-def make_listener(**options: object) -> Any:
-    listener = core.testing.NotingListener()
-    for name, value in options.items():
-        setattr(listener, name, value)
-    return listener
-
-
 def leaf() -> torch.Tensor:
     return torch.linspace(-2, 2, 32).reshape(4, 8).requires_grad_()
-
-
-def run(program: Any, mode: Any = None) -> list[Any]:
-    """Return results, gradient and a random number afterwards."""
-    torch.manual_seed(3)
-    x = leaf()
-    if mode is None:
-        results = tree_leaves(program(x))
-    else:
-        with mode:
-            results = tree_leaves(program(x))
-    for each in results:
-        if isinstance(each, torch.Tensor) and each.requires_grad:
-            each.float().sum().backward(retain_graph=True)
-    return [*results, x.grad, torch.rand(1)]
-
-
-def assert_same_bits(ones: list[Any], others: list[Any]) -> None:
-    for one, other in zip(ones, others, strict=True):
-        assert type(one) is type(other)
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_listener_is_shown_what_a_mode_in_python_is(name: str, way: str):
-    program = PROGRAMS[name]
-    stock = run(program)
-    in_python = InPython()
-    run(program, in_python)
-    listener = make_listener()
-    before = core.operators_by_python()
-    shown = run(program, OperatorMode(listener.listener()))
-    assert listener.names == in_python.names
-    assert [each[0] for each in listener.regions] == in_python.others
-    assert len(listener.names) > 0
-    assert_same_bits(stock, shown)
-    if way == "without Python" and name not in {"wrapper_subclass", "jagged", "fake_tensors", "traced"}:
-        assert core.operators_by_python() == before
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_a_listener_calls_is_not_shown_to_it(name: str):
-    plain, busy = make_listener(), make_listener(calls_more=True)
-    shown = run(PROGRAMS[name], OperatorMode(plain.listener()))
-    more = run(PROGRAMS[name], OperatorMode(busy.listener()))
-    assert busy.names == plain.names
-    assert_same_bits(shown, more)
 
 
 def test_pytorch_has_released_the_gil_where_a_listener_is_called():
@@ -287,18 +202,23 @@ def test_an_operator_that_takes_functions_is_an_opaque_region():
 
 
 def test_a_class_may_call_such_an_operator_by_itself():
-    class Mode(OperatorMode):
-        others: list[Any] = []
+    others: list[Any] = []
 
+    class Mode(OperatorMode):
         def on_other(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            self.others.append(func)
+            others.append(func)
             return func(*args, **(kwargs or {}))
 
     listener = make_listener()
     with Mode(listener.listener()):
         branch(torch.ones(3))
-    assert Mode.others == [torch.ops.higher_order.cond]
+    assert others == [torch.ops.higher_order.cond]
     assert listener.regions == []
+
+
+def call_of(function: Any) -> Any:
+    """An object of a class whose method `__call__` is an opaque one for `function`."""
+    return type("Region", (), {"__call__": core.opaque_method(function, "a region")})()
 
 
 def test_an_error_in_a_region_passes_through():
@@ -307,11 +227,10 @@ def test_an_error_in_a_region_passes_through():
     def failing(_: object, x: torch.Tensor) -> torch.Tensor:
         raise OwnError
 
-    opaque = core.opaque_method(failing, "a region")
-    Region = type("Region", (), {"__call__": opaque})
+    call = call_of(failing)
     with OperatorMode(listener.listener()):
         with pytest.raises(OwnError):
-            Region()(torch.ones(2))
+            call(torch.ones(2))
         torch.ones(2)
     assert listener.regions == []
     assert listener.names == ["aten::ones", "aten::ones"]
@@ -324,15 +243,15 @@ def test_a_region_frees_its_inputs_as_it_goes():
         assert watch() is None
         return [torch.zeros(1)]
 
-    Region = type("Region", (), {"__call__": core.opaque_method(region, "a region")})
+    call = call_of(region)
     listener, outer = make_listener(), make_listener()
     with OperatorMode(outer.listener()), OperatorMode(listener.listener()):
-        (y,) = Region()([torch.ones(2), torch.ones(3)])
+        (y,) = call([torch.ones(2), torch.ones(3)])
         y.sin()
     assert listener.regions == outer.regions == [("a region", 2, 1)]
     assert listener.names == outer.names == ["aten::ones", "aten::ones", "aten::sin"]
     with InPython() as seen:
-        Region()([torch.ones(2)])
+        call([torch.ones(2)])
     assert seen.names == ["aten::ones", "aten::zeros"]  # nothing changes for other modes
 
 

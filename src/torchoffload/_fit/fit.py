@@ -29,7 +29,6 @@ from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Selector
 from torchoffload._pytorch.tracing import is_not_traced
-from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

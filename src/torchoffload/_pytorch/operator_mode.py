@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from typing import Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,11 +13,11 @@ from torchoffload._pytorch.compiled_regions import make_regions_opaque
 __all__ = ["OperatorMode", "obstacle"]
 
 
-class _Mode(core.OperatorMode, TorchDispatchMode):
+class _Mode(core.OperatorMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that does not ask by which way its operators come."""
 
-    # As in PyTorch's own modes for checkpoints: an operator that takes functions is seen as one operator, and a compiled
-    # region stays compiled.
+    # As in PyTorch's own modes for checkpoints: an operator that takes functions is seen as one operator, and a
+    # compiled region stays compiled.
     supports_higher_order_operators = True
 
     @classmethod
@@ -27,7 +28,7 @@ class _Mode(core.OperatorMode, TorchDispatchMode):
     def __init__(self, listener: object) -> None:  # noqa: ARG002  # the core's type has taken it
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> "_Mode":
+    def __enter__(self) -> Self:
         self._begin()
         TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
         return self
@@ -36,7 +37,7 @@ class _Mode(core.OperatorMode, TorchDispatchMode):
         TorchDispatchMode.__exit__(self, *exception)  # type: ignore[no-untyped-call]
 
 
-class OperatorMode(_Mode):
+class OperatorMode(_Mode):  # type: ignore[no-untyped-call]
     """Shows each operator below autograd and autocast to a listener, while it is entered, on the thread that did.
 
     It is entered and left as any ``TorchDispatchMode`` is. What it is shown, and what not, is said in
@@ -86,22 +87,22 @@ def _test() -> str | None:
     """Return what is wrong with operators that need no Python; the delegate is installed then. None: nothing."""
     try:
         values = _program()
-        by_python = core.OperatorCounter()
-        with _Mode(by_python.listener()):
+        by_python = core.counting_listener()
+        with _Mode(by_python):
             _program()
         core.install_interpreter_delegate()
         before = core.operators_by_python()
-        alone = core.OperatorCounter()
-        with _Mode(alone.listener()):
+        alone = core.counting_listener()
+        with _Mode(alone):
             shown = _program()
         if core.operators_by_python() != before:
             return f"{core.operators_by_python() - before} operators came that way all the same"
-        if alone.operators != by_python.operators:
-            return f"{alone.operators} operators were seen, and {by_python.operators} by way of Python"
+        if core.counted(alone) != core.counted(by_python):
+            return f"{core.counted(alone)[0]} operators were seen, and {core.counted(by_python)[0]} by way of Python"
         if not all(torch.equal(one, other) for one, other in zip(values, shown, strict=True)):
             return "the results are other ones"
         return _test_of_errors()
-    except Exception as error:  # noqa: BLE001  # of whatever kind: a mode that is slower is right
+    except Exception as error:  # of whatever kind: a mode that is slower is right
         return f"{type(error).__name__}: {error}"
 
 
@@ -118,16 +119,16 @@ def _program() -> list[torch.Tensor]:
 
 
 def _test_of_errors() -> str | None:
-    counter = core.OperatorCounter()
+    counter = core.counting_listener()
     depth = torch._C._len_torch_dispatch_stack()
-    with _Mode(counter.listener()):
+    with _Mode(counter):
         matrix = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         try:
             torch.mm(matrix, matrix)
         except RuntimeError:
-            before = counter.operators
+            before, _ = core.counted(counter)
             torch.neg(matrix)
-            if counter.operators != before + 1:
+            if core.counted(counter) != (before + 1, 0):
                 return "an operator after one that raised was not seen"
         else:
             return "an operator's error was lost"
