@@ -103,6 +103,8 @@ class FittedModel(abc.ABC):
         self._raises = raises
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
+        self._planned_kinds: list[Kind] = []  # in the same order; none if the plan was read from a file
+        self._was_refused = False  # a block could not be computed again, and the plan is still followed
         self.saved_bytes: list[int] = []
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
@@ -199,6 +201,7 @@ class FittedModel(abc.ABC):
             may_recompute=self.may_recompute, may_agree=self._group is not None, kinds=self._kinds,
         )  # fmt: skip
         self.state = Surveying(survey)
+        self._was_refused = False
         self._known_shapes = None
         self.trials, self.step, self._surveyed, self._own = [], None, None, None
         self._followed = None
@@ -228,7 +231,7 @@ class FittedModel(abc.ABC):
             self._survey_reserved_bytes = int(self._survey_reserved_bytes / share)
         self._surveyed = self.step = step
         self._own = survey_plan(step, survey.window_bytes)
-        self.operators = [kind.operators for kind in kinds]
+        self.operators, self._planned_kinds = [kind.operators for kind in kinds], kinds
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
         self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
@@ -326,7 +329,7 @@ class FittedModel(abc.ABC):
 
     def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
         self._followed = trial
-        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left))
+        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left), weakly(self.refuse))
         self._reset_counters = [turns.reset for turns in watches.values()]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
@@ -342,7 +345,7 @@ class FittedModel(abc.ABC):
             return
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         self._seen.size = saved.largest_size
-        self.operators = [tuple(operators) for operators in saved.operators]
+        self.operators, self._planned_kinds = [tuple(operators) for operators in saved.operators], []
         if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
             self.choose()
             return
@@ -353,6 +356,14 @@ class FittedModel(abc.ABC):
     def count_left(self) -> None:
         """Count a call of a block that called another operator than planned."""
         self.left_plan_count += 1
+
+    def refuse(self, kind: int, message: str) -> None:
+        """Have no block of a kind computed again from the next step on, since one could not be in its backward."""
+        self._was_refused = True
+        if kind < len(self._planned_kinds):
+            self._planned_kinds[kind].refuse(message)
+        if message not in self.notes:
+            self.notes.append(message)
 
     def remove(self) -> None:
         """Take everything away."""
