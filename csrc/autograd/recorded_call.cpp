@@ -549,7 +549,10 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
   if (storage.is_pinned()) {
     std::unique_ptr<Saved> as_is = pack_as_is(context, object, wrapper);
     if (context == nullptr || storage.is_leaf || !storage.is_movable) return as_is;
-    return std::make_unique<SavedInput>(shared_from_this(), std::move(as_is));
+    std::shared_ptr<Saved> shared = std::move(as_is);
+    const Span span = TensorLayout(tensor).span();
+    if (span.begin == 0 && span.end == storage.nbytes) storage.given = shared;
+    return std::make_unique<SavedInput>(shared_from_this(), std::move(shared));
   }
   auto saved = std::make_unique<ReplayedTensor>(shared_from_this(), number, tensor);
   if (verifies_) saved->truth_ = alias_of(tensor);
@@ -655,12 +658,27 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   const bool moves =
       context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
-    storage.packed = pack_whole(storage, storage.strong, storage.versions.front().version(), /*is_filled=*/true);
-    storage.strong = {};
+    give_to_context(number);
     return;
   }
   const std::lock_guard lock(held_mutex());
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
+}
+
+// A context brings back first what it was given last. So what the replay asks for is given to it now, behind all that
+// autograd has saved in the call. What a plan makes superfluous, unless a kept value is lost, comes back with what
+// autograd has saved of it.
+void RecordedCall::give_to_context(StorageNumber number) {
+  RecordedStorage& storage = record_.storages[number];
+  storage.packed = storage.given.lock();
+  const std::pair asked(number, storage.epoch);
+  if (storage.packed != nullptr) {
+    const Replay planned(record_, wanted(), Replay::Uses::All);
+    if (std::ranges::find(planned.held(), asked) != planned.held().end()) storage.packed = nullptr;
+  }
+  if (storage.packed == nullptr)
+    storage.packed = pack_whole(storage, storage.strong, storage.versions.front().version(), /*is_filled=*/true);
+  storage.strong = {};
 }
 
 namespace {

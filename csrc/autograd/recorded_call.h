@@ -119,6 +119,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
                                     const c10::VariableVersion& version, bool is_filled);
 
   void finish_storage(StorageNumber number, const Replay& needs);
+  void give_to_context(StorageNumber number);
   std::vector<StorageNumber> wanted() const;
   void replay(ReplayedTensor& asked);
   void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
@@ -178,13 +179,13 @@ class ReplayedTensor final : public Saved {
 // A saved tensor that was given to the call and moves. It holds the call, and so what came back for the call's replay.
 class SavedInput final : public Saved {
  public:
-  SavedInput(std::shared_ptr<RecordedCall> call, std::unique_ptr<Saved> saved)
+  SavedInput(std::shared_ptr<RecordedCall> call, std::shared_ptr<Saved> saved)
       : saved_(std::move(saved)), call_(std::move(call)) {}
   void prepare() override { saved_->prepare(); }
   at::Tensor unpack(Versions versions) override;
 
  private:
-  std::unique_ptr<Saved> saved_;
+  std::shared_ptr<Saved> saved_;
   std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for what is given up
 };
 

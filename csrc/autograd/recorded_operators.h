@@ -87,7 +87,8 @@ struct RecordedStorage {
   std::optional<TensorLayout> whole;  // of a tensor that has all of its bytes
 
   c10::Storage strong;
-  std::unique_ptr<Saved> packed;  // instead of `strong`
+  std::shared_ptr<Saved> packed;  // instead of `strong`
+  std::weak_ptr<Saved> given;     // what autograd saves of it as a whole, if that moves
   std::vector<std::pair<Epoch, c10::Storage>> copies;
   std::vector<VersionMark> versions;
   KeptValue kept;
