@@ -154,7 +154,7 @@ class Driver(FittedModel):
             self._step_down(trial)
 
     def _differs(self, step: FinishedStep) -> bool:
-        """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, or refused."""
+        """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, refused."""
         return (
             self._was_refused
             or self._seen.has_new_state

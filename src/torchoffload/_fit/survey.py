@@ -65,6 +65,8 @@ class Survey:
         What the process may take.
     backward_is_seen : callable
         Called in a backward, where a block is computed again.
+    refuse : callable
+        Called in a backward with what tells a kind and a message, where a block cannot be computed again.
     may_recompute, may_agree : bool
         Whether blocks may be computed again, and whether those may that communicate with other ranks.
     kinds : dict of tuple to Kind, optional
@@ -88,12 +90,13 @@ class Survey:
         meter: Meter,
         budget: Budget,
         backward_is_seen: Callable[[], None],
+        refuse: Callable[[tuple[Any, ...], str], None],
         *,
         may_recompute: bool,
         may_agree: bool,
         kinds: dict[tuple[Any, ...], Kind] | None = None,
     ) -> None:
-        self.backward_is_seen = backward_is_seen
+        self.backward_is_seen, self.refuse = backward_is_seen, refuse
         self.meter, self._budget = meter, budget
         self.may_recompute, self.may_agree = may_recompute, may_agree
         self.allows_communication = False
@@ -209,11 +212,6 @@ class Survey:
         """Note what a kind of block does."""
         self.kinds[key] = kind
         self._new_kinds = True
-
-    def refuse(self, key: tuple[Any, ...], why: str) -> None:
-        """Note that blocks of a kind cannot be computed again, as one of them showed in its backward."""
-        if (kind := self.kinds.get(key)) is not None:
-            kind.refuse(why)
 
     def differs(self, module: nn.Module) -> None:
         """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
