@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "autograd/operator_arguments.h"
+#include "autograd/python_calls.h"
 
 namespace torchoffload {
 
@@ -35,17 +36,6 @@ OperatorMode* mode_at(int64_t place) {
   return mode_type != nullptr && PyObject_TypeCheck(object, mode_type) ? &mode_of(object) : nullptr;
 }
 
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
-
 // Counts the opaque regions that a mode is in.
 class InRegion {
  public:
@@ -57,13 +47,6 @@ class InRegion {
  private:
   OperatorMode& mode_;
 };
-
-PyObject* or_throw(PyObject* result) {
-  if (result != nullptr) return result;
-  python_error error;
-  error.persist();
-  throw error;
-}
 
 // Shows the call of `region` to the listeners of `modes`, the first one outermost, and returns what it returned.
 template <typename Call>

@@ -14,6 +14,7 @@
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/link_share.h"
+#include "autograd/python_calls.h"
 #include "autograd/replay.h"
 #include "autograd/saved_wrapper.h"
 #include "core/mutant.h"
@@ -27,17 +28,6 @@ namespace {
 
 constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not larger are copied when they are read
 
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
 // Locks a mutex whose holder may want the GIL.
 std::unique_lock<std::mutex> lock_with_gil(std::mutex& mutex) {
   std::unique_lock lock(mutex, std::try_to_lock);
@@ -45,13 +35,6 @@ std::unique_lock<std::mutex> lock_with_gil(std::mutex& mutex) {
   const WithoutGil without_gil;
   lock.lock();
   return lock;
-}
-
-PyObject* or_throw(PyObject* result) {
-  if (result != nullptr) return result;
-  python_error error;
-  error.persist();
-  throw error;
 }
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
