@@ -236,7 +236,7 @@ def test_generators_of_a_blocks_own(device_under_test: Device, way: Way, kind: s
     "use",
     [
         lambda block, h: torch.sin(h) * random.random(),
-        lambda block, h: torch.sin(h) * float(numpy.random.rand()),
+        lambda block, h: torch.sin(h) * float(numpy.random.rand()),  # noqa: NPY002
         lambda block, h: h.sin() * (0.5 if random.random() < 0.5 else 1.0),
     ],
     ids=["random", "NumPy's", "a branch"],

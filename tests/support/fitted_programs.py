@@ -1,4 +1,4 @@
-"""fitted_programs.py: training programs that are hard to compute again, run stock and under fit, and compared by bits."""
+"""fitted_programs.py: training programs that are hard to compute again, run stock and under fit, bits compared."""
 
 import contextlib
 import dataclasses
@@ -214,7 +214,7 @@ def assert_as_stock(
     obstacle : str, optional
         The report must say so. Without it the report must not say that any block cannot be computed again.
     stock_raises : bool
-        Whether an exception ends the program also without fit: with fit it has to be of the same type, in the same step.
+        Whether an exception ends the program also without fit: with fit it has to have the same type, in that step.
     **options
         Further options of ``fit``.
     """
@@ -223,7 +223,7 @@ def assert_as_stock(
     def body(used: Way | None) -> Callable[[Run], None]:
         def observed(run: Run) -> None:
             random.seed(0)
-            numpy.random.seed(0)
+            numpy.random.seed(0)  # noqa: NPY002
             loop = Loop(run, device, used, options)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
