@@ -285,7 +285,6 @@ def eye(h: torch.Tensor) -> torch.Tensor:
 
 OPERATORS: dict[str, Function] = {
     "jvp": lambda block, h: torch.func.jvp(torch.sin, (h,), (h * 2,))[1],
-    "grad": lambda block, h: torch.func.grad(lambda t: torch.sin(t).sum())(h),
     "functional_call": lambda block, h: torch.func.functional_call(
         block.down, {"weight": block.up.weight * 2, "bias": block.down.bias}, (torch.sin(h),)
     ),
@@ -306,7 +305,14 @@ OPERATORS: dict[str, Function] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_operators(device_under_test: Device, way: Way, kind: str):
-    assert_as_stock(function(OPERATORS[kind]), device_under_test, way, is_computed_again=kind != "grad")
+    assert_as_stock(function(OPERATORS[kind]), device_under_test, way)
+
+
+@pytest.mark.xfail(strict=True, reason="saved-tensor hooks are forbidden inside of torch.func.grad")
+@each_way
+def test_gradients_by_torch_func_inside_of_a_block(device_under_test: Device, way: Way):
+    program = function(lambda block, h: torch.func.grad(lambda t: torch.sin(t).sum())(h))
+    assert_as_stock(program, device_under_test, way, is_computed_again=False)
 
 
 @each_way
@@ -404,6 +410,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "a block that catches exceptions": lambda: Calls(tries),
     "a block that catches all": lambda: Calls(catches_all),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripted_functions_have_been_profiled():
+    """The first calls of a scripted function run differently from the later ones."""
+    for _ in range(8):
+        x = torch.ones(4, 8, WIDTH, requires_grad=True)
+        (gated(x * 1, x * 2) + bias_dropout_add(x * 1, x[0, 0] * 1, x * 1)).sum().backward()
 
 
 @each_way
@@ -519,7 +533,7 @@ def retained(loop: Loop) -> None:
 def several_forwards(loop: Loop) -> None:
     model = loop.make(Net)
     kept = None
-    for step in range(16):
+    for step in range(30):
         losses = [model(loop.batch(2 + number, 8, WIDTH)).square().mean() for number in range(3)]
         for loss in losses if step % 2 else losses[::-1]:
             loss.backward()
@@ -618,11 +632,15 @@ PASSES: dict[str, Program] = {
 }
 
 
+# What has no plan that takes less: a model that is one block, and one that is another in each step.
+NOT_AGAIN = ("freezing and thawing", "a third derivative")
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("way", WAYS, ids=map(str, WAYS))
 @pytest.mark.parametrize("kind", PASSES)
 def test_backward_passes(device_under_test: Device, way: Way, kind: str):
-    assert_as_stock(PASSES[kind], device_under_test, way, is_computed_again=kind != "freezing and thawing")
+    assert_as_stock(PASSES[kind], device_under_test, way, is_computed_again=kind not in NOT_AGAIN)
 
 
 @each_way

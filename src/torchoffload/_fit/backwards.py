@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from torchoffload._fit.sizes import tensors_in
 
 __all__ = ["Backwards"]
 
@@ -42,10 +43,10 @@ class Backwards:
     def follow(self, output: Any) -> None:
         """Tell of backwards through the tensors in ``output``."""
         call = _Call()
-        for leaf in [*tree_leaves(output), *tree_leaves(dict(getattr(output, "__dict__", {})))]:
+        for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
                 self._open.add(call)
 
     def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
