@@ -24,6 +24,7 @@ from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.compiled_calls import add_call_hooks, has_compiled, remove_call_hooks
 from torchoffload._pytorch.functional_transforms import let_transforms_run
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_hooks import has_returned
 from torchoffload._pytorch.operator_mode import OperatorMode
 from torchoffload._pytorch.tracing import is_transformed
 
@@ -146,7 +147,7 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> None:
         return
     block = _blocks.get(module)
     if block is not None:
-        _outcome.has_returned = output is not None  # PyTorch calls this hook with None where forward has raised
+        _outcome.has_returned = has_returned(output, sys._getframe(1))
         try:
             hook_stack.leave(block)
         finally:
