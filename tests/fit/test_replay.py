@@ -120,7 +120,9 @@ def test_functional_gradients_inside_of_a_block(wraps_loop: bool):
     def function(block: Block, h: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(h)
         slope = torch.func.grad(lambda t: energy(block.down(t)))(h)
-        products = torch.func.vmap(torch.func.grad(energy))(h) if wraps_loop else torch.func.vjp(energy, h)[1](h.sum())[0]
+        products = (
+            torch.func.vmap(torch.func.grad(energy))(h) if wraps_loop else torch.func.vjp(energy, h)[1](h.sum())[0]
+        )
         return torch.sin(h * slope) + torch.cos(products)
 
     assert_as_stock(function)
