@@ -70,8 +70,11 @@ OperatorTraits find_traits(const c10::OperatorHandle& op) {
   traits.leaves_uninitialised = is_among(kUninitialised, name);
   traits.casts = name == "aten::_to_copy";
   // What a functional collective returns is there once wait_tensor has returned, which returns its argument.
-  if (name.ends_with("c10d_functional::wait_tensor")) traits.writes.push_back(0);
-  if (name_space.ends_with("c10d_functional")) traits.may_draw = false;
+  const bool is_functional = name_space.ends_with("c10d_functional");
+  const bool waits = is_functional && name.ends_with("::wait_tensor");
+  if (waits) traits.writes.push_back(0);
+  if (is_functional) traits.may_draw = false;
+  traits.returns_early = is_functional && !waits;
   // Those of c10d write to their first argument, which their schemas do not say, and return before they have done so.
   if (name_space == "c10d" || name_space == "fsdp") {
     traits.runs_once = true;

@@ -327,6 +327,7 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
     note_argument((*stack)[first_argument + place], static_cast<uint8_t>(place), role, is_statistic, recording);
   }
   recording.op.ref_count = static_cast<uint32_t>(record_.refs.size()) - first_ref;
+  recording.op.returns_early = traits.returns_early;
   recording.op.runs_once |= traits.runs_once || (recording.reads_written && recording.written.empty());
   const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
   auto action = BlockActions::Action::Nothing;

@@ -138,9 +138,10 @@ struct RecordedOperator {
   c10::SmallVector<Made, 1> makes;
   c10::SmallVector<StorageNumber, 1> writes;
   RandomStates random_states;
-  int32_t counted = -1;    // its number in the block; -1 if forward need not call it equally often
-  uint32_t switches = 0;   // their number
-  bool runs_once = false;  // it is never replayed
+  int32_t counted = -1;        // its number in the block; -1 if forward need not call it equally often
+  uint32_t switches = 0;       // their number
+  bool runs_once = false;      // it is never replayed
+  bool returns_early = false;  // what it makes or writes to is there once somebody has waited for it
   bool is_needed = true;
 };
 

@@ -10,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "core/mutant.h"
+
 namespace torchoffload {
 
 Replay::Replay(const RecordedOperators& record, std::vector<StorageNumber> wanted, Uses uses)
@@ -19,6 +21,7 @@ Replay::Replay(const RecordedOperators& record, std::vector<StorageNumber> wante
   values_.resize(storage_count);
   loaded_.resize(storage_count);
   is_wanted_.assign(storage_count, false);
+  is_on_its_way_.assign(storage_count, false);
   find_needed();
   find_last_uses();
 }
@@ -164,6 +167,16 @@ void Replay::run_operator(const RecordedOperator& op) {
   stack_.clear();
 }
 
+// Forward may have waited after the block. Nobody would wait for what only the replay's collective fills.
+void Replay::await(StorageNumber number) {
+  if (!is_on_its_way_[number] || !values_[number] || mutated(Mutant::ReplayedCollectiveAwaited)) return;
+  is_on_its_way_[number] = false;
+  static const c10::OperatorHandle wait =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  torch::jit::Stack stack{bytes_of(values_[number])};
+  wait.callBoxed(&stack);
+}
+
 void Replay::run(Give give, Around around) {
   for (const StorageNumber number : wanted_) {
     const Epoch epoch = record_.storages[number].epoch;
@@ -182,13 +195,16 @@ void Replay::run(Give give, Around around) {
     run_operator(op);
     around(number, false);
     const auto offer = [&](StorageNumber written) {
+      is_on_its_way_[written] = op.returns_early;
       const RecordedStorage& storage = record_.storages[written];
-      if (is_wanted_[written] && made_[written] == storage.epoch && storage.writers.back() == number)
-        give(written, values_[written]);
+      if (!is_wanted_[written] || made_[written] != storage.epoch || storage.writers.back() != number) return;
+      await(written);
+      give(written, values_[written]);
     };
     for (const RecordedOperator::Made& made : op.makes) offer(made.storage);
     for (const StorageNumber written : op.writes) offer(written);
     for (const StorageNumber used : last_used_by_[place]) {
+      await(used);
       values_[used] = c10::Storage();
       loaded_[used].clear();
     }

@@ -47,6 +47,7 @@ class Replay {
   const c10::Storage& value(StorageNumber number, Epoch epoch);
   at::Tensor argument(const TensorRef& ref);
   void run_operator(const RecordedOperator& op);
+  void await(StorageNumber number);
 
   const RecordedOperators& record_;
   Uses uses_;
@@ -59,6 +60,7 @@ class Replay {
   std::vector<std::vector<std::pair<Epoch, c10::Storage>>> loaded_;  // by storage, not made again
   std::vector<c10::Storage> reloaded_;
   std::vector<bool> is_wanted_;
+  std::vector<bool> is_on_its_way_;  // by storage: a collective is still to fill it, unless somebody has waited
   torch::jit::Stack stack_;
 };
 

@@ -95,6 +95,7 @@ constexpr std::array kNames{
     NAMED(SmallForeignCopied),
     NAMED(CopyBeforeWrite),
     NAMED(UninitialisedIsKept),
+    NAMED(ReplayedCollectiveAwaited),
 };
 
 #undef NAMED

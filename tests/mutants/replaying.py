@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from scenario import Stage, scenario
 from torch import nn
 
@@ -129,3 +130,37 @@ def memory_is_filled_past_the_dispatcher(stage: Stage) -> str:
         del others
 
     return _compare(function, reuse)
+
+
+class _SavedUnwaited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: torch.Tensor) -> torch.Tensor:
+        summed = torch.ops._c10d_functional.all_reduce(h, "sum", dist.group.WORLD.group_name)
+        ctx.save_for_backward(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class _Saving(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return _SavedUnwaited.apply(h)
+
+
+@scenario("ReplayedCollectiveAwaited", right=AS_STOCK, wrong="a collective that nobody waits for")
+def what_a_collective_fills_is_saved_before_somebody_waits(stage: Stage) -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = torch._C._distributed_c10d._get_work_registry_size()
+        linear = nn.Linear(16, 16)
+        block = nn.Sequential(linear, nn.Tanh(), _Saving())
+        plan_block(block, BlockPlan(operators=()))
+        summed = block(torch.ones(4, 16))
+        torch.ops._c10d_functional.wait_tensor(summed.detach())
+        summed.sum().backward()
+        left = torch._C._distributed_c10d._get_work_registry_size() - before
+        return "a collective that nobody waits for" if left else AS_STOCK
+    finally:
+        dist.destroy_process_group()
