@@ -352,3 +352,20 @@ def test_what_cannot_run_again_can_be_asked_for_later(device_under_test: Device,
                 train(run, handle, model, steps=1, budget=0.0 if step == 12 else None)
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+
+
+class FunctionalGradient(nn.Module):
+    """Has a transform inside that allows no saved-tensor hooks, and calls a module of its own in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        slope = torch.func.grad(lambda t: torch.sin(self.down(t)).sum())(h)
+        return x + self.down(torch.sin(h * slope) * torch.exp(-h))
+
+
+def test_a_functional_gradient_inside_of_a_block(device_under_test: Device):
+    assert_fitted(device_under_test, FunctionalGradient, budget=0.0)

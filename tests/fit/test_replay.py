@@ -110,6 +110,28 @@ def test_random_numbers_are_drawn_again_and_the_generator_goes_on_from_where_it_
     assert_as_stock(lambda block, h: functional.dropout(torch.sin(h), 0.4) * torch.rand_like(h), between=draw)
 
 
+@pytest.mark.parametrize("wraps_loop", [False, True])
+def test_functional_gradients_inside_of_a_block(wraps_loop: bool):
+    """torch.func.grad allows no saved-tensor hooks: what is saved inside of it is held, and the rest is made again."""
+
+    def energy(h: torch.Tensor) -> torch.Tensor:
+        return (torch.sin(h) * h.exp()).sum()
+
+    def function(block: Block, h: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(h)
+        slope = torch.func.grad(lambda t: energy(block.down(t)))(h)
+        products = (
+            torch.func.vmap(torch.func.grad(energy))(h) if wraps_loop else torch.func.vjp(energy, h)[1](h.sum())[0]
+        )
+        return torch.sin(h * slope) + torch.cos(products)
+
+    assert_as_stock(function)
+    block = Block(function)
+    plan_block(block, NOTHING_KEPT)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        block(torch.ones(4, WIDTH, requires_grad=True))
+
+
 def test_a_small_buffer_that_is_written_to_before_backward_was_copied():
     def function(block: Block, h: torch.Tensor) -> torch.Tensor:
         return torch.sin(h + block.scale)  # autograd does not save it

@@ -22,6 +22,7 @@ from torchoffload._fit.replay import Watch
 from torchoffload._fit.whole import whole_call
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.compiled_calls import add_call_hooks, has_compiled, remove_call_hooks
+from torchoffload._pytorch.functional_transforms import let_transforms_run
 from torchoffload._pytorch.hook_stack import Role
 from torchoffload._pytorch.module_hooks import has_returned
 from torchoffload._pytorch.operator_mode import OperatorMode
@@ -73,6 +74,7 @@ def watch_block(module: nn.Module, watch: Callable[[nn.Module, Any], Watch]) -> 
         Called with the module and its arguments, a tuple of the positional and the keyword ones. It replaces the plan
         or the function that the module had.
     """
+    let_transforms_run()
     with _lock:
         if module not in _blocks:
             remove_call_hooks(module, _enter, _leave)
