@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -87,11 +89,17 @@ struct Known {
 }  // namespace
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<const void*, Known> known;
+  static auto* const mutex = new std::mutex;
+  static auto* const known = new std::unordered_map<const void*, std::unique_ptr<const Known>>;
   const c10::OperatorName& name = op.operator_name();
-  const auto found = known.find(&name);
-  if (found != known.end() && found->second.name == name) return found->second.traits;
-  return known.insert_or_assign(&name, Known{name, find_traits(op)}).first->second.traits;
+  const std::lock_guard lock(*mutex);
+  std::unique_ptr<const Known>& found = (*known)[&name];
+  if (!found || found->name != name) {
+    // Somebody may still look at what was known of an operator that is gone.
+    static_cast<void>(found.release());
+    found = std::make_unique<const Known>(Known{name, find_traits(op)});
+  }
+  return found->traits;
 }
 
 }  // namespace torchoffload

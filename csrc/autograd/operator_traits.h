@@ -1,5 +1,5 @@
 // OperatorTraits: how a planned block records an operator, as its schema, its tags and its name tell.
-// Ownership:     values, remembered for the life of a thread.
+// Ownership:     values, remembered for the life of the process.
 // Thread safety: any thread.
 // Not handled:   kernels that write to memory which their schema does not name, but for those that are listed here.
 #pragma once

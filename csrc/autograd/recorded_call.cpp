@@ -30,11 +30,8 @@ constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not l
 
 // Locks a mutex whose holder may want the GIL.
 std::unique_lock<std::mutex> lock_with_gil(std::mutex& mutex) {
-  std::unique_lock lock(mutex, std::try_to_lock);
-  if (lock.owns_lock()) return lock;
   const WithoutGil without_gil;
-  lock.lock();
-  return lock;
+  return std::unique_lock(mutex);
 }
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
@@ -782,8 +779,8 @@ void RecordedCall::replay(ReplayedTensor& asked) {
     if (!each->value_ && !each->kept_ && values[each->storage_]) each->value_ = values[each->storage_];
   }
   values.clear();
-  // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values are
-  // made again for that.
+  // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values
+  // are made again for that.
   if (graph_task != kNoGraphTask && !program::keeps_graph()) {
     for (RecordedStorage& storage : record_.storages) storage.kept = {};
   }
@@ -804,8 +801,8 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   }
 }
 
-// With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another one
-// asks, it is done.
+// With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another
+// one asks, it is done.
 void RecordedCall::asked_for(ReplayedTensor& saved) {
   if (program::graph_task() == kNoGraphTask) {
     saved.value_ = {};

@@ -1,9 +1,9 @@
-// RecordedCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd saves
-// of what they made, and makes those again when the first of them is asked for in backward.
-// Ownership:     shared by the hook and the mode that are open while forward runs, and by each saved tensor that it stands
-//                in for. It holds no tensor with a history, and nothing in it refers to itself.
-// Thread safety: forward runs on one thread: operators are recorded without the GIL, and everything else needs it. Several
-//                threads may ask for saved tensors.
+// RecordedCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd
+// saves of what they made, and makes those again when the first of them is asked for in backward.
+// Ownership:     shared by the hook and the mode that are open while forward runs, and by each saved tensor that it
+//                stands in for. It holds no tensor with a history, and nothing in it refers to itself.
+// Thread safety: forward runs on one thread: operators are recorded without the GIL, and everything else needs it.
+//                Several threads may ask for saved tensors.
 // Failures:      what a replayed operator throws; RuntimeError that names a tensor whose value is gone.
 // Not handled:   see recorded_operators.h and operator_listener.h.
 //
@@ -13,8 +13,8 @@
 // number generators that it draws from, and the switches of PyTorch's that decide how kernels compute. What autograd
 // saves of what these operators made is not held, but named, at the last epoch of its storage: that is what an alias
 // would show. The first saved tensor that is asked for in backward has all those made again that are still alive, in
-// one go, so that an optimizer that steps in backward comes behind them. A plan says which values forward keeps or moves
-// to a tier instead. It is advice: a call that does something else than planned keeps less, and is right.
+// one go, so that an optimizer that steps in backward comes behind them. A plan says which values forward keeps or
+// moves to a tier instead. It is advice: a call that does something else than planned keeps less, and is right.
 #pragma once
 
 #include <Python.h>
@@ -69,9 +69,9 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   // After forward: forgets what nothing needs.
   void finish();
 
-  // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the counted
-  // numbers of operators whose values came out differently, or -1 for one that is not counted. Throws what a replayed
-  // operator throws.
+  // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the
+  // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws what a
+  // replayed operator throws.
   std::vector<int32_t> verify();
   // Ends that: holds for good all that the call stands in for, or what came out differently.
   void settle(bool keeps_all);

@@ -1,15 +1,17 @@
-// RecordedOperators: what one call of a planned block did below autograd, and what of it is held until it is done again.
-// Ownership:     holds storages that nobody in the call made, copies of some, and what a plan keeps. Of storages that the
-//                call made and that can be made again it holds nothing. No tensor in it has a history.
+// RecordedOperators: what one call of a planned block did below autograd, and what of it is held until it is done
+// again.
+// Ownership:     holds storages that nobody in the call made, copies of some, and what a plan keeps. Of storages that
+//                the call made and that can be made again it holds nothing. No tensor in it has a history.
 // Thread safety: recorded by one thread. Later several may read; who holds what changes under `held_mutex()`.
 // Not handled:   what no operator did; it is held as it was found, like everything that comes from outside.
 //
 // Note [Storages and epochs]
 // A value is named by its storage, by how many operators of the call had written to that storage (its epoch; to make it
 // counts as the first one), and by a layout. So views and metadata need no replay, and what a tensor's Python object is
-// does not matter. From some epoch on a storage may be pinned: its values are not made again but held, by a reference to
-// the storage, whose value is that of the last epoch, or by copies that were made before it was written to. Everything
-// from outside is pinned from epoch 0, and what an operator wrote that must not run twice from that epoch on.
+// does not matter. From some epoch on a storage may be pinned: its values are not made again but held, by a reference
+// to the storage, whose value is that of the last epoch, or by copies that were made before it was written to.
+// Everything from outside is pinned from epoch 0, and what an operator wrote that must not run twice from that epoch
+// on.
 #pragma once
 
 #include <ATen/core/Tensor.h>

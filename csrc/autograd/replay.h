@@ -1,7 +1,7 @@
 // Replay: runs recorded operators again, in C++ and below autograd, autocast and modes, for the values that are wanted.
 // Ownership:     what it makes is the caller's; what lies between goes after its last use.
-// Thread safety: prepare() and its destructor need the GIL. run() does not want it, and is quicker without: a kernel that is
-//                written in Python takes it. One replay of a record at a time.
+// Thread safety: prepare() and its destructor need the GIL. run() does not want it, and is quicker without: a kernel
+//                that is written in Python takes it. One replay of a record at a time.
 // Failures:      ValueGone where a value that is needed is there no more; whatever an operator throws.
 #pragma once
 
