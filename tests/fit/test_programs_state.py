@@ -119,8 +119,27 @@ class ReadsOnly(Mlp):
 
 
 @each_way
-def test_a_residual_stream_that_is_added_to_in_place(device_under_test: Device, way: Way):
-    assert_as_stock(lambda loop: loop.train(loop.make(lambda: AddsInPlace(ReadsOnly))), device_under_test, way)
+def test_a_residual_stream_that_is_added_to_in_place_is_refused_once(device_under_test: Device, way: Way):
+    """Nothing shows that a block's input will be written to later. The blocks are left alone from the next step on."""
+    refused: list[str] = []
+
+    def program(loop: Loop) -> None:
+        model = loop.make(lambda: AddsInPlace(ReadsOnly))
+        for step in range(24):
+            try:
+                model(loop.batch()).square().mean().backward()
+            except RuntimeError as error:
+                refused.append(str(error))
+                assert step == 0
+            else:
+                assert step > 0 or loop.stock
+            if step > 0:
+                loop.ends_step(model)
+            model.zero_grad()
+
+    assert_as_stock(program, device_under_test, way, obstacle="was written to after", is_computed_again=False)
+    assert len(refused) == 1
+    assert "a tensor that was given to a block or comes from outside of it was written to after" in refused[0]
 
 
 @each_way

@@ -308,7 +308,6 @@ def test_operators(device_under_test: Device, way: Way, kind: str):
     assert_as_stock(function(OPERATORS[kind]), device_under_test, way)
 
 
-@pytest.mark.xfail(strict=True, reason="saved-tensor hooks are forbidden inside of torch.func.grad")
 @each_way
 def test_gradients_by_torch_func_inside_of_a_block(device_under_test: Device, way: Way):
     program = function(lambda block, h: torch.func.grad(lambda t: torch.sin(t).sum())(h))

@@ -54,14 +54,15 @@ class Backwards:
         """
         return len(self._open) > 0
 
-    def follow(self, output: Any) -> None:
-        """Tell of backwards through the tensors in ``output``."""
+    def follow(self, output: Any) -> bool:
+        """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
         call = _Call()
         for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
                 self._open.add(call)
+        return call in self._open
 
     def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
         self._in_backward.add(call)

@@ -28,7 +28,7 @@ from torchoffload._pytorch.module_hooks import has_returned
 from torchoffload._pytorch.operator_mode import OperatorMode
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["plan_block", "unplan_block", "watch_block"]
+__all__ = ["plan_block", "unplan_block", "watch_block", "why_left_alone"]
 
 _CHANGED = (
     "torchoffload: {name} {what}. The block needs the former value, and nothing that autograd saved would have needed "
@@ -41,6 +41,7 @@ class _Block:
 
     def __init__(self, watch: Callable[[nn.Module, Any], Watch]) -> None:
         self.watch = watch
+        self.why_left_alone: str | None = None  # in a call that autograd would save tensors of
 
 
 _lock = threading.RLock()
@@ -105,6 +106,40 @@ def _may_record() -> bool:
     return pack is None or pack is core.noop_pack or isinstance(getattr(pack, "__self__", None), core.Context)
 
 
+def why_left_alone(module: nn.Module) -> str | None:
+    """Return why a block that was called with gradients was neither recorded nor planned; None if that never was so."""
+    block = _blocks.get(module)
+    return None if block is None else block.why_left_alone
+
+
+def _why_not() -> str | None:
+    """Return why nothing is recorded here, if the program could do something about it."""
+    if not torch.is_grad_enabled() or is_transformed():
+        return None
+    if torch._C._current_graph_task_id() != -1:
+        return (
+            "they are called in backward, as the program's own checkpoints with use_reentrant=True do. Leave these "
+            "checkpoints away: fit chooses what is computed again"
+        )
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return (
+            "hooks on saved tensors are disabled around their calls (torch.autograd.graph.disable_saved_tensors_hooks)"
+        )
+    pack = hook_stack.top_pack_hook()
+    origin = str(getattr(pack, "__module__", ""))
+    if origin.startswith("torch.utils.checkpoint"):
+        return (
+            "they are called inside of checkpoints of the program's. Leave these checkpoints away: fit chooses what is "
+            "computed again"
+        )
+    if pack is not None:
+        return (
+            f"the program has other hooks on saved tensors around their calls ({origin}."
+            f"{getattr(pack, '__qualname__', type(pack).__name__)}). Leave them away, or leave fit away"
+        )
+    return None
+
+
 def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     if torch.compiler.is_compiling():
         return
@@ -113,7 +148,10 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
         return  # the module is a copy
     hook_stack.drop_ended()
     # If the hook was registered anew since the call began, PyTorch calls the former one, without the keywords.
-    watch = block.watch(module, (args, kwargs)) if kwargs is not None and _may_record() else None
+    may_record = _may_record()
+    if not may_record and block.why_left_alone is None:
+        block.why_left_alone = _why_not()
+    watch = block.watch(module, (args, kwargs)) if kwargs is not None and may_record else None
     if watch is None or not (watch.records or watch.plan is not None):
         hook_stack.push(
             block, Role.MODULE, None, sys._getframe(1), None if watch is None else partial(_end_plain, watch)

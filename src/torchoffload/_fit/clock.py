@@ -10,6 +10,7 @@ from torchoffload._fit.meter import Counts, Meter
 __all__ = ["Clock", "FinishedStep"]
 
 _MOST_OPEN_CALLS = 64
+_STUCK = 20  # calls, and no backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class _Listener(Protocol):
     def step_finished(self, step: FinishedStep) -> None: ...
     def backward_began(self) -> None: ...
     def backward_ended(self) -> None: ...
+    def note_stuck(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -101,11 +103,19 @@ class Clock:
         self.measures = False  # whether moments and peaks are wanted, which takes a little time
         self.has_open_calls = False  # of any rank, at the latest call
         self._is_in_call = False  # or a call has raised
+        self._follows_blocks = False  # since the model returns nothing that has a backward
+        self._unanswered = 0  # calls since a backward was seen
+        self._was_called = False
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
         """What to call in a backward, where a block is computed again."""
         return self._backwards.is_seen
+
+    @property
+    def has_been_called(self) -> bool:
+        """Whether a call with gradients was seen."""
+        return self._was_called
 
     def forget(self) -> None:
         """Begin a step with the next call."""
@@ -114,6 +124,10 @@ class Clock:
     def call_begins(self, size: int) -> int:
         """Take notice of a call of the model. Returns its size, or that of the largest one of any rank."""
         counts = self._meter.counts()
+        self._unanswered += 1
+        self._was_called = True
+        if self._unanswered == _STUCK:
+            self._listener.note_stuck()
         step = self._step
         lost = step is not None and step.has_lost(counts)
         agreed = self._agree(size, self._backwards.has_open_calls, lost, counts.reserved_bytes)
@@ -159,10 +173,15 @@ class Clock:
             self._step.blocks_bytes += nbytes
             self._step.block_count += 1
 
+    def follow_block(self, output: Any) -> None:
+        """Take notice of what a block returned, if the model itself returns nothing that has a backward."""
+        if self._follows_blocks and self._is_in_call:
+            self._backwards.follow(output)
+
     def call_ends(self, output: Any) -> None:
         """Take notice of what the model returned."""
         self._is_in_call = False
-        self._backwards.follow(output)
+        self._follows_blocks = not self._backwards.follow(output)
         if self._step is not None:
             self._step.was_open |= self._backwards.has_open_calls
 
@@ -173,6 +192,7 @@ class Clock:
 
     def backward_ends(self) -> None:
         """Take notice of the end of a backward."""
+        self._unanswered = 0
         step = self._step
         if step is None:
             return

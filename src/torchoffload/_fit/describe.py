@@ -155,6 +155,8 @@ def describe(driver: "Driver") -> str:
     if step is None or settled is None:
         trials = "plans are being tried"
         doing = "the first steps are being measured" if step is None else trials
+        if step is None and not driver.clock.has_been_called:
+            doing = f"no call of this {driver.model_name} with gradients was seen yet, and its steps will be measured"
         why = why_over(driver) or f"{doing}, which takes some training steps"
         return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
     plan, stock = settled.plan, _stock(step)

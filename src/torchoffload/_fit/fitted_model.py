@@ -28,6 +28,7 @@ from torchoffload._fit.step import Step, StepPlan, least_plan, survey_plan
 from torchoffload._fit.survey import Survey
 from torchoffload._fit.trials import MORE_ROOM, Trial, failure_message, restricted, unfit_message
 from torchoffload._fit.turns import turns_of, weakly, windows_of
+from torchoffload._fit.unseen import unseen_blocks
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -124,7 +125,9 @@ class FittedModel(abc.ABC):
         self._kinds: dict[tuple[Any, ...], Kind] = {}  # of blocks, that were recorded
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
-        self._block_calls = BlockCalls(weakly(self._block_begins), weakly(self._look_at_state))
+        self._block_calls = BlockCalls(
+            weakly(self._block_begins), weakly(self._look_at_state), weakly(self.clock.follow_block)
+        )
         self.state: State = Removed(None)
         try:
             self._block_calls.watch(self.names)
@@ -235,9 +238,29 @@ class FittedModel(abc.ABC):
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
+        self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
         self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
         survey.forget_tensors()
         self.choose()
+
+    def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
+        """Note which blocks fit does nothing in, and warn of it once."""
+        if unseen is None or unseen[0] in self.notes:
+            return
+        text, is_worth_a_warning = unseen
+        self.notes.append(text)
+        if is_worth_a_warning:
+            warn_user(f"torchoffload: {text}")
+
+    def note_stuck(self) -> None:
+        """Warn, once, that steps begin and do not end."""
+        text = (
+            f"the backward of none of the last calls of {self.model_name} was seen, so that fit does nothing. It sees "
+            "a backward through tensors that the model returns, and through its blocks"
+        )
+        if text not in self.notes:
+            self.notes.append(text)
+            warn_user(f"torchoffload: {text}.")
 
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""

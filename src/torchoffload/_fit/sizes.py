@@ -89,10 +89,17 @@ class BlockCalls:
         Called with the bytes of the arguments of each call with gradients.
     tell_state : callable
         Called with the state of the block that is looked at.
+    tell_output : callable, optional
+        Called with what each call with gradients returns.
     """
 
-    def __init__(self, tell: Callable[[int], None], tell_state: Callable[[Any], None]) -> None:
-        self._tell, self._tell_state = tell, tell_state
+    def __init__(
+        self,
+        tell: Callable[[int], None],
+        tell_state: Callable[[Any], None],
+        tell_output: Callable[[Any], None] = lambda _output: None,
+    ) -> None:
+        self._tell, self._tell_state, self.tell_output = tell, tell_state, tell_output
         self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._number = 0  # of the next call in the step
         self._looked_at, self._looks_at_all = 0, True  # the number of the call to look at
@@ -100,9 +107,9 @@ class BlockCalls:
     def watch(self, blocks: Iterable[nn.Module]) -> None:
         """Install the hooks on blocks, which are held weakly."""
         for block in blocks:
-            remove_call_hooks(block, _enter, None)
+            remove_call_hooks(block, _enter, _leave)
             # In front of all others: fit's other hook has to be the last one before forward.
-            add_call_hooks(block, _enter, None, outermost=True)
+            add_call_hooks(block, _enter, _leave, outermost=True)
             self._blocks.add(block)
             _watched[block] = weakref.ref(self)
 
@@ -127,17 +134,28 @@ class BlockCalls:
     def remove(self) -> None:
         """Take the hooks away."""
         for block in self._blocks:
-            remove_call_hooks(block, _enter, None)
+            remove_call_hooks(block, _enter, _leave)
             _watched.pop(block, None)
 
 
-def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+def _calls_of(module: nn.Module) -> BlockCalls | None:
+    """Return what a call is to be told to: of a block, and no copy of one, with gradients, and not in backward."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-        return
+        return None
     if is_transformed():
-        return
-    reference = _watched.get(module)  # None for a copy
-    calls = None if reference is None else reference()
+        return None
+    reference = _watched.get(module)
+    return None if reference is None else reference()
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    calls = _calls_of(module)
     if calls is not None:
         # PyTorch leaves the keywords out if an earlier hook of this very call has registered this one anew.
         calls.note(module, args, kwargs or {})
+
+
+def _leave(module: nn.Module, _args: Any, output: Any) -> None:
+    calls = _calls_of(module)
+    if calls is not None:
+        calls.tell_output(output)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from torchoffload._fit.agreement import Agreement
@@ -56,6 +57,12 @@ class _State(enum.Enum):
     SCOUTING = enum.auto()
     """The next call, or the one under way, is a scouting call."""
     KNOWN = enum.auto()
+
+
+def _why_no_hooks() -> str | None:
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return "hooks on saved tensors are disabled"
+    return None if hook_stack.top_pack_hook() is None else "others have hooks on what it saves"
 
 
 class Chooser:
@@ -123,9 +130,9 @@ class Chooser:
             self._predict(model, driver, called, args, kwargs)
         elif self._state is _State.PREDICTED and driver.saved_bytes:
             self._check(driver)
-        if self._state is _State.SCOUTING and hook_stack.top_pack_hook() is not None:
+        if self._state is _State.SCOUTING and (why := _why_no_hooks()) is not None:
             self._state = _State.KNOWN
-            driver.notes.append("blocks are chosen by the structure of the model: others have hooks on what it saves")
+            driver.notes.append(f"blocks are chosen by the structure of the model: {why}")
         if self._state is not _State.SCOUTING:
             return False
         self._scouting = Scouting(called, (args, kwargs), self._options, frame)
