@@ -28,9 +28,12 @@ def trained(model_type: str, device: Device | None, share: float | None = None) 
         loss.backward()
         seen += [loss.detach(), *(each.grad.clone() for each in made.model.parameters() if each.grad is not None)]
         made.model.zero_grad()
-        if fitted is not None and share is not None and step == STEPS // 2 and (points := fitted.frontier()):
+        if fitted is None or share is None or step < STEPS // 2 or fitted.phase == "survey":
+            continue  # there is a second survey, and a later end, if a dry run was wrong
+        if points := fitted.frontier():
             low, high = points[0].memory_bytes, points[-1].memory_bytes
             fitted.replan(int((low + (high - low) * share) / 0.96) + 1)
+            share = None
     seen += [each.detach().clone() for each in made.model.buffers()]
     if fitted is not None:
         fitted.remove()
