@@ -9,8 +9,6 @@ namespace torchoffload {
 
 namespace {
 
-static_assert(static_cast<unsigned>(Mutant::kCount) <= 64, "mutant_mask has one bit for each");
-
 struct Named {
   Mutant mutant;
   const char* name;
@@ -84,6 +82,8 @@ constexpr std::array kNames{
     NAMED(BorrowedStays),
     NAMED(StreamsMayBeDestroyed),
     NAMED(BudgetHonoured),
+    NAMED(PartCountsItsStorage),
+    NAMED(DroppedEngineAwaitsOperations),
 };
 
 #undef NAMED
@@ -93,7 +93,7 @@ static_assert(std::ranges::is_sorted(kNames, std::ranges::less(), &Named::mutant
 
 }  // namespace
 
-uint64_t mutant_mask = 0;
+Mutant mutant_in_force = Mutant::kCount;
 
 const char* mutant_name(Mutant mutant) { return kNames.at(static_cast<size_t>(mutant)).name; }
 

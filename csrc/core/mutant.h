@@ -1,10 +1,10 @@
 // mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
-// Ownership:     one mask of bits for the process, in the test build alone.
-// Thread safety: any thread may ask; a test sets the mask before it starts what is to ask.
+// Ownership:     one of them is in force in the process, or none, in the test build alone.
+// Thread safety: any thread may ask; a test puts one in force before it starts what is to ask.
 // Cost:          none but in the test build: mutated() is a constant false elsewhere.
 //
 // `make mutants` runs, for each mutant, the scenario of its name in tests/mutants/. The scenario must pass without the
-// mask and fail with it, and in the way that it names.
+// mutant and fail with it, and in the way that it names.
 #pragma once
 
 #include <cstdint>
@@ -72,18 +72,20 @@ enum class Mutant : uint8_t {
   FailedSpillStaysInMemory,    // R16, the same for a slot that is in host memory
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
-  ParameterStaysByStorage,       // design.md, Pack
-  DeallocQueuedInsideOperation,  // design.md, Locks
-  PackedInGraphTaskStays,        // design.md, Pack
-  BorrowedStays,                 // memory that is not the storage's own
-  StreamsMayBeDestroyed,         // by their owners, where they came from outside
-  BudgetHonoured,                // design.md, Memory
+  ParameterStaysByStorage,        // design.md, Pack
+  DeallocQueuedInsideOperation,   // design.md, Locks
+  PackedInGraphTaskStays,         // design.md, Pack
+  BorrowedStays,                  // memory that is not the storage's own
+  StreamsMayBeDestroyed,          // by their owners, where they came from outside
+  BudgetHonoured,                 // design.md, Memory
+  PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
+  DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
   kCount,
 };
 
 #ifdef TORCHOFFLOAD_TESTING
-extern uint64_t mutant_mask;
-inline bool mutated(Mutant mutant) { return (mutant_mask >> static_cast<unsigned>(mutant)) & 1U; }
+extern Mutant mutant_in_force;  // kCount: none
+inline bool mutated(Mutant mutant) { return mutant == mutant_in_force; }
 const char* mutant_name(Mutant mutant);
 #else
 constexpr bool mutated(Mutant) { return false; }

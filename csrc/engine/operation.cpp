@@ -13,15 +13,20 @@ namespace torchoffload {
 namespace {
 
 bool shut_down_flag = false;
+uint64_t latest_operation = 0;  // guarded by the GIL
 
 }  // namespace
 
-Operation::Operation() : now_(ThreadState::current()) { ++now_.operation_depth; }
+Operation::Operation() : now_(ThreadState::current()) {
+  if (now_.operation_depth++ == 0) now_.operation_began = ++latest_operation;
+}
 
 Operation::~Operation() {
   if (now_.operation_depth == 1) finish_outermost(now_);
-  --now_.operation_depth;
+  if (--now_.operation_depth == 0) now_.operation_began = 0;
 }
+
+uint64_t Operation::latest() { return latest_operation; }
 
 void Operation::drop_later(Memory memory) {
   if (memory) ThreadState::current().dropped.push_back(std::move(memory));

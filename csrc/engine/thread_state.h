@@ -1,6 +1,7 @@
 // ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
-// Ownership:     one for each thread, leaked on purpose: handles may die while static destructors run.
-// Thread safety: used by its own thread alone, with the GIL held.
+// Ownership:     one for each thread that runs. That of a thread that has ended goes to a later thread. None is freed,
+//                since handles may die while static destructors run.
+// Thread safety: used by its own thread, with the GIL held; others ask about it with the GIL held.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +50,7 @@ struct AskedTape {
 struct ThreadState {
   // How many operations are open, one inside the other, and what the outermost one does when it ends. See Operation.
   int operation_depth = 0;
+  uint64_t operation_began = 0;  // the outermost one's number among those of the process, while it is open; else 0
   std::vector<Memory> dropped;
   std::vector<std::function<void()>> releases;
 
@@ -63,6 +65,13 @@ struct ThreadState {
   AskedTape asked;
 
   static ThreadState& current();
+
+  // Has some thread an open operation that is the one of this number, or began before it?
+  static bool any_has_operation_until(uint64_t number);
+  // Has some thread a pending copy of this engine, perhaps one whose record was released?
+  static bool any_has_pending(const Engine& engine);
+  // The tape that a thread asked last is not one of this engine any more.
+  static void forget_asked(const Engine& engine);
 };
 
 // While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from

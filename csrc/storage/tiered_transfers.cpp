@@ -48,7 +48,7 @@ void TieredStore::write_ahead() {
 }
 
 bool TieredStore::must_write_more() const {
-  if (policy_.writes_at_once) return true;
+  if (writes_at_once_) return true;
   const uint64_t limit_bytes = limit_locked();
   if (round_.most_bytes <= expected_bytes_) {
     const uint64_t excess_bytes = expected_bytes_ - std::min(limit_bytes, expected_bytes_);
@@ -138,6 +138,22 @@ bool TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t bef
   fetching_bytes_ += resting.memory.nbytes();
   ++transfer_count_;
   return true;
+}
+
+// ---- the limit ----
+
+void TieredStore::limit_memory(std::optional<uint64_t> memory_bytes) {
+  if (fork_guard_.inherited()) return;
+  const std::lock_guard lock(mutex_);
+  memory_limit_bytes_ = memory_bytes;
+  ++change_count_;
+  changed_.notify_all();
+}
+
+bool TieredStore::is_idle() const {
+  if (fork_guard_.inherited()) return false;
+  const std::lock_guard lock(mutex_);
+  return slots_.empty() && transfer_count_ == 0;
 }
 
 // ---- running, on a thread of the store ----
@@ -276,6 +292,10 @@ Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
 void TieredStore::stop() {
   if (fork_guard_.inherited()) return;
   arena_.stop();
+  stop_transfers();
+}
+
+void TieredStore::stop_transfers() {
   std::unique_lock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();

@@ -51,12 +51,10 @@ void start(const std::string& mode, uint64_t seed, int devices) {
 }
 
 void set_mutant(const std::optional<std::string>& name) {
-  uint64_t mask = 0;
-  for (unsigned index = 0; name && index < static_cast<unsigned>(Mutant::kCount); ++index) {
-    if (*name == mutant_name(static_cast<Mutant>(index))) mask = uint64_t{1} << index;
-  }
-  if (name && mask == 0) throw std::invalid_argument("no mutant is called " + *name);
-  mutant_mask = mask;
+  unsigned index = name ? 0 : static_cast<unsigned>(Mutant::kCount);
+  while (index < static_cast<unsigned>(Mutant::kCount) && *name != mutant_name(static_cast<Mutant>(index))) ++index;
+  mutant_in_force = static_cast<Mutant>(index);
+  if (name && mutant_in_force == Mutant::kCount) throw std::invalid_argument("no mutant is called " + *name);
 }
 
 std::vector<std::string> mutant_names() {
@@ -272,6 +270,10 @@ void bind_simulated_testing(py::module_& m) {
 
   m.def("set_mutant", &set_mutant, py::arg("name").none(true));
   m.def("mutant_names", &mutant_names);
+  m.def("mutant_in_force", []() -> std::optional<std::string> {
+    if (mutant_in_force == Mutant::kCount) return std::nullopt;
+    return mutant_name(mutant_in_force);
+  });
 
   bind_seam(m);
 }
