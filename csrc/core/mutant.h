@@ -83,6 +83,8 @@ enum class Mutant : uint8_t {
   DropsArePutOff,                // Note [What may run Python]
   CopyNotInsideOneAroundIt,      // R1, an operator inside of which a finalizer runs others
   IdleThreadsMakeRoom,           // Note [Copies that wait for room]
+  PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
+  DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
   kCount,
 };
 
