@@ -112,7 +112,7 @@ class Context {
 
   std::shared_ptr<ContextState> state_;
   bool has_been_entered_ = false;
-  std::list<OnThread> threads_;
+  std::list<OnThread> threads_;                   // a reference stays valid while other threads come and go
   std::vector<std::shared_ptr<Engine>> engines_;  // that its saves have met
   TapeRow kept_row_;                              // saves that meet no tape
 };

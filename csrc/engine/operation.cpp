@@ -18,17 +18,17 @@ uint64_t latest_operation = 0;             // guarded by the GIL
 
 }  // namespace
 
-Operation::Operation() : now_(ThreadState::current()) {
+Operation::Operation() : now_(ThreadState::current()), is_inside_another_(now_.operation_began != 0) {
   if (++now_.operation_depth > 1) return;
+  if (!is_inside_another_) now_.operation_began = ++latest_operation;
   (void)PutOffDrops::put_in_force(&now_.dropped);
-  now_.operation_began = ++latest_operation;
 }
 
 Operation::~Operation() {
   if (now_.operation_depth == 1) finish_outermost(now_);
   if (--now_.operation_depth > 0) return;
+  if (!is_inside_another_) now_.operation_began = 0;
   (void)PutOffDrops::put_in_force(nullptr);
-  now_.operation_began = 0;
 }
 
 uint64_t Operation::latest() { return latest_operation; }

@@ -88,6 +88,7 @@ class Operation {
   static bool finish_outermost(ThreadState& now);
 
   ThreadState& now_;
+  const bool is_inside_another_;  // also one that is in a BlockingSection
 };
 
 // Note [Threads at exit]

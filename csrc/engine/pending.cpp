@@ -131,7 +131,8 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
   if (!may_wait && engine.windows_.waiting_bytes() == 0) return Turn::Goes;
   const Record& record = engine.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
-  if (!engine.windows_.may_wait(record.tape, is_new ? engine.pinned_bytes(copy.record) : 0)) return Turn::OldestGoes;
+  const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
+  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Turn::OldestGoes;
   if (is_new && waiting_before(place) >= kMostWaiting) return Turn::OldestOfThreadGoes;
   if (!may_wait) return Turn::Goes;
   if (std::ranges::find(without_room, &engine) != without_room.end()) return Turn::Waits;

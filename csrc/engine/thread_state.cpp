@@ -53,11 +53,15 @@ class AtThreadExit {
 };
 
 // What a thread left undone: the sources of its pending copies stay on the device until their records are released.
-// Those that wait for room count in the window, and go on to wait for a thread that takes them out. What it had to drop is dropped by the first operation of the thread that takes the state over.
+// Those that wait for room count in the window, so they stay listed: others that need the window enqueue them, or the
+// thread that takes the state over. Their operators have ended with the thread.
+// What it had to drop is dropped by the first operation of the thread that takes the state over.
 void clear(ThreadState& state) {
   state.operation_depth = 0;
   state.operation_began = 0;
   std::erase_if(state.pending, [](const PendingCopy& copy) { return copy.wait_number == 0; });
+  for (PendingCopy& copy : state.pending) copy.sequence_number = kOperatorEnded;
+  state.set_has_waiting(!state.pending.empty());
   state.entered.clear();
   state.packs_made = false;
   state.asked = {};
@@ -85,7 +89,10 @@ ThreadState* take_state() {
 
 }  // namespace
 
-const std::vector<ThreadState*>& ThreadState::with_waiting() { return waiting(); }
+const std::vector<ThreadState*>& ThreadState::with_waiting() {
+  collect_ended();
+  return waiting();
+}
 
 void ThreadState::set_has_waiting(bool has_waiting_now) {
   if (has_waiting == has_waiting_now) return;
@@ -118,9 +125,10 @@ bool ThreadState::any_has_operation_until(uint64_t number) {
 
 bool ThreadState::any_has_pending(const Engine& engine) {
   collect_ended();
-  return std::ranges::any_of(all_states(), [&](const ThreadState* state) {
-    return std::ranges::any_of(state->pending, [&](const PendingCopy& copy) { return copy.engine == &engine; });
-  });
+  const auto is_its = [&](const PendingCopy& copy) { return copy.engine == &engine; };
+  for (ThreadState* const state : free_states()) std::erase_if(state->pending, is_its);
+  return std::ranges::any_of(all_states(),
+                             [&](const ThreadState* state) { return std::ranges::any_of(state->pending, is_its); });
 }
 
 void ThreadState::forget_asked(const Engine& engine) {

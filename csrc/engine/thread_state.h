@@ -78,7 +78,8 @@ struct ThreadState {
 
   // Has some thread an open operation that is the one of this number, or began before it?
   static bool any_has_operation_until(uint64_t number);
-  // Has some thread a pending copy of this engine, perhaps one whose record was released?
+  // Has some thread that runs a pending copy of this engine, whose records were all released? Forgets those that
+  // threads left behind.
   static bool any_has_pending(const Engine& engine);
   // The tape that a thread asked last is not one of this engine any more.
   static void forget_asked(const Engine& engine);

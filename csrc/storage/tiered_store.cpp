@@ -38,8 +38,9 @@ TieredStore::~TieredStore() {
     [[maybe_unused]] const TransferQueue* const leaked = transfers_.release();
     return;
   }
-  stop_transfers();
   std::unique_lock lock(mutex_);
+  is_stopped_ = true;
+  changed_.notify_all();
   transfers_->wait(lock, changed_, [&] { return transfer_count_ == 0; }, [&] { return describe_wait("the end of"); });
   while (!slots_.empty()) free_slot(slots_.begin()->first, {});
 }

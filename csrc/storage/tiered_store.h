@@ -265,9 +265,6 @@ class TieredStore final : public SlotStore {
   bool wait_for_point(Point point);  // false: it was not reached yet
   static Slot acquire_on(SpillFile& file, uint64_t nbytes);
 
-  // Nothing is written or read from here on. Blocks while the device is being waited for.
-  void stop_transfers();
-
   PinnedArena& arena_;
   const bool writes_at_once_;
   const SpillHooks hooks_;

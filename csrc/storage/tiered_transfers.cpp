@@ -322,10 +322,6 @@ Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
 void TieredStore::stop() {
   if (fork_guard_.inherited()) return;
   arena_.stop();
-  stop_transfers();
-}
-
-void TieredStore::stop_transfers() {
   std::unique_lock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();

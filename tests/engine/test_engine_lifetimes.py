@@ -32,6 +32,7 @@ FREED_MEMORY_IS_FILLED = {"GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.mall
         "a_pending_copy_keeps_its_engine",
         "budgets_share_an_engine",
         "an_engine_is_there_for_the_call_that_uses_it",
+        "an_engine_is_there_for_the_call_around_another_one",
     ],
 )
 def test_it_is_right_in_the_end(name: str, tmp_path: Path):

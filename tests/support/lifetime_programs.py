@@ -179,7 +179,7 @@ def budgets_share_an_engine() -> None:
         assert (held(), torchoffload.stats().staging_bytes, simulation.allocated_bytes()) == before
 
 
-def an_engine_is_there_for_the_call_that_uses_it(mutant_name: str | None = None) -> None:
+def an_engine_is_there_for_the_call_that_uses_it(mutant_name: str | None = None, saves_inside: bool = False) -> None:
     """The last handle of a graph dies. While its source's stream is told to wait, another thread turns elsewhere.
 
     By then no tape, record, slot or context refers to the engine, but that call.
@@ -198,6 +198,8 @@ def an_engine_is_there_for_the_call_that_uses_it(mutant_name: str | None = None)
         if call != "wait" or is_seen:
             return
         is_seen = True
+        if saves_inside:
+            forward(spilling(f"{DIRECTORY}/other", AMPLE_BYTES), depth=1)
         thread = threading.Thread(target=turn_elsewhere)
         thread.start()
         thread.join()
@@ -220,9 +222,15 @@ def an_engine_is_there_for_the_call_that_uses_it(mutant_name: str | None = None)
             testing.set_seam_hook(None)
         assert is_seen
         during = counts[0]
+        assert during > count_before + 2
         forward(spilling(f"{DIRECTORY}/other", AMPLE_BYTES))
         trim()
         assert testing.engine_count() < during
+
+
+def an_engine_is_there_for_the_call_around_another_one() -> None:
+    """The same where the thread itself saves in another context while the call waits, as an allocator's observer may."""
+    an_engine_is_there_for_the_call_that_uses_it(saves_inside=True)
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {
@@ -232,7 +240,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
         sixteen_directories_are_remembered, sixteen_directories_of_spilled_slots_are_remembered,
         a_context_keeps_what_was_learned_in_its_directory, a_graph_keeps_the_engine_of_its_directory,
         a_graph_keeps_the_engine_of_its_spilled_slots, a_pending_copy_keeps_its_engine, budgets_share_an_engine,
-        an_engine_is_there_for_the_call_that_uses_it,
+        an_engine_is_there_for_the_call_that_uses_it, an_engine_is_there_for_the_call_around_another_one,
     )
 }  # fmt: skip
 
