@@ -229,7 +229,7 @@ def an_engine_is_there_for_the_call_that_uses_it(mutant_name: str | None = None,
 
 
 def an_engine_is_there_for_the_call_around_another_one() -> None:
-    """The same where the thread itself saves in another context while the call waits, as an allocator's observer may."""
+    """The same if the thread saves in another context while the call waits, as an observer of an allocator may."""
     an_engine_is_there_for_the_call_that_uses_it(saves_inside=True)
 
 
