@@ -4,12 +4,12 @@
 #include <stdexcept>
 #include <string>
 
-#include "autograd/absent_tensor.h"
 #include "autograd/context.h"
-#include "autograd/forward_mode.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
-#include "autograd/object_contents.h"
+#include "autograd/operator_counter.h"
+#include "autograd/operator_mode.h"
+#include "autograd/recorded_call.h"
 #include "autograd/saved_tensor.h"
 #include "autograd/storage_addresses.h"
 #include "autograd/user_code.h"
@@ -274,11 +274,6 @@ void set_module_windows(const py::handle& context, const std::vector<std::array<
   found->set_windows(std::move(windows));
 }
 
-at::Tensor absent_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int64_t storage_offset,
-                         uint64_t nbytes, at::ScalarType dtype, at::Device device) {
-  return make_absent({sizes, strides, storage_offset, nbytes, dtype, device});
-}
-
 uint64_t trim() {
   drop_unheld();
   try {
@@ -299,6 +294,111 @@ Compress parse_compress(const py::handle& given) {
   return given.cast<bool>() ? Compress::On : Compress::Off;
 }
 
+// ---- planned blocks ----
+
+std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::string, std::string>>& operators,
+                                            const std::string& actions, bool keeps_if_left) {
+  auto parsed = std::make_shared<BlockActions>();
+  parsed->keeps_if_left = keeps_if_left;
+  for (const auto& [name, overload] : operators)
+    parsed->operators.push_back(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
+  for (const char action : actions) parsed->actions.push_back(static_cast<BlockActions::Action>(action));
+  if (parsed->actions.size() != parsed->operators.size()) throw py::value_error("one action for each operator");
+  return parsed;
+}
+
+std::shared_ptr<RecordedCall> make_call(const std::shared_ptr<BlockActions>& plan, const py::object& inputs,
+                                        const py::object& context, const py::object& observer, const py::object& clock,
+                                        bool verifies, bool times_replay) {
+  const auto given = [](const py::object& object) { return object.is_none() ? nullptr : object.ptr(); };
+  if (!context.is_none() && context_of(context.ptr()) == nullptr) throw py::error_already_set();
+  auto call = std::make_shared<RecordedCall>(
+      RecordedCall::Options{plan, given(context), given(observer), given(clock), verifies, times_replay});
+  std::vector<void*> storages;
+  if (inputs.is_none()) return call;
+  if (PyAnySet_Check(inputs.ptr())) {
+    for (const py::handle& each : inputs) storages.push_back(PyLong_AsVoidPtr(each.ptr()));
+  }
+  call->note_inputs(storages);
+  return call;
+}
+
+py::list read_storages(const RecordedCall& call) {
+  py::list storages;
+  const std::vector<double>& shares = call.link_shares();
+  for (const RecordedStorage& each : call.record().storages) {
+    py::dict dict;
+    dict["nbytes"] = each.nbytes;
+    dict["is_input"] = each.is_input || (each.pinned == 0 && each.is_movable && !each.is_leaf && !each.is_made_unseen);
+    dict["is_held"] = each.is_pinned() && each.was_made_here();
+    dict["is_made"] = each.was_made_here() || each.is_made_unseen;
+    dict["is_saved"] = each.is_saved;
+    dict["epochs"] = each.epoch;
+    dict["link_share"] = static_cast<size_t>(storages.size()) < shares.size() ? shares[storages.size()] : 1.0;
+    storages.append(std::move(dict));
+  }
+  return storages;
+}
+
+// What a call has done, in Python's types. Before finish(), which forgets what nothing needs.
+py::list read_operators(const RecordedCall& call) {
+  const RecordedOperators& record = call.record();
+  py::list operators;
+  for (const RecordedOperator& each : record.operators) {
+    py::list reads, makes, writes;
+    for (uint32_t ref = each.first_ref; ref < each.first_ref + each.ref_count; ++ref) {
+      const TensorRef& read = record.refs[ref];
+      if (read.from == TensorRef::From::Storage) reads.append(py::make_tuple(read.number, read.epoch));
+    }
+    for (const RecordedOperator::Made& made : each.makes) makes.append(made.storage);
+    for (const StorageNumber written : each.writes) writes.append(written);
+    py::dict dict;
+    dict["name"] = each.handle ? each.handle->schema().name() : std::string();
+    dict["overload"] = each.handle ? each.handle->schema().overload_name() : std::string();
+    dict["reads"] = reads;
+    dict["makes"] = makes;
+    dict["writes"] = writes;
+    dict["counted"] = each.counted;
+    dict["draws"] = !each.random_states.empty();
+    dict["runs_once"] = each.runs_once;
+    operators.append(std::move(dict));
+  }
+  return operators;
+}
+
+py::list read_moments(RecordedCall& call) {
+  py::list moments;
+  for (RecordedCall::Moment& each : call.moments()) {
+    moments.append(py::make_tuple(each.counted, py::reinterpret_borrow<py::object>(each.begin.get()),
+                                  py::reinterpret_borrow<py::object>(each.end.get())));
+  }
+  return moments;
+}
+
+void add_recorded_calls(py::module_& m) {
+  py::class_<BlockActions, std::shared_ptr<BlockActions>>(m, "BlockActions")
+      .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("keeps_if_left"),
+           py::pos_only());
+  py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
+      .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
+           py::arg("clock"), py::arg("verifies"), py::arg("times_replay"))
+      .def("listener", [](const std::shared_ptr<RecordedCall>& self) { return taken(to_python(self)); })
+      .def("pack_hook", [](const std::shared_ptr<RecordedCall>& self) { return taken(pack_hook_of(self)); })
+      .def("finish", &RecordedCall::finish)
+      .def("verify", &RecordedCall::verify)
+      .def("settle", &RecordedCall::settle, py::arg("keeps_all"), py::pos_only())
+      .def("storages", &read_storages)
+      .def("operators", &read_operators)
+      .def("moments", &read_moments)
+      .def_property_readonly("left_at", &RecordedCall::left_at)
+      .def_property_readonly("counts", [](const RecordedCall& self) {
+        py::dict dict;
+        dict["replays"] = self.replay_count();
+        dict["replayed_operators"] = self.replayed_operator_count();
+        return dict;
+      });
+}
+
 // What `fit` calls, to plan blocks and to run them by a plan.
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
@@ -312,29 +412,7 @@ void add_planned_blocks(py::module_& m) {
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());
-  m.def(
-      "forward_notes",
-      [](const py::object& call, const py::tuple& operators, const py::bytes& special, const py::object& classify,
-         const py::object& note) {
-        return taken(forward_notes(call.ptr(), operators.ptr(), special.ptr(), classify.ptr(), note.ptr()));
-      },
-      py::arg("call"), py::arg("operators"), py::arg("special"), py::arg("classify"), py::arg("note"), py::pos_only());
-  m.attr("forward_dispatch") = taken(forward_dispatch());
-  m.def(
-      "object_contents",
-      [](const py::list& roots, const py::set& left_out, const py::object& describe, size_t most) {
-        return taken(object_contents(roots.ptr(), left_out.ptr(), describe.ptr(), most));
-      },
-      py::arg("roots"), py::arg("left_out"), py::arg("describe"), py::arg("most"), py::pos_only());
-  m.def(
-      "changed_contents",
-      [](const py::list& before, const py::object& describe) {
-        return taken(changed_contents(before.ptr(), describe.ptr()));
-      },
-      py::arg("before"), py::arg("describe"), py::pos_only());
-  m.def("absent_tensor", absent_tensor, py::arg("sizes"), py::arg("strides"), py::arg("storage_offset"),
-        py::arg("nbytes"), py::arg("dtype"), py::arg("device"), py::pos_only());
-  m.def("give_memory", give_memory, py::arg("tensor").none(false), py::pos_only());
+  add_recorded_calls(m);
 }
 
 }  // namespace
@@ -360,15 +438,12 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   return parsed;
 }
 
-}  // namespace torchoffload
-
 // Not free-threaded: ledger and windows are touched only with the GIL held.
 PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
-  using namespace torchoffload;
   m.doc() = "torchoffload's compiled core";
   m.attr("built_with_cuda") = find_backend_kind("cuda") != nullptr;
   const py::object parameter = py::module_::import("torch.nn").attr("Parameter");
-  if (!add_hooks(m.ptr(), parameter.ptr())) throw py::error_already_set();
+  if (!add_hooks(m.ptr(), parameter.ptr()) || !add_operator_functions(m.ptr())) throw py::error_already_set();
   m.def("never_offload", never_offload, py::arg("tensor").none(false), py::pos_only());
   m.def(
       "note_saving_code",
@@ -398,3 +473,5 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   bind_testing(m);
 #endif
 }
+
+}  // namespace torchoffload

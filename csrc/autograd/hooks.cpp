@@ -13,6 +13,7 @@
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
 #include "autograd/link_share.h"
+#include "autograd/recorded_call.h"
 #include "autograd/saved_wrapper.h"
 #include "engine/operation.h"
 #include "engine/profiler_range.h"
@@ -115,11 +116,11 @@ bool check_tensor(PyObject* object, const char* function) {
   return false;
 }
 
-PyObject* context_pack(PyObject* self, PyObject* object) {
-  HANDLE_TH_ERRORS
+// A new handle of what `save` returns. `context`: one that may have warnings to give; may be null.
+template <typename Save>
+PyObject* handle_of(PyObject* object, PyObject* context, const Save& save) {
   if (!check_tensor(object, "pack") || !look_for_graph_trees()) return nullptr;
   const ProfilerRange range("torchoffload::pack");
-  const ContextObject& context = *reinterpret_cast<ContextObject*>(self);
   // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
   auto* const handle = PyObject_New(HandleObject, handle_type);
   if (handle == nullptr) return nullptr;
@@ -128,10 +129,30 @@ PyObject* context_pack(PyObject* self, PyObject* object) {
   {
     const Operation operation;
     drop_unheld();
-    handle->saved = pack(*context.context, object).release();
+    handle->saved = save().release();
   }
-  if (!give_warnings(context)) return nullptr;
+  if (context != nullptr && !give_warnings(*reinterpret_cast<ContextObject*>(context))) return nullptr;
   return owned.release();
+}
+
+PyObject* context_pack(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  return handle_of(object, self, [&] { return pack(*reinterpret_cast<ContextObject*>(self)->context, object); });
+  END_HANDLE_TH_ERRORS
+}
+
+constexpr const char* kRecordedCall = "torchoffload.RecordedCall";
+
+RecordedCall* call_of(PyObject* capsule) {
+  auto* const shared = static_cast<std::shared_ptr<RecordedCall>*>(PyCapsule_GetPointer(capsule, kRecordedCall));
+  return shared != nullptr ? shared->get() : nullptr;
+}
+
+PyObject* recorded_call_pack(PyObject* capsule, PyObject* object) {
+  HANDLE_TH_ERRORS
+  RecordedCall* const call = call_of(capsule);
+  if (call == nullptr) return nullptr;
+  return handle_of(object, call->context(), [&] { return call->pack(object); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -152,6 +173,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
   at::Tensor tensor;
   for (bool is_done = false; !is_done;) {
     try {
+      reinterpret_cast<HandleObject*>(object)->saved->prepare();
       const Operation operation;
       tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
       Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
@@ -317,6 +339,22 @@ Context* context_of(PyObject* object) {
   if (Py_TYPE(object) == context_type) return reinterpret_cast<ContextObject*>(object)->context;
   PyErr_Format(PyExc_TypeError, "torchoffload: a Context is expected, not %.100s", Py_TYPE(object)->tp_name);
   return nullptr;
+}
+
+std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper) {
+  if (context != nullptr) return pack(*context, object, wrapper);
+  return std::make_unique<SavedTensor>(THPVariable_Unpack(object));
+}
+
+PyObject* pack_hook_of(std::shared_ptr<RecordedCall> call) {
+  static PyMethodDef definition{"pack", recorded_call_pack, METH_O, "pack(tensor) -> handle: the pack hook of a call."};
+  auto shared = std::make_unique<std::shared_ptr<RecordedCall>>(std::move(call));
+  THPObjectPtr capsule(PyCapsule_New(shared.get(), kRecordedCall, [](PyObject* self) {
+    delete static_cast<std::shared_ptr<RecordedCall>*>(PyCapsule_GetPointer(self, kRecordedCall));
+  }));
+  if (!capsule) return nullptr;
+  static_cast<void>(shared.release());
+  return PyCFunction_New(&definition, capsule.get());
 }
 
 bool add_hooks(PyObject* module, PyObject* parameter) {

@@ -92,6 +92,10 @@ class Saved {
   Saved(const Saved&) = delete;
   Saved& operator=(const Saved&) = delete;
 
+  // Called before unpack(), outside of any operation: makes what has to be made first. May block, and release the GIL.
+  // Throws as unpack() does.
+  virtual void prepare() {}
+
   // May block. Throws autograd's own error for a tensor that was written to.
   virtual at::Tensor unpack(Versions versions) = 0;
 

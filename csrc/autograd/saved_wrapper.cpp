@@ -74,6 +74,12 @@ SavedWrapper::SavedWrapper(PyObject* object, const PackInner& pack_inner)
   if (PyErr_Occurred() != nullptr) throw python_error();
 }
 
+void SavedWrapper::prepare() {
+  for (Inner& inner : inners_) {
+    if (inner.saved) inner.saved->prepare();
+  }
+}
+
 at::Tensor SavedWrapper::unpack(Versions versions) {
   if (versions == Versions::Check) version_check_.check([this] { return unpack(Versions::Ignore); });
   const at::NoGradGuard no_grad;

@@ -34,6 +34,7 @@ class SavedWrapper final : public Saved {
   // Throws python_error where the subclass's code raises.
   SavedWrapper(PyObject* object, const PackInner& pack_inner);
 
+  void prepare() override;
   at::Tensor unpack(Versions versions) override;
 
  private:

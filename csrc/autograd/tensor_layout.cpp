@@ -1,5 +1,6 @@
 #include "autograd/tensor_layout.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 
@@ -31,10 +32,47 @@ TensorLayout::TensorLayout(const at::Tensor& tensor)
 }
 
 bool TensorLayout::is_plain(const at::Tensor& tensor) {
+  return is_strided(tensor) && !tensor.is_inference() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+bool TensorLayout::is_strided(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return has_plain_keys(impl.key_set()) && impl.has_storage() && !impl.has_symbolic_sizes_strides() &&
-         !tensor.is_inference() && !impl.is_wrapped_number() && impl.layout() == c10::kStrided &&
-         impl.storage().unsafeGetStorageImpl() != nullptr;
+         impl.layout() == c10::kStrided && impl.storage().unsafeGetStorageImpl() != nullptr;
+}
+
+at::Tensor TensorLayout::on(c10::Storage storage) const {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), key_set_, dtype_);
+  impl->set_storage_offset(storage_offset_);
+  impl->set_sizes_and_strides(sizes_and_strides_.sizes_arrayref(), sizes_and_strides_.strides_arrayref());
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor TensorLayout::bits_on(c10::Storage storage) const {
+  c10::SmallVector<int64_t, 6> sizes(this->sizes().begin(), this->sizes().end());
+  c10::SmallVector<int64_t, 6> strides(sizes_and_strides_.strides_arrayref().begin(),
+                                       sizes_and_strides_.strides_arrayref().end());
+  int64_t offset = storage_offset_;
+  at::ScalarType type = itemsize() == 1   ? at::kByte
+                        : itemsize() == 2 ? at::kShort
+                        : itemsize() == 4 ? at::kInt
+                                          : at::kLong;
+  if (itemsize() > sizeof(int64_t)) {
+    const auto parts = static_cast<int64_t>(itemsize() / sizeof(int64_t));
+    for (int64_t& stride : strides) stride *= parts;
+    offset *= parts;
+    sizes.push_back(parts);
+    strides.push_back(1);
+  }
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(type, c10::kStrided, storage.device()));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(type));
+  impl->set_storage_offset(offset);
+  impl->set_sizes_and_strides(sizes, strides);
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor TensorLayout::zeros(c10::Device device) const {
+  return at::zeros(sizes(), at::TensorOptions().dtype(dtype_).device(device));
 }
 
 Span TensorLayout::span() const {

@@ -22,6 +22,18 @@ class TensorLayout {
   // A dense strided tensor of one storage that a layout describes wholly.
   static bool is_plain(const at::Tensor& tensor);
 
+  // The same, but it may be an inference tensor, and it may stand for a number of the program.
+  static bool is_strided(const at::Tensor& tensor);
+
+  // The tensor on `storage`, whose first byte is that of the storage which the layout was taken of. It has a version
+  // counter of its own.
+  at::Tensor on(c10::Storage storage) const;
+  // A tensor of the same sizes and type, full of zeros.
+  at::Tensor zeros(c10::Device device) const;
+  // Integers that have the bits of the tensor's elements.
+  at::Tensor bits_on(c10::Storage storage) const;
+  bool is_floating_point() const { return c10::isFloatingType(dtype()) || c10::isComplexType(dtype()); }
+
   // The addresses, in bytes from the storage's beginning, that the tensor's elements reach. Empty for no elements.
   Span span() const;
 

@@ -89,6 +89,14 @@ constexpr std::array kNames{
     NAMED(IdleThreadsMakeRoom),
     NAMED(PartCountsItsStorage),
     NAMED(DroppedEngineAwaitsOperations),
+    NAMED(ReplaySetsSwitches),
+    NAMED(ReplaySetsRandomState),
+    NAMED(ReplayedVersionChecked),
+    NAMED(ForeignVersionChecked),
+    NAMED(KeptValueChecked),
+    NAMED(SmallForeignCopied),
+    NAMED(CopyBeforeWrite),
+    NAMED(UninitialisedIsKept),
 };
 
 #undef NAMED

@@ -85,6 +85,15 @@ enum class Mutant : uint8_t {
   IdleThreadsMakeRoom,            // Note [Copies that wait for room]
   PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
   DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
+  // Replay (design.md, Planned blocks).
+  ReplaySetsSwitches,
+  ReplaySetsRandomState,
+  ReplayedVersionChecked,  // autograd's own error for a saved tensor that was written to
+  ForeignVersionChecked,   // a value from outside that was written to since
+  KeptValueChecked,        // a kept value that was written to is made again
+  SmallForeignCopied,
+  CopyBeforeWrite,
+  UninitialisedIsKept,
   kCount,
 };
 

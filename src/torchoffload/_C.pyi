@@ -140,46 +140,85 @@ def storage_addresses(value: object, /) -> set[int] | None:
     None: there is something in it that is neither a plain tensor, nor such a container, nor a value without tensors.
     """
 
-forward_dispatch: Callable[..., Any]
-"""The method ``__torch_dispatch__`` of the mode of a planned block's forward."""
+class BlockActions:
+    """What a plan does with each counted operator of a block: a name and an overload, and a byte, for each."""
 
-def forward_notes(
-    call: object,
-    operators: tuple[Any, ...],
-    special: bytes,
-    classify: Callable[[Any], tuple[Any, int]],
-    note: Callable[..., None],
-    /,
-) -> object:
-    """Return what ``forward_dispatch`` reads from the attribute ``_notes`` of a mode. See ``forward_mode.h``."""
+    def __init__(self, operators: Sequence[tuple[str, ...]], actions: bytes, keeps_if_left: bool, /) -> None: ...
 
-def object_contents(
-    roots: list[Any], left_out: set[Any], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], most: int, /
-) -> list[tuple[Any, list[Any]]] | None:
-    """Return the objects that can be reached from ``roots``, each with what is in it; None if they are too many.
+class RecordedCall:
+    """One call of a block, whose operators are recorded, and made again in backward. See ``recorded_call.h``."""
 
-    Plain lists, dicts and tuples are looked into here, and ``describe`` says of any other object what is in it, or
-    None, and what to follow. What is in ``left_out`` is left out, as tensors, types, modules, texts and numbers are.
-    """
+    def __init__(
+        self,
+        plan: BlockActions | None,
+        inputs: set[int] | None,
+        context: Context | None,
+        observer: object,
+        clock: Callable[[], Any] | None,
+        verifies: bool,
+        times_replay: bool,
+    ) -> None: ...
+    def listener(self) -> object:
+        """Return the listener of the call, for a mode."""
 
-def changed_contents(
-    before: list[tuple[Any, list[Any]]], describe: Callable[[Any], tuple[list[Any] | None, list[Any]]], /
-) -> list[tuple[int, list[Any]]]:
-    """Return the places in ``before`` of objects that contain something else now, each with what it contains."""
+    def pack_hook(self) -> Callable[[torch.Tensor], object]:
+        """Return the pack hook of the call."""
 
-def absent_tensor(
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    storage_offset: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    /,
-) -> torch.Tensor:
-    """Return a tensor on a storage of ``nbytes`` bytes without memory: whoever asks for its data gets an error."""
+    def finish(self) -> None:
+        """Forget what nothing needs: forward has ended."""
 
-def give_memory(tensor: torch.Tensor, /) -> None:
-    """Give the storage of an absent tensor memory, uninitialised; does nothing for a tensor that has memory."""
+    def verify(self) -> list[int]:
+        """Make everything again, and return the numbers of the operators whose outputs come out differently."""
+
+    def settle(self, keeps_all: bool, /) -> None:
+        """Hold all that was verified for good, or that alone which came out differently."""
+
+    def storages(self) -> list[dict[str, Any]]:
+        """Return what is known of each storage."""
+
+    def operators(self) -> list[dict[str, Any]]:
+        """Return what is known of each operator."""
+
+    def moments(self) -> list[tuple[int, Any, Any]]:
+        """Return the moments before and after each operator, with its number."""
+
+    @property
+    def left_at(self) -> int | None:
+        """The number of the first operator that was another one than planned."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many replays there were, and how many operators they called."""
+
+class OperatorMode:
+    """The base of a mode that shows its operators to a listener. See ``operator_mode.h``."""
+
+    def __init__(self, listener: object, /) -> None: ...
+    def _begin(self) -> None:
+        """Show the operators of this thread from now on."""
+
+    def on_other(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /
+    ) -> Any:
+        """Call what has no C++ arguments, as an opaque region."""
+
+def counting_listener() -> object:
+    """Return the capsule of a listener that runs what it is shown and counts it."""
+
+def counted(listener: object, /) -> tuple[int, int]:
+    """Return the operators and the opaque regions that a listener that counts was shown."""
+
+def install_interpreter_delegate() -> None:
+    """Hand operators to the listeners of modes without Python. See ``interpreter_delegate.h``."""
+
+def remove_interpreter_delegate() -> None:
+    """Hand operators to the listeners of modes by way of Python again."""
+
+def operators_by_python() -> int:
+    """Return how many operators came to a mode by way of Python, in this process."""
+
+def opaque_method(function: Callable[..., Any], name: str, /) -> Any:
+    """Return a method that calls ``function`` as an opaque region of the modes that are on. See ``operator_mode.h``."""
 
 def start_profile() -> None:
     """Begin to record copies, waits and memory on each device whose backend can take times.

@@ -1,5 +1,5 @@
-// BackgroundCall, with a call that waits for the test between its two parts; the limits of waits; threads that cannot be
-// started; names of files.
+// BackgroundCall, with a call that waits for the test between its two parts; the limits of waits; threads that cannot
+// be started; names of files.
 #include <pybind11/pybind11.h>
 
 #include <chrono>

@@ -14,6 +14,8 @@ void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
 void bind_codec_testing(py::module_& module);
 void bind_tiered_testing(py::module_& module);
+void bind_operator_testing(py::module_& module);
+void bind_allocator_testing(py::module_& module);
 
 void bind_testing(py::module_& module) {
   py::module_ testing = module.def_submodule("testing", "For tests only.");
@@ -24,6 +26,8 @@ void bind_testing(py::module_& module) {
   bind_simulated_testing(testing);
   bind_codec_testing(testing);
   bind_tiered_testing(testing);
+  bind_operator_testing(testing);
+  bind_allocator_testing(testing);
   // On each device that the process has in use by now, the codes are ready, or known not to work.
   testing.def("await_coders", [] {
     make_coders();

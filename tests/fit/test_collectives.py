@@ -10,12 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchoffload
-from torchoffload._fit.absent import AbsentTensors
-from torchoffload._fit.operators import Kind, Layout, kind_of
 
 distributed = pytest.importorskip("torch._C._distributed_c10d")
 if not hasattr(distributed, "PythonCallbackWork"):
@@ -56,19 +53,6 @@ def all_are_waited_for() -> Iterator[None]:
     before = distributed._get_work_registry_size()
     yield
     assert distributed._get_work_registry_size() == before
-
-
-@pytest.mark.parametrize("is_in_place", [False, True], ids=["new", "in place"])
-def test_a_collective_that_is_made_after_all_is_waited_for(is_in_place: bool):
-    absent, x = AbsentTensors(), torch.ones(3)
-    layout = Layout.of(x)
-    if is_in_place:
-        made = absent.leave_out(layout, torch.ops.aten.mul.Tensor, (x, 3), {}, may_run=True)
-        output = absent.leave_out_in_place(_operators.late_double_.default, (made,), {})
-    else:
-        output = absent.leave_out(layout, _operators.late_double.default, (x,), {}, may_run=True)
-    absent.make(output)
-    assert output.tolist() == ([6, 6, 6] if is_in_place else [2, 2, 2])
 
 
 class _Double(torch.autograd.Function):
@@ -189,11 +173,3 @@ def test_a_selective_checkpoint_saves_what_was_waited_for(operator: str, tmp_pat
     options: dict[str, Any] = {"tier": "disk", "disk_dir": tmp_path, "min_offload_size": 0, "learn": False}
     moving = torchoffload.OffloadActivations(offload_window_bytes=0, **options)
     assert torch.equal(gradient(torchoffload.selective_checkpoint_context_fn, moving), stock)
-
-
-def test_what_only_wraps_a_collectives_result_asks_for_no_value():
-    wrap = getattr(torch.ops._c10d_functional, "_wrap_tensor_autograd", None)
-    if wrap is None:
-        pytest.skip("this torch wraps in a Function")
-    assert kind_of(wrap.default) is Kind.VIEW
-    assert functional_collectives.AsyncCollectiveTensor is type(wrap(torch.ones(2)))

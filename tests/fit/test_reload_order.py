@@ -55,16 +55,14 @@ def reloads(device: Device, window: int) -> list[int]:
 
 
 def test_without_a_window_each_copy_is_made_as_it_is_asked_for(device_under_test: Device):
-    """First the input, without which nothing can be computed again, and then what was moved, from the last one on."""
-    assert reloads(device_under_test, 0) == [1, 7, 6, 1, 5, 4, 1, 3, 2]
+    """What was moved, from the last one on, is enough to make the rest again. Then backward asks for the input."""
+    assert reloads(device_under_test, 0) == [7, 6, 1, 5, 4, 1, 3, 2, 1]
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 7, 9, 13, 14, 24, 100])
 def test_each_copy_is_made_once(device_under_test: Device, window: int):
-    """The input is asked for before what was saved behind it, and nothing of that is given back for it."""
     found = reloads(device_under_test, window)
     assert sorted(found) == [1, 1, 1, 2, 3, 4, 5, 6, 7]
-    assert found[0] == 1
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 7, 9, 13, 14, 24, 100])

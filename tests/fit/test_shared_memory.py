@@ -9,9 +9,9 @@ from torch import nn
 
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
+from torchoffload._fit import blocks
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.meter import meter_for
-from torchoffload._fit.recompute import Recomputation
 from torchoffload._fit.step import least_plan
 
 DEVICE = torch.device("cpu")
@@ -141,13 +141,13 @@ def pipelined(model: nn.Module, sequence: str) -> None:
 def test_calls_behind_the_first_backward_of_a_step_take_the_least_memory_in_the_survey(monkeypatch):
     """As in 1F1B: what they keep would be in the memory that every plan is said to take."""
     model = model_of_blocks(3)
-    counts, enter, count = [], Recomputation.__enter__, itertools.count()
+    counts, begin, count = [], blocks._Observer.begins_again, itertools.count()
 
-    def counting(recomputation: Recomputation) -> Recomputation:
+    def counting(observer: blocks._Observer) -> None:
         next(count)
-        return enter(recomputation)
+        begin(observer)
 
-    monkeypatch.setattr(Recomputation, "__enter__", counting)
+    monkeypatch.setattr(blocks._Observer, "begins_again", counting)
     with torchoffload.fit(model, 1 << 50, move=False) as handle:
         while handle.phase == "survey" and len(counts) < 10:
             pipelined(model, "FFBFBFBB")

@@ -194,7 +194,7 @@ def record(block: nn.Module, x: torch.Tensor, autocast: bool = False) -> BlockRe
         torch.autocast(x.device.type, torch.bfloat16, enabled=autocast),
         Recorder(block, ((x,), {})) as recorder,
     ):
-        block(x)
+        _output = block(x)  # as long as it lives, so do the saved tensors that are verified
     return recorder.record
 
 

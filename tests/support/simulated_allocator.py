@@ -1,26 +1,24 @@
 """simulated_allocator.py: a device of a given size on the CPU, with an allocator that reserves more than is allocated.
 
-Each operator takes time of a clock that only operators move, and what it makes takes memory until it is freed. If more
-would have to be reserved than the device has, there is an OutOfMemoryError, as PyTorch raises it.
+Each allocation takes time of a clock that nothing else moves, and memory until it is freed. If more would have to be
+reserved than the device has, there is an OutOfMemoryError, as PyTorch raises it.
 """
 
-from typing import Any
+from typing import Any, Self
 
+import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.meter import Counts
 
 __all__ = ["SimulatedAllocator", "SimulatedMeter"]
 
-_OPERATOR_S = 10e-6
-_BYTES_PER_S = 1e9
+testing = pytest.importorskip("torchoffload._C_testing", reason="it is in the test build alone").testing
 
 
-class SimulatedAllocator(TorchDispatchMode):
-    """Counts what operators allocate while it is entered, and what that reserves.
+class SimulatedAllocator(testing.CountedMemory):
+    """Counts what is allocated on the CPU while it is entered, and what that reserves.
 
     Parameters
     ----------
@@ -33,47 +31,22 @@ class SimulatedAllocator(TorchDispatchMode):
     def __init__(self, growth: float = 1.0, cap_bytes: int = 1 << 60) -> None:
         super().__init__()
         self.growth, self.cap_bytes = growth, cap_bytes
-        self.now_s = 0.0
-        self.ooms = 0
-        self.peak_bytes = self.reserved_bytes = self.most_reserved_bytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._fixed: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
 
     def hold(self, tensors: Any) -> None:
         """Count tensors that were there before."""
-        for each in tree_leaves(tensors):
-            storage = each.untyped_storage()
-            self._fixed[storage._cdata] = storage.nbytes()
+        sizes = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tree_leaves(tensors)}
+        self.fixed_bytes += sum(sizes.values())
 
     @property
     def allocated_bytes(self) -> int:
-        self._alive = {key: (alive, size) for key, (alive, size) in self._alive.items() if not alive.expired()}
-        return sum(self._fixed.values()) + sum(nbytes for _, nbytes in self._alive.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        made = 0
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            known = self._alive.get(storage._cdata)
-            if storage._cdata not in self._fixed and (known is None or known[0].expired()):
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                made += storage.nbytes()
-        self.now_s += _OPERATOR_S + made / _BYTES_PER_S
-        self._account()
-        return output
-
-    def _account(self) -> None:
-        allocated = self.allocated_bytes
-        needed = int(allocated * self.growth)
-        if needed > self.cap_bytes:
-            self.ooms += 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        self.peak_bytes = max(self.peak_bytes, allocated)
-        self.reserved_bytes = max(self.reserved_bytes, needed)
-        self.most_reserved_bytes = max(self.most_reserved_bytes, self.reserved_bytes)
+        return self.fixed_bytes + self.made_bytes
 
 
 class SimulatedMeter:

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from torchoffload._fit.sizes import tensors_in
 
 __all__ = ["Backwards"]
 
@@ -15,8 +16,19 @@ class _Listener(Protocol):
     def backward_ends(self) -> None: ...
 
 
+_MOST_MISSED = 16  # backwards that come before that of an earlier call, as in a pipeline
+
+
 class _Call:
-    """A call of the model whose backward has not ended. It lives as long as the call's graph."""
+    """A call of the model whose backward has not ended. It lives as long as the call's graph.
+
+    Attributes
+    ----------
+    missed : int
+        How many backwards have ended since, which were not its own.
+    """
+
+    missed = 0
 
 
 class Backwards:
@@ -36,16 +48,19 @@ class Backwards:
 
     @property
     def has_open_calls(self) -> bool:
-        """Whether there are calls whose backward has not ended, and may come yet."""
+        """Whether there are calls whose backward has not ended, and may come yet.
+
+        None is awaited any more from a call whose output is kept while those of many others are gone through.
+        """
         return len(self._open) > 0
 
     def follow(self, output: Any) -> None:
         """Tell of backwards through the tensors in ``output``."""
         call = _Call()
-        for leaf in [*tree_leaves(output), *tree_leaves(dict(getattr(output, "__dict__", {})))]:
+        for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
                 self._open.add(call)
 
     def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
@@ -66,6 +81,10 @@ class Backwards:
         """Take notice of the end of a backward."""
         self._open -= self._in_backward
         self._in_backward.clear()
+        for call in list(self._open):
+            call.missed += 1
+            if call.missed > _MOST_MISSED:
+                self._open.discard(call)
         listener = self._listener()
         if listener is not None:
             listener.backward_ends()

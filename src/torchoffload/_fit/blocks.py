@@ -1,10 +1,9 @@
-"""The hooks on the forward of a planned block: they run it as PyTorch's non-reentrant checkpoint would, by its plan.
+"""The hooks on the forward of a planned block, by which the core records its operators and makes them again.
 
 The hooks are functions of this module, and what they do is looked up by the module that is called, so that a copy of
 the module is an ordinary module.
 """
 
-import inspect
 import sys
 import threading
 import weakref
@@ -14,39 +13,27 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
-from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._core import core
 from torchoffload._fit.graph import BlockPlan
-from torchoffload._fit.operators import addresses
-from torchoffload._fit.recompute import Recomputation
-from torchoffload._fit.record import Recorder
-from torchoffload._fit.replay import Call, Forward, Watch
-from torchoffload._fit.whole import COMPILED_CALL, WholeRecorder, call_again
+from torchoffload._fit.record import Recording
+from torchoffload._fit.replay import Watch
+from torchoffload._fit.whole import whole_call
 from torchoffload._pytorch import hook_stack
-from torchoffload._pytorch.compiled_calls import (
-    add_call_hooks,
-    compiled_call,
-    has_compiled,
-    remove_call_hooks,
-    runs_hooks_around_call,
-)
+from torchoffload._pytorch.compiled_calls import add_call_hooks, has_compiled, remove_call_hooks
+from torchoffload._pytorch.functional_transforms import let_transforms_run
 from torchoffload._pytorch.hook_stack import Role
+from torchoffload._pytorch.module_hooks import has_returned
+from torchoffload._pytorch.operator_mode import OperatorMode
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["can_checkpoint", "plan_block", "unplan_block", "watch_block"]
+__all__ = ["plan_block", "unplan_block", "watch_block"]
 
-_checkpoint: Any = getattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", None)
-_PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args")
-
-
-def can_checkpoint() -> bool:
-    """Return whether this version of torch has the checkpoint that planned blocks are made of."""
-    return (
-        _checkpoint is not None and tuple(inspect.signature(_checkpoint).parameters)[: len(_PARAMETERS)] == _PARAMETERS
-    )
+_CHANGED = (
+    "torchoffload: {name} {what}. The block needs the former value, and nothing that autograd saved would have needed "
+    "it. Write to a copy, or leave the block out of fit's blocks."
+)
 
 
 class _Block:
@@ -68,7 +55,8 @@ def plan_block(module: nn.Module, plan: BlockPlan) -> None:
     module : nn.Module
         The block.
     plan : BlockPlan
-        What its recomputation keeps, leaves out and computes again. It replaces the plan that the module had.
+        Which values forward keeps. All others that autograd saves are made again in backward. It replaces the plan that
+        the module had.
     """
     watch = Watch(plan)
     watch_block(module, lambda _module, _inputs: watch)
@@ -85,9 +73,12 @@ def watch_block(module: nn.Module, watch: Callable[[nn.Module, Any], Watch]) -> 
         Called with the module and its arguments, a tuple of the positional and the keyword ones. It replaces the plan
         or the function that the module had.
     """
+    let_transforms_run()
     with _lock:
         if module not in _blocks:
-            _install(module)
+            remove_call_hooks(module, _enter, _leave)
+            # Other hooks may come between these and forward: their operators are the block's then.
+            add_call_hooks(module, _enter, _leave)
         _blocks[module] = _Block(watch)
 
 
@@ -98,36 +89,17 @@ def unplan_block(module: nn.Module) -> None:
             remove_call_hooks(module, _enter, _leave)
 
 
-def _install(module: nn.Module) -> None:
-    remove_call_hooks(module, _enter, _leave)
-    # Our pre-hook runs last and our forward hook first, so that what other hooks do is no part of the block: it would
-    # not be done again by the recomputation, which calls forward alone.
-    add_call_hooks(module, _enter, _leave)
-
-
-def _is_innermost(module: nn.Module) -> bool:
-    """Return whether no other hook comes between ours and the module's forward, or its compiled call."""
-    if runs_hooks_around_call(module):
-        return True
-    if torch_module._global_forward_hooks:
-        return False
-    last_before = next(reversed(module._forward_pre_hooks.values()), None)
-    return last_before is _enter and next(iter(module._forward_hooks.values()), None) is _leave
-
-
-def _may_checkpoint() -> bool:
+def _may_record() -> bool:
     """Return whether autograd would save tensors here, and nobody else has hooks on them.
 
-    What is computed in backward is a recomputation itself. Inside of a checkpoint of the user's, that one recomputes
-    the whole block; it counts what its hooks get, so that they have to get the same each time.
+    In backward a checkpoint of the user's is computed again. Inside of one in forward, that one computes the whole
+    block again, as does a planned block around this one.
     """
-    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-        return False
-    if is_transformed():
-        return False
-    if torch_checkpoint._checkpoint_debug_enabled:  # it takes no modes of others
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or is_transformed():
         return False
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     pack = hook_stack.top_pack_hook()
     return pack is None or pack is core.noop_pack or isinstance(getattr(pack, "__self__", None), core.Context)
@@ -140,31 +112,34 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
     if block is None:
         return  # the module is a copy
     hook_stack.drop_ended()
-    # Where the hook was registered anew since the call began, PyTorch calls the former one, without the keywords.
-    if kwargs is None or not _may_checkpoint():
-        _note_plain_call(block)
+    # If the hook was registered anew since the call began, PyTorch calls the former one, without the keywords.
+    watch = block.watch(module, (args, kwargs)) if kwargs is not None and _may_record() else None
+    if watch is None or not (watch.records or watch.plan is not None):
+        hook_stack.push(
+            block, Role.MODULE, None, sys._getframe(1), None if watch is None else partial(_end_plain, watch)
+        )
         return
-    if not _is_innermost(module):
-        with _lock:
-            _install(module)  # for the next call; in this one the other hooks run between ours and forward
-        _note_plain_call(block)
+    if has_compiled(module):
+        steps = whole_call(module, watch, args, kwargs, lambda: _outcome.has_returned)
+        hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_end_whole, steps, watch))
+        next(steps)
         return
-    watch = block.watch(module, (args, kwargs))
+    context = getattr(hook_stack.top_pack_hook(), "__self__", None)
+    context = context if isinstance(context, core.Context) else None
+    observer = _Observer(module, watch)
+    recording = None
     if watch.records:
-        steps = _recorded(module, watch, args, kwargs)
-    elif watch.plan is not None:
-        steps = _checkpointed(module, watch.plan, watch, args, kwargs)
+        recording = Recording(module, (args, kwargs), context, observer)
+        call = recording.call
     else:
-        steps = _plain()
-    hook_stack.push(block, Role.MODULE, None, sys._getframe(1), partial(_finish, steps, watch))
-    next(steps)
-
-
-def _note_plain_call(block: _Block) -> None:
-    """A call of the module inside a call of itself has an entry, too, so that its end does not end the outer one."""
-    innermost = hook_stack.innermost()
-    if innermost is not None and innermost.owner is block:
-        hook_stack.push(block, Role.MODULE, None, sys._getframe(2))
+        plan = None if watch.plan is None else watch.plan.actions
+        inputs = core.storage_addresses((args, kwargs))
+        clock = watch.now if watch.times_operators else None
+        call = core.RecordedCall(plan, inputs, context, observer, clock, False, watch.times_operators)
+    mode = OperatorMode(call.listener())
+    hooks = saved_tensors_hooks(call.pack_hook(), core.unpack)
+    hook_stack.push(block, Role.MODULE, hooks, sys._getframe(1), partial(_end_recorded, call, mode, watch, recording))
+    mode.__enter__()
 
 
 def _leave(module: nn.Module, _args: Any, output: Any) -> None:
@@ -172,7 +147,7 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> None:
         return
     block = _blocks.get(module)
     if block is not None:
-        _outcome.has_returned = output is not None  # PyTorch calls this hook with None where forward has raised
+        _outcome.has_returned = has_returned(output, sys._getframe(1))
         try:
             hook_stack.leave(block)
         finally:
@@ -186,43 +161,61 @@ class _Outcome(threading.local):
 _outcome = _Outcome()
 
 
-def _plain() -> Generator[None, None, None]:
-    yield
-
-
-def _recorded(module: nn.Module, watch: Watch, args: Any, kwargs: Any) -> Generator[None, None, None]:
-    with (WholeRecorder if has_compiled(module) else Recorder)(module, (args, kwargs)) as recorder:
-        yield
-    if _outcome.has_returned:
-        watch.recorded(recorder.record)
-
-
-def _checkpointed(
-    module: nn.Module, plan: BlockPlan, watch: Watch, args: Any, kwargs: Any
-) -> Generator[None, None, None]:
-    """Return PyTorch's generator around a checkpointed call, to be advanced once before and once after forward."""
-    flat, structure = tree_flatten((args, kwargs))
-    if plan.operators == (COMPILED_CALL,):
-        return call_again(_checkpoint, compiled_call(module), watch, flat, structure)
-    pack = hook_stack.top_pack_hook()
-    call = Call(module, plan, None if pack is core.noop_pack else pack, (args, kwargs), watch)
-
-    def forward(*leaves: Any) -> None:
-        positional, keywords = tree_unflatten(list(leaves), structure)
-        call.runs.open[-1].inputs = addresses(list(leaves))
-        with call.state.in_place(), call.effects.in_place():
-            module.forward(*positional, **keywords)
-
-    def modes() -> tuple[Forward, Recomputation]:
-        return Forward(call), Recomputation(call)
-
-    check: str = torch_checkpoint._DEFAULT_DETERMINISM_MODE
-    steps: Generator[None, None, None] = _checkpoint(forward, True, modes, check, False, True, *flat)
-    return steps
-
-
-def _finish(steps: Generator[None, None, None], watch: Watch) -> None:
-    for _ in steps:
-        raise RuntimeError("torchoffload: PyTorch's checkpoint has another form than expected")
+def _end_plain(watch: Watch) -> None:
     if _outcome.has_returned:
         watch.ended()
+
+
+def _end_whole(steps: Generator[None, None, None], watch: Watch) -> None:
+    for _ in steps:
+        raise RuntimeError("torchoffload: PyTorch's checkpoint has another form than expected")
+    _end_plain(watch)
+
+
+def _end_recorded(call: Any, mode: OperatorMode, watch: Watch, recording: Recording | None) -> None:
+    mode.__exit__(None, None, None)
+    try:
+        if recording is not None:
+            record = recording.end(verifies=_outcome.has_returned)
+            may_recompute = _outcome.has_returned and watch.recorded(record)
+            call.settle(not may_recompute)
+    finally:
+        call.finish()
+    if call.left_at is not None:
+        watch.left_plan()
+    if _outcome.has_returned:
+        watch.ended()
+
+
+class _Observer:
+    """Is told by the core when a call is computed again, and names the tensors whose values are gone."""
+
+    __slots__ = ("_module", "_watch")
+
+    def __init__(self, module: nn.Module, watch: Watch) -> None:
+        self._module = weakref.ref(module)
+        self._watch = watch
+
+    def begins_again(self) -> None:
+        self._watch.begins_again()
+
+    def ends_again(self, moments: list[tuple[int, Any, Any]]) -> None:
+        if moments:
+            self._watch.timed({number: (begin, end) for number, begin, end in moments if number >= 0})
+        self._watch.ends_again()
+
+    def refused(self, what: str, address: int) -> str:
+        message = _CHANGED.format(name=self._name_of(address), what=what)
+        self._watch.refused(message)
+        return message
+
+    def _name_of(self, address: int) -> str:
+        module = self._module()
+        for kind, named in (
+            ("parameter", module.named_parameters() if module is not None else ()),
+            ("buffer", module.named_buffers() if module is not None else ()),
+        ):
+            for name, tensor in named:
+                if core.storage_addresses(tensor) == {address}:
+                    return f"the {kind} {name} of shape {tuple(tensor.shape)} of a {type(module).__name__}"
+        return "a tensor that was given to a block or comes from outside of it"

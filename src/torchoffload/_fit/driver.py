@@ -29,8 +29,8 @@ class Driver(FittedModel):
         if isinstance(self.state, Surveying):
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
-        elif self._is_too_large(size):  # a call beside others that wait for their backward
-            self._begin_survey()
+        elif self._is_too_large(size) or (self._was_refused and self.agreement is None):
+            self._begin_survey()  # beside calls that wait for their backward, or since one had an error in it
         if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
@@ -105,7 +105,7 @@ class Driver(FittedModel):
                 + ("" if self.may_move else " Or let tensors move: move=True.")
             )
             return
-        self.notes.append("a step of the survey ran out of memory: from then on one kind of block was recorded a step")
+        self.notes.append("a step of the survey ran out of memory: it went on with less")
         self._watch(survey, 0)
 
     def _allow_communication(self, survey: Survey, shapes: Any) -> None:
@@ -154,9 +154,10 @@ class Driver(FittedModel):
             self._step_down(trial)
 
     def _differs(self, step: FinishedStep) -> bool:
-        """Return whether a step was not what the survey has seen: larger, of more calls, or of other blocks."""
+        """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, refused."""
         return (
-            self._seen.has_new_state
+            self._was_refused
+            or self._seen.has_new_state
             or step.block_count > self._seen.block_count > 0
             or self._is_too_large(step.blocks_bytes, of=self._seen.blocks_bytes)
         )

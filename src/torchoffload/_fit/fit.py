@@ -16,7 +16,6 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
 from torchoffload._fit.allocator import ALLOCATORS, prepare_allocator
-from torchoffload._fit.blocks import can_checkpoint
 from torchoffload._fit.budget import Budget
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
@@ -30,7 +29,6 @@ from torchoffload._fit.plan_file import read_plan, write_plan
 from torchoffload._fit.step import StepPlan
 from torchoffload._modules.selection import Selector
 from torchoffload._pytorch.tracing import is_not_traced
-from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -318,12 +316,6 @@ def fit(
     else:
         total_bytes = None
     memory_bytes = parse_memory(memory, total_bytes)
-    if recompute and not can_checkpoint():
-        recompute = False
-        warn_user(
-            f"torchoffload: torch {torch.__version__} has another non-reentrant checkpoint than fit knows, so that "
-            "nothing is computed again: what is saved is kept or moves. Update torchoffload."
-        )
     chooser = None
     if blocks is not None:
         chosen = blocks_of(model, blocks)

@@ -103,6 +103,8 @@ class FittedModel(abc.ABC):
         self._raises = raises
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
+        self._planned_keys: list[Any] = []  # of the kinds, in the same order; none if the plan was read from a file
+        self._was_refused = False  # a block could not be computed again, and the plan is still followed
         self.saved_bytes: list[int] = []
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
@@ -195,10 +197,11 @@ class FittedModel(abc.ABC):
     def _begin_survey(self) -> None:
         """Begin a survey. The kinds of blocks that are known already are not recorded again."""
         survey = Survey(
-            cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen,
+            cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen, weakly(self.refuse),
             may_recompute=self.may_recompute, may_agree=self._group is not None, kinds=self._kinds,
         )  # fmt: skip
         self.state = Surveying(survey)
+        self._was_refused = False
         self._known_shapes = None
         self.trials, self.step, self._surveyed, self._own = [], None, None, None
         self._followed = None
@@ -221,13 +224,14 @@ class FittedModel(abc.ABC):
         """Plan for the largest step of the survey, from what its last one showed."""
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._context_options)
-        step, kinds = surveyed_step(survey, self._link, self._context_options, self.agreement)
+        step, keys = surveyed_step(survey, self._link, self._context_options, self.agreement)
         if 0 < (share := self._seen.share_of(last)) < 1:
             self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")
             step = scaled(step, 1 / share)
             self._survey_reserved_bytes = int(self._survey_reserved_bytes / share)
         self._surveyed = self.step = step
         self._own = survey_plan(step, survey.window_bytes)
+        kinds, self._planned_keys = [self._kinds[key] for key in keys], keys
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
@@ -326,7 +330,7 @@ class FittedModel(abc.ABC):
 
     def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
         self._followed = trial
-        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left))
+        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left), weakly(self._refuse_planned))
         self._reset_counters = [turns.reset for turns in watches.values()]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
@@ -342,7 +346,7 @@ class FittedModel(abc.ABC):
             return
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         self._seen.size = saved.largest_size
-        self.operators = [tuple(operators) for operators in saved.operators]
+        self.operators, self._planned_keys = [tuple(operators) for operators in saved.operators], []
         if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
             self.choose()
             return
@@ -353,6 +357,22 @@ class FittedModel(abc.ABC):
     def count_left(self) -> None:
         """Count a call of a block that called another operator than planned."""
         self.left_plan_count += 1
+
+    def refuse(self, key: tuple[Any, ...], message: str) -> None:
+        """Have no block of a kind computed again from the next step on, since one could not be in its backward.
+
+        Nor those of kinds that are told apart by their arguments alone.
+        """
+        self._was_refused = True
+        for other, kind in self._kinds.items():
+            if other[0] == key[0]:
+                kind.refuse(message)
+        if message not in self.notes:
+            self.notes.append(message)
+        self.clock.forget()  # the step's backward has ended by an error
+
+    def _refuse_planned(self, kind: int, message: str) -> None:
+        self.refuse(self._planned_keys[kind] if self._planned_keys else (None,), message)
 
     def remove(self) -> None:
         """Take everything away."""

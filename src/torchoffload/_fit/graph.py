@@ -1,13 +1,14 @@
 """From the record of a block to groups of operators, and from what is chosen for the groups to a plan for the block."""
 
+import enum
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torchoffload._core import core
-from torchoffload._fit.record import BlockRecord, OperatorCall
+from torchoffload._fit.record import BlockRecord
 
 __all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "frontier", "group_operators"]
 
@@ -50,39 +51,54 @@ class OperatorGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """What a block's recomputation does in the place of each operator. An operator that is in no set runs again.
+    """Which values of a block forward keeps. All others that backward needs are made again.
+
+    A plan is advice: a call that calls another operator than planned keeps nothing more from then on.
 
     Attributes
     ----------
     operators : tuple
-        The counted operators of a call, in order. What differs from them runs again, with all that comes after it.
+        The counted operators of a call, in order.
     kept : frozenset of int
         The numbers of the operators whose outputs are kept from forward.
     moved : frozenset of int
         Those of them whose outputs move to the tier, where a context of torchoffload is open around the block.
     skipped : frozenset of int
         Those whose outputs nobody needs.
+    between : frozenset of int
+        Those kept operators to whose outputs a later one writes: the value that is kept is there after that one.
     final : frozenset of int
-        Those that cannot run again, because they read or write what the block writes outside of itself.
-    draws : frozenset of int
-        Those that draw random numbers.
-    scalars : dict of int to tuple
-        For operators that PyTorch does not know, the numbers and the like among their arguments.
+        Those that are not called again, since what they make comes out differently.
     """
 
     operators: tuple[Any, ...]
     kept: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
+    between: frozenset[int] = frozenset()
     final: frozenset[int] = frozenset()
-    draws: frozenset[int] = frozenset()
-    scalars: dict[int, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @cached_property
-    def special(self) -> bytes:
-        """For each operator 1 if forward has to do something about it, and else 0."""
-        numbers = self.kept | self.skipped | self.scalars.keys()
-        return bytes(number in numbers for number in range(len(self.operators)))
+    def actions(self) -> Any:
+        """The plan as the core reads it."""
+        names = [tuple(each.name().partition(".")[::2]) for each in self.operators]
+        return core.BlockActions(names, bytes(map(self._action, range(len(names)))), bool(self.final))
+
+    def _action(self, number: int) -> int:
+        if number in self.final:
+            return _Action.NEVER
+        if number not in self.kept or number in self.between:
+            return _Action.NOTHING
+        return _Action.MOVE if number in self.moved else _Action.KEEP
+
+
+class _Action(enum.IntEnum):
+    """What is done with an operator; the core's ``BlockActions::Action``."""
+
+    NOTHING = 0
+    KEEP = 1
+    MOVE = 2
+    NEVER = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +142,6 @@ class _Groups:
         self.calls = calls = record.operators
         self.record = record
         self.makers = {storage: number for number, call in enumerate(calls) for storage in call.makes}
-        self.outside = {storage for call in calls for storage in call.writes} - record.made
         union = _Union(len(calls))
         for number, call in enumerate(calls):
             for storage in call.writes & self.makers.keys():
@@ -137,11 +152,12 @@ class _Groups:
                 members[union.find(number)].append(number)
         self.members = [members[first] for first in sorted(members)]
         self.of_operator = {number: group for group, numbers in enumerate(self.members) for number in numbers}
-
-    def raises_versions(self) -> set[int]:
-        """Return the storages outside of the block that are written to by operators that raise their versions."""
-        return {
-            storage for call in self.calls if _raises_versions(call.operator) for storage in call.writes & self.outside
+        # The storages that somebody reads before the last operator has written to them.
+        self.read_early = {
+            (storage, self.of_operator.get(number))
+            for number, call in enumerate(calls)
+            for storage, epoch in call.reads
+            if epoch < record.epochs[storage]
         }
 
     def group_of(self, storage: int) -> int | None:
@@ -151,48 +167,26 @@ class _Groups:
     def group(self, group: int) -> OperatorGroup:
         calls = [self.calls[number] for number in self.members[group]]
         made = {storage for call in calls for storage in call.makes}
-        read = {self.group_of(storage) for call in calls for storage in call.reads} - {None, group}
+        read = {self.group_of(storage) for call in calls for storage, _ in call.reads} - {None, group}
+        is_held = not made.isdisjoint(self.record.held) or any(call.runs_once for call in calls)
+        is_read_early = any(storage in made and reader != group for storage, reader in self.read_early)
         return OperatorGroup(
             operators=tuple(self.members[group]),
             duration_ns=sum(call.duration_ns for call in calls),
             sizes=tuple(self.record.nbytes[storage] for storage in sorted(made)),
             inputs=tuple(sorted(each for each in read if each is not None)),
-            may_keep=len(calls) == 1 and _returns_what_it_made(calls[0]) and not calls[0].leaves_uninitialised,
-            # What an operator writes it reads, too.
-            may_recompute=not any(call.reads & self.outside or call.takes_generator for call in calls),
+            may_keep=is_held or not is_read_early,
+            may_recompute=not is_held and not any(call.differs for call in calls),
             is_needed=not made.isdisjoint(self.record.saved),
         )
 
 
-def _raises_versions(operator: Any) -> bool:
-    return bool(getattr(getattr(operator, "_schema", None), "is_mutable", False))
-
-
-def _returns_what_it_made(call: OperatorCall) -> bool:
-    return call.returns == call.makes
-
-
-def group_operators(record: BlockRecord) -> tuple[list[OperatorGroup], list[int]] | None:
-    """Group the operators of a block by the storages that they write to.
-
-    Returns
-    -------
-    tuple of (list of OperatorGroup, list of int), or None
-        The groups, and the numbers of those that draw random numbers in the order of drawing. None where the block
-        cannot be computed again at all: it writes to a tensor from outside that is no parameter or buffer, or to one
-        that autograd saves; it writes to something in a way that PyTorch does not see; or it draws random numbers into
-        what is not its own.
-    """
-    groups = _Groups(record)
-    if record.has_hidden_writes or not groups.outside <= record.own or groups.raises_versions() & record.saved:
+def group_operators(record: BlockRecord) -> list[OperatorGroup] | None:
+    """Group the operators of a block by the storages that they write to. None if it cannot be computed again at all."""
+    if record.refusal is not None:
         return None
-    draws = []
-    for number, call in enumerate(record.operators):
-        if call.draws and not call.takes_generator:
-            if number not in groups.of_operator or call.writes & groups.outside:
-                return None
-            draws.append(groups.of_operator[number])
-    return [groups.group(group) for group in range(len(groups.members))], draws
+    groups = _Groups(record)
+    return [groups.group(group) for group in range(len(groups.members))]
 
 
 def frontier(record: BlockRecord) -> list[Corner]:
@@ -200,10 +194,9 @@ def frontier(record: BlockRecord) -> list[Corner]:
     grouped = group_operators(record)
     if grouped is None:
         return []
-    groups, draws = grouped
     corners = []
-    for kept_bytes, recompute_ns, kept, recomputed in core.block_frontier(groups, draws):
-        plan = _plan(record, groups, kept, recomputed)
+    for kept_bytes, recompute_ns, kept, recomputed in core.block_frontier(grouped, []):
+        plan = _plan(record, grouped, kept, recomputed)
         corners.append(Corner(kept_bytes=kept_bytes, recompute_ns=recompute_ns, plan=plan))
     return corners
 
@@ -214,14 +207,18 @@ def _plan(
     in_groups = {number for group in groups for number in group.operators}
     kept_numbers = {number for group in kept for number in groups[group].operators}
     run = {number for group in recomputed for number in groups[group].operators}
-    calls = list(enumerate(record.operators))
-    # A number for the program, or a check that has passed: to keep it takes no memory.
-    kept_numbers |= {number for number, call in calls if number not in in_groups and not call.returns_tensors}
+    last: dict[int, int] = {}  # for each storage the last operator that writes to it
+    for number, call in enumerate(record.operators):
+        last |= dict.fromkeys(call.makes | call.writes, number)
     return BlockPlan(
         operators=tuple(call.operator for call in record.operators),
         kept=frozenset(kept_numbers),
         skipped=frozenset(in_groups - kept_numbers - run),
-        final=frozenset(number for group in groups if not group.may_recompute for number in group.operators),
-        draws=frozenset(number for number, call in calls if call.draws),
-        scalars={number: call.scalars for number, call in calls if call.scalars is not None},
+        between=frozenset(kept_numbers - set(last.values())),
+        final=frozenset(
+            number
+            for group in groups
+            if any(record.operators[number].differs for number in group.operators)
+            for number in group.operators
+        ),
     )

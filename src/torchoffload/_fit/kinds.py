@@ -46,8 +46,6 @@ class Kind:
     ----------
     record : BlockRecord
         What a call of one of them did.
-    changed : str or None
-        The type of a container that the call changed and that lived on, if there was one.
     may_recompute, may_agree : bool
         Whether the user allows to compute again, and whether ranks may agree on what is.
 
@@ -59,7 +57,7 @@ class Kind:
         The groups of ranks that communicate in the block, and have to compute it again alike; none if they may not.
     """
 
-    def __init__(self, record: BlockRecord, changed: str | None, may_recompute: bool, may_agree: bool = True) -> None:
+    def __init__(self, record: BlockRecord, may_recompute: bool, may_agree: bool = True) -> None:
         self._record = record
         self.obstacle: str | None = None
         called = {call.operator for call in record.operators}
@@ -74,14 +72,18 @@ class Kind:
             self.obstacle = "it has collectives inside, and the ranks make no plan together: group=None"
         elif names and not record.groups:
             self.obstacle = "it has collectives inside, and PyTorch does not tell among which ranks"
-        elif changed is not None:
-            self.obstacle = f"its forward changes a {changed} that lives on, such as a cache: a recomputation would too"
+        elif record.refusal is not None:
+            self.obstacle = record.refusal
         elif len(record.operators) > MOST_OPERATORS:
             self.obstacle = f"it has more than {MOST_OPERATORS} operators to choose from: give smaller blocks"
         elif not frontier(record):
-            self.obstacle = "it writes to what is not its own, or runs kernels that PyTorch does not see"
+            self.obstacle = "values that it makes in several steps come out differently when they are made again"
         self.groups = record.groups if may_recompute and may_agree else ()
         self.least = self._corners()[0].plan if self.obstacle is None else None
+
+    def refuse(self, why: str) -> None:
+        """Note that no block of the kind is to be computed again from now on."""
+        self.obstacle, self.least = why, None
 
     def _corners(self) -> list[Corner]:
         return frontier(self._record)
@@ -179,7 +181,7 @@ class Kind:
         """
         record = self._record
         grouped = group_operators(record)
-        groups = [] if grouped is None else grouped[0]
+        groups = [] if grouped is None else grouped
         ready_s, so_far = [], 0
         for call in record.operators:
             so_far += call.duration_ns

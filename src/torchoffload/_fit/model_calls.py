@@ -19,6 +19,7 @@ from torchoffload._fit.backwards import Backwards
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.driver import Driver
 from torchoffload._pytorch.compiled_calls import add_call_hooks, called_modules, keep_call_hooks, remove_call_hooks
+from torchoffload._pytorch.module_hooks import has_returned
 from torchoffload._pytorch.tracing import is_transformed
 from torchoffload._warnings import warn_user
 
@@ -118,15 +119,15 @@ class ModelCalls:
         if self._names is not self.driver.names:
             self._install(model)
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """Take notice of the end of a call; the output is None if forward has raised."""
+    def leave(self, module: nn.Module, output: Any, *, has_returned: bool) -> None:
+        """Take notice of the end of a call, whose output is None if forward has raised."""
         outermost, model = self._outermost, self._model()
         if outermost.module is not module or model is None:
             return
         outermost.module = outermost.frame = None
         if module is not model:
             self._of_parts.follow(output)
-        if self._chooser is None or not self._chooser.has_taken_call(self.driver, has_returned=output is not None):
+        if self._chooser is None or not self._chooser.has_taken_call(self.driver, has_returned=has_returned):
             self.driver.call_ends(output)
         elif self._names is not self.driver.names:
             self._install(model)
@@ -198,4 +199,4 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> None:
         return
     calls = _calls.get(module)
     if calls is not None:
-        calls.leave(module, output)
+        calls.leave(module, output, has_returned=has_returned(output, sys._getframe(1)))

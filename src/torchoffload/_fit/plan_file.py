@@ -143,13 +143,8 @@ def _kind(given: dict[str, Any]) -> Kind:
 def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:
     if given is None:
         return None
-    sets = {name: frozenset(given[name]) for name in ("kept", "moved", "skipped", "final", "draws")}
-    scalars = {int(number): _as_tuple(values) for number, values in given["scalars"].items()}
-    return BlockPlan(operators=tuple(map(_operator, given["operators"])), scalars=scalars, **sets)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+    sets = {name: frozenset(given[name]) for name in ("kept", "moved", "skipped", "between", "final")}
+    return BlockPlan(operators=tuple(map(_operator, given["operators"])), **sets)
 
 
 def _operator(name: str) -> Any:

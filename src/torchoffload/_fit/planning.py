@@ -1,9 +1,11 @@
 """From what a survey has seen to the step that is planned for, by one process or by several ranks together."""
 
+from typing import Any
+
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.agreement import Agreement
-from torchoffload._fit.kinds import Kind, step_of
+from torchoffload._fit.kinds import step_of
 from torchoffload._fit.link import Link
 from torchoffload._fit.measured import together
 from torchoffload._fit.step import Step
@@ -14,8 +16,8 @@ __all__ = ["surveyed_step"]
 
 def surveyed_step(
     survey: Survey, link: Link | None, options: OffloadOptions, agreement: Agreement | None
-) -> tuple[Step, list[Kind]]:
-    """Return what the surveyed step takes, and the kinds of its blocks, by their numbers.
+) -> tuple[Step, list[tuple[Any, ...]]]:
+    """Return what the surveyed step takes, and what tells the kinds of its blocks, by their numbers.
 
     Parameters
     ----------
@@ -48,4 +50,4 @@ def surveyed_step(
         in_bytes_per_s=-slowest[1],
         latency_s=slowest[2],
     )
-    return step, kinds
+    return step, keys

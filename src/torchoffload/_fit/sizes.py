@@ -1,7 +1,7 @@
 """How large calls are: the bytes of the tensors in their arguments, and what else tells a block's calls apart."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["BlockCalls", "argument_bytes", "state_of_block"]
+__all__ = ["BlockCalls", "argument_bytes", "state_of_block", "tensors_in"]
 
 _MOST_OBJECTS = 256  # that are looked into for tensors
 _PLAIN = (int, float, str, bytes, bool, complex, type, torch.dtype, torch.device, torch.Size, nn.Module)
@@ -18,12 +18,17 @@ _PLAIN = (int, float, str, bytes, bool, complex, type, torch.dtype, torch.device
 
 def argument_bytes(value: Any) -> int:
     """Return the bytes of the tensors in arguments: in tuples, lists, dicts, and the attributes of objects."""
-    total, waiting, seen = 0, [value], {id(value)}
+    return sum(map(_bytes_of, tensors_in(value)))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists, dicts, and the attributes of objects, at any depth."""
+    waiting, seen = [value], {id(value)}
     looked_into = 0
     while waiting:
         each = waiting.pop()
         if isinstance(each, torch.Tensor):
-            total += _bytes_of(each)
+            yield each
             continue
         looked_into += 1
         if looked_into > _MOST_OBJECTS:
@@ -32,7 +37,6 @@ def argument_bytes(value: Any) -> int:
             if inner is not None and not isinstance(inner, _PLAIN) and id(inner) not in seen:
                 seen.add(id(inner))
                 waiting.append(inner)
-    return total
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -23,7 +23,6 @@ from torchoffload._fit.surveyed_call import TIMED_CALLS, SurveyedCall
 __all__ = ["Survey"]
 
 _MOST_RECORDING_STEPS = 4
-_MOST_KINDS = 1 << 30
 _MOST_SMALLER_STEPS = 4
 _weak: Any = StorageWeakRef  # the class has no annotations
 
@@ -66,6 +65,8 @@ class Survey:
         What the process may take.
     backward_is_seen : callable
         Called in a backward, where a block is computed again.
+    refuse : callable
+        Called in a backward with what tells a kind and a message, where a block cannot be computed again.
     may_recompute, may_agree : bool
         Whether blocks may be computed again, and whether those may that communicate with other ranks.
     kinds : dict of tuple to Kind, optional
@@ -89,12 +90,13 @@ class Survey:
         meter: Meter,
         budget: Budget,
         backward_is_seen: Callable[[], None],
+        refuse: Callable[[tuple[Any, ...], str], None],
         *,
         may_recompute: bool,
         may_agree: bool,
         kinds: dict[tuple[Any, ...], Kind] | None = None,
     ) -> None:
-        self.backward_is_seen = backward_is_seen
+        self.backward_is_seen, self.refuse = backward_is_seen, refuse
         self.meter, self._budget = meter, budget
         self.may_recompute, self.may_agree = may_recompute, may_agree
         self.allows_communication = False
@@ -105,7 +107,6 @@ class Survey:
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
-        self._most_kinds = _MOST_KINDS  # that are recorded in one step
         self._has_given_up = self._has_no_windows = False
         self._smaller_steps = 0  # that were not counted since a larger one had been seen
         self._least: _LeastMemory | None = None
@@ -115,8 +116,7 @@ class Survey:
     def _clear(self) -> None:
         self.calls = []
         self.last_again = None
-        self._new_kinds = self._has_unknown = False
-        self._new_kind_count = 0  # of calls that are recorded in this step
+        self._new_kinds = False
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
@@ -137,11 +137,6 @@ class Survey:
         # As in pipelines: behind the first backward, in the least memory all the same.
         if self._ended is not None or self._has_given_up:
             return Watch(self.least_plan(key))
-        if key not in self.kinds:
-            if self._new_kind_count >= self._most_kinds:
-                self._has_unknown = True  # it is recorded in a later step
-                return Watch(None)
-            self._new_kind_count += 1
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
         return call
@@ -248,8 +243,7 @@ class Survey:
 
     def takes_less(self) -> bool:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""
-        could_take_less = self._new_kind_count > 1 or (self.window_bytes > 0 and not self._new_kind_count)
-        self._most_kinds = 1
+        could_take_less = self._new_kinds or self.window_bytes > 0  # a kind that was recorded is not recorded again
         self._has_no_windows = True
         self._least = None
         return could_take_less
@@ -268,8 +262,8 @@ class Survey:
         if self._ended is None:
             return False
         is_new = self._new_kinds or not self.calls
-        if self._has_unknown or (is_new and self._recording_steps < _MOST_RECORDING_STEPS):
-            self._recording_steps += not self._has_unknown
+        if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._recording_steps += 1
             self._least = None
             return False
         if not is_largest and self._smaller_steps < _MOST_SMALLER_STEPS:

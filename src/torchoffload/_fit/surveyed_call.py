@@ -2,12 +2,10 @@
 
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from torchoffload._fit.effects import Containers
 from torchoffload._fit.kinds import Kind
 from torchoffload._fit.record import BlockRecord
 from torchoffload._fit.replay import Watch
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMED_CALLS", "SurveyedCall"]
 
-_MOST_OBJECTS = 20_000  # to look at more of them in each call would take longer than most blocks do
 TIMED_CALLS = 2  # of each kind; the second one, since with the first one's backward that of the model's head ends
 
 
@@ -54,7 +51,6 @@ class SurveyedCall(Watch):
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
         self._survey = survey
-        self._containers = Containers(module, inputs, _MOST_OBJECTS) if self.records else None
         self.times_operators = survey.is_timing and not self.records and survey.count_of_kind(key) < TIMED_CALLS
         self.began = survey.mark(self._note_forward)
         self._host_s = time.perf_counter()
@@ -72,14 +68,13 @@ class SurveyedCall(Watch):
     def _note_backward(self, peak: int) -> None:
         self.backward_bytes = max(self.backward_bytes, peak)
 
-    def recorded(self, record: BlockRecord) -> None:
+    def recorded(self, record: BlockRecord) -> bool:
         """Note what the call did, for all blocks of the kind."""
-        changed = self._containers.changed() if self._containers is not None else None
-        self._survey.add_kind(self.key, Kind(record, changed, self._survey.may_recompute, self._survey.may_agree))
+        self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
+        return self._survey.least_plan(self.key) is not None
 
     def ended(self) -> None:
         """Note the end of forward."""
-        self._containers = None
         self.forward_host_s = time.perf_counter() - self._host_s
         # What comes next is this call's, if another one follows; else it is the loss's.
         self.returned = self._survey.mark(self._note_forward)
@@ -109,9 +104,14 @@ class SurveyedCall(Watch):
         self.again_host_s = now - self._host_s
         self._host_s = now
 
-    def timed(self, _number: int, run: Callable[[], Any]) -> Any:
-        """Run one operator of the recomputation between two moments."""
-        begin = self._survey.meter.now()
-        output = run()
-        self.moments[_number] = (begin, self._survey.meter.now())
-        return output
+    def now(self) -> Any:
+        """Return this moment on the device."""
+        return self._survey.meter.now()
+
+    def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
+        """Note when the operators of the replay began and ended."""
+        self.moments = moments
+
+    def refused(self, message: str) -> None:
+        """Note that the kind cannot be computed again."""
+        self._survey.refuse(self.key, message)

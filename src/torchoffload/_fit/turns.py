@@ -3,6 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,15 +25,21 @@ class _Followed(Watch):
         The plan; None if nothing is computed again.
     tell : callable
         Called where forward calls another operator than planned.
+    refuse : callable
+        Called with a message where the call cannot be computed again in its backward.
     """
 
-    def __init__(self, plan: BlockPlan | None, tell: Callable[[], None]) -> None:
+    def __init__(self, plan: BlockPlan | None, tell: Callable[[], None], refuse: Callable[[str], None]) -> None:
         super().__init__(plan)
-        self._tell = tell
+        self._tell, self._refuse = tell, refuse
 
     def left_plan(self) -> None:
         """Tell that forward called another operator than planned."""
         self._tell()
+
+    def refused(self, message: str) -> None:
+        """Tell that the call cannot be computed again."""
+        self._refuse(message)
 
 
 class Turns:
@@ -53,7 +60,7 @@ class Turns:
 
 
 def turns_of(
-    trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None]
+    trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
 ) -> tuple[dict[nn.Module, Turns], list[nn.Module]]:
     """Return what each block does that computes something again, and the blocks of which something moves.
 
@@ -65,12 +72,15 @@ def turns_of(
         The block of each call of the step.
     tell : callable
         Called where a block calls another operator than planned.
+    refuse : callable
+        Called with the number of a kind and a message, where a block cannot be computed again in its backward.
     """
     followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
     moving: dict[nn.Module, None] = {}
     for module, call, planned in zip(modules, trial.step.calls, trial.plan.calls, strict=True):
         kind = trial.step.kinds[call.kind]
-        followed[module].append(_Followed(kind.ways[planned.way].plan_with(kind.outputs, planned.moved), tell))
+        plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
+        followed[module].append(_Followed(plan, tell, partial(refuse, call.kind)))
         if planned.moves:
             moving[module] = None
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}

@@ -6,6 +6,7 @@ beside that stack, one list per thread. It checks each exit against the list and
 popped.
 """
 
+import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["Role", "drop_ended", "innermost", "innermost_first", "leave", "pop", "push", "top_pack_hook"]
+__all__ = [
+    "Role",
+    "drop_ended",
+    "innermost",
+    "innermost_first",
+    "leave",
+    "pop",
+    "push",
+    "stepped_aside",
+    "top_pack_hook",
+]
 
 
 class Role(enum.Enum):
@@ -174,3 +185,26 @@ def top_pack_hook() -> Callable[[torch.Tensor], Any] | None:
     """Return the pack hook that autograd calls for the next saved tensor of this thread; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
+
+
+@contextlib.contextmanager
+def stepped_aside() -> Iterator[None]:
+    """Take the hooks that calls of modules have pushed off PyTorch's stack for a while, if nobody else's are on top.
+
+    Those of contexts, which the user's code has entered, stay, and what lies below them.
+    """
+    taken: list[saved_tensors_hooks] = []
+    for entry in innermost_first():
+        if entry.role is Role.CONTEXT:
+            break
+        if entry.hooks is None:
+            continue
+        if top_pack_hook() is not entry.hooks.pack_hook:
+            break
+        saved_tensors_hooks.__exit__(entry.hooks)
+        taken.append(entry.hooks)
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            saved_tensors_hooks.__enter__(hooks)

@@ -3,11 +3,31 @@
 A module that was copied or unpickled has copies of our hooks, but nobody has the handles to remove them with.
 """
 
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["remove_forward_hooks"]
+__all__ = ["has_returned", "remove_forward_hooks"]
+
+
+def has_returned(output: object, caller: FrameType) -> bool:
+    """Return whether forward has returned, in a forward hook that is called also if it has raised.
+
+    Such a hook is given None then, and also if forward returned None. PyTorch calls it where it handles the exception.
+
+    Parameters
+    ----------
+    output : object
+        What the hook was given.
+    caller : FrameType
+        The frame that called the hook.
+    """
+    if output is not None:
+        return True
+    error = sys.exception()
+    return error is None or error.__traceback__ is None or error.__traceback__.tb_frame is not caller
 
 
 def _remove(hooks: dict[int, Any], hook: object, *tables_of_options: dict[int, Any]) -> int:

@@ -134,8 +134,7 @@ class Chooser:
     def has_taken_call(self, driver: _Fitted, *, has_returned: bool) -> bool:
         """Return whether the call of the model that ends was a scouting call, and choose by what it told then.
 
-        If forward has not returned anything, since it raised, the next call is another scouting call. There are not
-        more than a few, since forwards may return nothing.
+        If forward has raised, the next call is another scouting call. There are not more than a few.
         """
         scouting, self._scouting = self._scouting, None
         model = self._model()

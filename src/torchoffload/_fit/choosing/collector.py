@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
+from torchoffload._pytorch.tracing import is_transformed
 
 __all__ = ["Collector", "leaves_in", "storages_in"]
 
@@ -120,10 +121,12 @@ class Collector:
         return handles
 
     def _begins(self, module: nn.Module, _called: nn.Module, args: Any, kwargs: Any) -> None:
-        self.begin(module, (args, kwargs))
+        if not is_transformed():
+            self.begin(module, (args, kwargs))
 
     def _ends(self, module: nn.Module, *_call: Any) -> None:
-        self.end(module)
+        if not is_transformed():
+            self.end(module)
 
     def begin(self, module: nn.Module, arguments: Any) -> None:
         """Note that a call of a module begins."""

@@ -1,8 +1,8 @@
 """A dry run: the forward of a copy of a model without memory, which shows what each call of a module would save.
 
 It calls the user's forward once more, and is to leave no trace. So it runs on a copy, without hooks; with warnings off;
-it puts the states of random number generators back; and it fills no cache of autocast. What remains is what forward
-does to the world outside of the model, such as a line that it prints.
+it puts the states of random number generators back; it fills no cache of autocast; and no tensor that it makes stays
+in a cache outside of the model. What remains is what forward does to the world else, such as a line that it prints.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._fit.choosing.call_tree import CallTree
 from torchoffload._fit.choosing.collector import Collector, storages_in
 from torchoffload._fit.choosing.fake_copy import FakeCopy, cannot_be_copied
+from torchoffload._fit.choosing.leftovers import DryMode, Globals, take_out
 
 __all__ = ["LIMIT_S", "DryRunError", "dry_run"]
 
@@ -135,26 +137,43 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
     why = cannot_be_copied(model)
     if why is not None:
         raise DryRunError(why)
-    with _undone(model):
-        try:
-            copy = FakeCopy(model, (args, kwargs))
-            collector = Collector(copy.model)
-            collector.watch(copy.originals)
-            originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
-            args, kwargs = copy.arguments
-            end = time.monotonic() + limit_s
+    before = Globals()
+    modes: list[weakref.ref[DryMode]] = []
+    try:
+        with _undone(model):
+            told = _run(model, args, kwargs, limit_s, modes)
+    finally:
+        for mode in modes:
+            take_out(mode, before)
+    if isinstance(told, str):
+        raise DryRunError(told)
+    return told
 
-            def note(tensor: torch.Tensor) -> torch.Tensor:
-                collector.note_save(tensor)
-                return tensor.detach()  # an output that its own graph holds is never freed
 
-            with copy.mode, _Answers(collector, originals, end), saved_tensors_hooks(note, lambda tensor: tensor):
-                copy.model(*args, **kwargs)
-        except _Stop as stop:
-            raise DryRunError(str(stop)) from None
-        except Exception as error:  # whatever a forward without data ends by
-            raise DryRunError(f"{type(error).__name__}: {error}") from error
-    return collector.tree()
+def _run(
+    model: nn.Module, args: Any, kwargs: Any, limit_s: float, modes: list["weakref.ref[DryMode]"]
+) -> CallTree | str:
+    """Return what a call would save, or why that cannot be told: an exception would hold the tensors of the run."""
+    try:
+        copy = FakeCopy(model, (args, kwargs))
+        modes.append(weakref.ref(copy.mode))
+        collector = Collector(copy.model)
+        collector.watch(copy.originals)
+        originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
+        args, kwargs = copy.arguments
+        end = time.monotonic() + limit_s
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            collector.note_save(tensor)
+            return tensor.detach()  # an output that its own graph holds is never freed
+
+        with copy.mode, _Answers(collector, originals, end), saved_tensors_hooks(note, lambda tensor: tensor):
+            copy.model(*args, **kwargs)
+        return collector.tree()
+    except _Stop as stop:
+        return str(stop)
+    except Exception as error:  # whatever a forward without data ends by
+        return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

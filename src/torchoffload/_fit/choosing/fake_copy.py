@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchoffload._fit.choosing.collector import leaves_in
+from torchoffload._fit.choosing.leftovers import DryMode
 from torchoffload._pytorch.compiled_calls import called_modules
 from torchoffload._pytorch.module_wrappers import COMPILED, COMPILED_FROM
 
@@ -103,7 +104,7 @@ class FakeCopy:
 
     Attributes
     ----------
-    mode : FakeTensorMode
+    mode : DryMode
         The mode under which the copy can be called.
     model, arguments : nn.Module, tuple
         The copies.
@@ -113,7 +114,7 @@ class FakeCopy:
     """
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = DryMode(allow_non_fake_inputs=True)
         modules = list(model.modules())
         memo: dict[int, Any] = {}
         for module in modules:

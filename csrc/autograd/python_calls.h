@@ -1,0 +1,31 @@
+// Calls between C++ and Python: the GIL, and errors of Python's that go through C++.
+// Ownership:     or_throw hands on what it was given.
+// Thread safety: WithoutGil is made with the GIL held, and gives it back to the thread that it took it from.
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/Exceptions.h>
+
+namespace torchoffload {
+
+// Others may run Python in its scope.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// What a call of Python returned; an exception if that is null.
+inline PyObject* or_throw(PyObject* result) {
+  if (result != nullptr) return result;
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,89 @@
+#include "autograd/random_states.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/equal.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "core/mutant.h"
+#include "engine/program.h"
+
+namespace torchoffload {
+
+namespace {
+
+at::Tensor state_of(at::Generator& generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state(at::Generator& generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+void add_device(c10::Device device, std::vector<c10::Device>& devices) {
+  if (device.type() == c10::kMeta) return;
+  if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
+}
+
+std::vector<c10::Device> devices_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::vector<c10::Device> devices;
+  for (const c10::IValue& each : arguments) {
+    if (each.isTensor() && each.toTensor().defined()) add_device(each.toTensor().device(), devices);
+    if (each.isDevice()) add_device(each.toDevice(), devices);
+    if (!each.isTensorList()) continue;
+    for (const at::Tensor& tensor : each.toTensorList())
+      if (tensor.defined()) add_device(tensor.device(), devices);
+  }
+  if (devices.empty()) devices.emplace_back(c10::kCPU);
+  return devices;
+}
+
+}  // namespace
+
+RandomStates::RandomStates(const OperatorTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
+  if (!traits.draws && !traits.may_draw) return;
+  const bool is_given = traits.generator >= 0 && arguments[traits.generator].isGenerator();
+  if (is_given) {
+    at::Generator generator = arguments[traits.generator].toGenerator();
+    if (generator.defined()) {
+      states_.emplace_back(generator, state_of(generator));
+      return;
+    }
+  }
+  std::vector<c10::Device> devices = devices_of(arguments);
+  if (traits.may_draw) add_device(c10::kCPU, devices);
+  for (const c10::Device& device : devices) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    states_.emplace_back(generator, state_of(generator));
+  }
+}
+
+void RandomStates::keep_changed() {
+  std::erase_if(states_, [](auto& each) { return at::equal(state_of(each.first), each.second); });
+}
+
+RandomStates::Scope::Scope(const RandomStates& states) {
+  if (mutated(Mutant::ReplaySetsRandomState)) return;
+  for (const auto& [generator, state] : states.states_) {
+    at::Generator shared = generator;
+    before_.emplace_back(shared, state_of(shared));
+    set_state(shared, state);
+  }
+}
+
+RandomStates::Scope::~Scope() {
+  for (auto& [generator, state] : before_) {
+    try {
+      set_state(generator, state);
+    } catch (const std::exception& error) {
+      program::warn(std::string("torchoffload: the state of a generator could not be set back: ") + error.what());
+    }
+  }
+}
+
+}  // namespace torchoffload

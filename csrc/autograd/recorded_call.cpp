@@ -1,0 +1,831 @@
+#include "autograd/recorded_call.h"
+
+#include <ATen/ops/equal.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "autograd/held_tensor.h"
+#include "autograd/hooks.h"
+#include "autograd/link_share.h"
+#include "autograd/python_calls.h"
+#include "autograd/replay.h"
+#include "autograd/saved_wrapper.h"
+#include "core/mutant.h"
+#include "engine/operation.h"
+#include "engine/program.h"
+#include "engine/thread_state.h"
+
+namespace torchoffload {
+
+namespace {
+
+constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not larger are copied when they are read
+
+// Locks a mutex whose holder may want the GIL.
+std::unique_lock<std::mutex> lock_with_gil(std::mutex& mutex) {
+  const WithoutGil without_gil;
+  return std::unique_lock(mutex);
+}
+
+const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
+
+// Without history, and with its version counter. Calls no operator.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      tensor.unsafeGetTensorImpl()->version_counter(), /*allow_tensor_metadata_change=*/true));
+}
+
+// ---- calls that hold a storage ----
+
+// The finished calls that will read a storage which none of their operators made. Under held_mutex().
+std::unordered_multimap<const void*, RecordedCall*>& readers() {
+  static auto* const leaked = new std::unordered_multimap<const void*, RecordedCall*>;
+  return *leaked;
+}
+
+}  // namespace
+
+// What is known of one operator while it is recorded.
+struct RecordedCall::Recording {
+  explicit Recording(const c10::OperatorHandle& handle) : op(handle) {}
+
+  RecordedOperator op;
+  c10::SmallVector<std::pair<StorageNumber, at::Tensor>, 2> written;
+  bool has_opaque = false;
+  bool reads_written = false;  // what the block has written outside of itself
+  bool may_be_remembered = false;
+};
+
+RecordedCall::RecordedCall(const Options& options)
+    : plan_(options.plan),
+      context_(Py_XNewRef(options.context)),
+      observer_(Py_XNewRef(options.observer)),
+      clock_(Py_XNewRef(options.clock)),
+      verifies_(options.verifies),
+      times_replay_(options.times_replay) {
+  record_.switches.push_back(Switches::now());
+}
+
+RecordedCall::~RecordedCall() {
+  {
+    const std::lock_guard lock(held_mutex());
+    for (const RecordedStorage& storage : record_.storages) {
+      auto [each, end] = readers().equal_range(storage.strong.unsafeGetStorageImpl());
+      while (each != end) each = each->second == this ? readers().erase(each) : std::next(each);
+    }
+  }
+  const WithGil with_gil;  // for what contexts hold, and for objects of Python's
+  for (RecordedStorage& storage : record_.storages) {
+    storage.packed.reset();
+    storage.kept.packed.reset();
+  }
+  record_.operators.clear();
+  context_ = nullptr;
+  observer_ = nullptr;
+  clock_ = nullptr;
+  moments_.clear();
+}
+
+void RecordedCall::note_inputs(const std::vector<void*>& storages) {
+  input_storages_.assign(storages.begin(), storages.end());
+}
+
+// ---- recording ----
+
+StorageNumber RecordedCall::add_storage(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  const auto number = static_cast<StorageNumber>(record_.storages.size());
+  RecordedStorage& added = record_.storages.emplace_back();
+  added.weak = storage.getWeakStorageImpl();
+  added.device = storage.device();
+  added.nbytes = storage.nbytes();
+  if (TensorLayout layout(tensor);
+      layout.span().begin == 0 && layout.span().end == added.nbytes && tensor.is_non_overlapping_and_dense())
+    added.whole = std::move(layout);
+  numbers_.emplace(storage.unsafeGetStorageImpl(), number);
+  return number;
+}
+
+// The number of a storage; of one that no operator of the call has made, a new one.
+StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
+  const auto found = numbers_.find(impl_of(tensor));
+  if (found != numbers_.end()) {
+    if (record_.storages[found->second].is_pinned()) watch(record_.storages[found->second], tensor);
+    return found->second;
+  }
+  const StorageNumber number = add_storage(tensor);
+  RecordedStorage& added = record_.storages[number];
+  added.pinned = 0;
+  added.is_input = std::ranges::find(input_storages_, impl_of(tensor)) != input_storages_.end();
+  watch(added, tensor);
+  return number;
+}
+
+void RecordedCall::watch(RecordedStorage& storage, const at::Tensor& tensor) {
+  const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+  storage.is_leaf |= !storage.is_input && owner.is_leaf() && owner.requires_grad();
+  storage.is_movable |= storage.is_input || !owner.is_leaf();
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!version.enabled()) return;
+  const auto is_known = [&](const VersionMark& each) { return each.is_of(version); };
+  if (std::ranges::none_of(storage.versions, is_known)) storage.versions.emplace_back(version);
+}
+
+void RecordedCall::pin(RecordedStorage& storage, const c10::Storage& strong) {
+  if (storage.pinned != kNeverPinned) return;
+  storage.pinned = storage.epoch;
+  storage.strong = strong;
+}
+
+void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic) {
+  RecordedStorage& storage = record_.storages[number];
+  // Somebody has filled it whom nobody saw, or nobody has.
+  if (storage.is_uninitialised && storage.nbytes != 0 && !mutated(Mutant::UninitialisedIsKept)) {
+    pin(storage, tensor.storage());
+    watch(storage, tensor);
+  }
+  storage.is_uninitialised = false;
+  const bool is_first_read = storage.read_epoch < 0;
+  storage.read_epoch = storage.epoch;
+  if (is_first_read && storage.is_movable && !storage.is_leaf && clock_ && !times_replay_ && context_)
+    note_link_share(number, tensor);
+  if (storage.is_pinned() && !storage.strong) storage.strong = tensor.storage();
+  const bool is_from_outside = storage.pinned == 0 && storage.epoch == 0;
+  if (!is_from_outside || storage.copy_of(0) != nullptr || storage.is_leaf || tensor.requires_grad()) return;
+  const bool is_small = storage.nbytes <= kCopiedBytes;
+  if ((is_small || is_statistic) && !mutated(Mutant::SmallForeignCopied))
+    storage.copies.emplace_back(0, copied(storage.strong));
+}
+
+TensorRef RecordedCall::ref_of(const at::Tensor& tensor, Role role, bool is_statistic, Recording& recording) {
+  TensorRef ref;
+  if (!tensor.defined()) {
+    ref.from = TensorRef::From::Nothing;
+    return ref;
+  }
+  if (!TensorLayout::is_strided(tensor)) {
+    ref.from = TensorRef::From::Opaque;
+    ref.number = static_cast<uint32_t>(record_.opaques.size());
+    record_.opaques.emplace_back(alias_of(tensor), VersionMark(tensor.unsafeGetTensorImpl()->version_counter()));
+    recording.has_opaque = true;
+    if (role == Role::Write) recording.op.runs_once = true;
+    return ref;
+  }
+  ref.number = storage_of(tensor);
+  RecordedStorage& storage = record_.storages[ref.number];
+  if (role == Role::Read) note_read(ref.number, tensor, is_statistic);
+  if (role != Role::Read) {
+    if (storage.is_pinned() && !storage.strong) storage.strong = tensor.storage();
+    if (role == Role::Scratch && storage.is_pinned()) ref.from = TensorRef::From::Scratch;
+    const auto is_same = [&](const auto& each) { return each.first == ref.number; };
+    if (std::ranges::none_of(recording.written, is_same)) recording.written.emplace_back(ref.number, tensor);
+    if (role == Role::Write && storage.is_pinned()) recording.op.runs_once = true;
+  }
+  recording.reads_written |=
+      role == Role::Read && storage.pinned != kNeverPinned && !storage.is_input && storage.epoch > storage.pinned;
+  ref.epoch = storage.epoch;
+  ref.requires_grad = tensor.requires_grad() && c10::isFloatingType(tensor.scalar_type());
+  ref.layout = TensorLayout(tensor);
+  return ref;
+}
+
+void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic,
+                                 Recording& recording) {
+  using Kind = RecordedOperator::Place::Kind;
+  const auto first = static_cast<uint32_t>(record_.refs.size());
+  const auto place = [&](Kind kind) {
+    const auto count = static_cast<uint32_t>(record_.refs.size()) - first;
+    recording.op.places.push_back({kind, argument, first, count});
+    recording.op.arguments.emplace_back();
+  };
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      recording.op.arguments.push_back(value);
+      return;
+    }
+    record_.refs.push_back(ref_of(tensor, role, is_statistic, recording));
+    place(Kind::Tensor);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector())
+      record_.refs.push_back(ref_of(tensor, role, is_statistic, recording));
+    place(Kind::List);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec())
+      record_.refs.push_back(ref_of(tensor.value_or(at::Tensor()), role, is_statistic, recording));
+    place(Kind::OptionalList);
+  } else {
+    recording.op.runs_once |= value.isGenericDict() || value.isTuple();  // there may be tensors inside
+    recording.op.arguments.push_back(value);
+  }
+}
+
+// Before an operator writes: whatever somebody is to read again later is copied.
+void RecordedCall::prepare_writes(Recording& recording) {
+  if (recording.has_opaque && !recording.written.empty()) recording.op.runs_once = true;
+  for (const auto& [number, tensor] : recording.written) {
+    RecordedStorage& storage = record_.storages[number];
+    if (!storage.is_pinned() || mutated(Mutant::CopyBeforeWrite)) continue;
+    if (storage.read_epoch == static_cast<int64_t>(storage.epoch) && storage.copy_of(storage.epoch) == nullptr)
+      storage.copies.emplace_back(storage.epoch, copied(storage.strong));
+    const std::lock_guard lock(held_mutex());
+    const void* const address = storage.strong.unsafeGetStorageImpl();
+    const auto [begin, end] = readers().equal_range(address);
+    for (auto each = begin; each != end; ++each) {
+      for (RecordedStorage& theirs : each->second->record_.storages) {
+        const bool is_it = theirs.strong.unsafeGetStorageImpl() == address && theirs.copy_of(theirs.epoch) == nullptr;
+        if (is_it) theirs.copies.emplace_back(theirs.epoch, copied(theirs.strong));
+      }
+    }
+  }
+}
+
+void RecordedCall::note_results(Recording& recording, const torch::jit::Stack& stack) {
+  const size_t result_count = recording.op.handle->schema().returns().size();
+  const auto note = [&](const at::Tensor& tensor, size_t result, int32_t element) {
+    if (!tensor.defined() || !TensorLayout::is_strided(tensor) || numbers_.contains(impl_of(tensor))) return;
+    const StorageNumber number = add_storage(tensor);
+    RecordedStorage& made = record_.storages[number];
+    made.epoch = 1;
+    made.writers.push_back(static_cast<OperatorNumber>(record_.operators.size()));
+    recording.op.makes.push_back({static_cast<uint16_t>(result), element, number});
+  };
+  for (size_t result = 0; result < result_count; ++result) {
+    const c10::IValue& value = stack[stack.size() - result_count + result];
+    if (value.isTensor()) {
+      note(value.toTensor(), result, -1);
+    } else if (value.isTensorList()) {
+      int32_t element = 0;
+      for (const at::Tensor& tensor : value.toTensorVector()) note(tensor, result, element++);
+    }
+  }
+}
+
+void RecordedCall::note_writes(Recording& recording) {
+  for (const auto& [number, tensor] : recording.written) {
+    RecordedStorage& storage = record_.storages[number];
+    ++storage.epoch;
+    storage.writers.push_back(static_cast<OperatorNumber>(record_.operators.size()));
+    storage.is_uninitialised = false;
+    storage.nbytes = tensor.storage().nbytes();
+    storage.kept = {};
+    if (recording.op.runs_once) pin(storage, tensor.storage());
+    if (storage.is_pinned()) watch(storage, tensor);
+    recording.op.writes.push_back(number);
+  }
+}
+
+// Did the operator run on a stream that is not its device's first one in this call?
+bool RecordedCall::ran_elsewhere(const c10::Device& device) {
+  if (device.is_cpu() || device.is_meta()) return false;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  for (const c10::Stream& known : record_.streams) {
+    if (known.device() == device) return known != stream;
+  }
+  record_.streams.push_back(stream);
+  return false;
+}
+
+THPObjectPtr RecordedCall::now() {
+  const WithGil with_gil;
+  return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
+}
+
+void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const OperatorTraits& traits = traits_of(op);
+  if (traits.makes_views || is_finished_ || is_busy_) {
+    op.callBoxed(stack);
+    if (traits.has_own_counter) watch_view(stack->back());
+    return;
+  }
+  const size_t argument_count = op.schema().arguments().size();
+  const size_t first_argument = stack->size() - argument_count;
+  const auto first_ref = static_cast<uint32_t>(record_.refs.size());
+  const auto first_opaque = record_.opaques.size();
+  Recording recording(op);
+  recording.op.first_ref = first_ref;
+  recording.op.arguments.reserve(argument_count);
+  const auto is_among = [](const OperatorTraits::Places& places, size_t place) {
+    return std::ranges::find(places, static_cast<uint8_t>(place)) != places.end();
+  };
+  bool trains = !traits.statistics.empty() && traits.training.empty();
+  for (const uint8_t place : traits.training) {
+    const c10::IValue& value = (*stack)[first_argument + place];
+    trains |= value.isBool() && value.toBool();
+  }
+  for (size_t place = 0; place < argument_count; ++place) {
+    const bool is_statistic = is_among(traits.statistics, place);
+    Role role = is_among(traits.writes, place) ? Role::Write : Role::Read;
+    if (is_statistic && trains) role = Role::Scratch;
+    note_argument((*stack)[first_argument + place], static_cast<uint8_t>(place), role, is_statistic, recording);
+  }
+  recording.op.ref_count = static_cast<uint32_t>(record_.refs.size()) - first_ref;
+  recording.op.runs_once |= traits.runs_once || (recording.reads_written && recording.written.empty());
+  const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
+  auto action = BlockActions::Action::Nothing;
+  if (plan_ && !may_be_remembered) {
+    const auto number = static_cast<size_t>(counted_);
+    if (!left_at_ && number < plan_->operators.size() && plan_->operators[number] == op)
+      action = plan_->actions[number];
+    if (left_at_ && plan_->keeps_if_left) action = BlockActions::Action::Never;
+  }
+  recording.op.runs_once |= action == BlockActions::Action::Never;
+  if (const Switches switches = Switches::now(); switches != record_.switches.back())
+    record_.switches.push_back(switches);
+  recording.op.switches = static_cast<uint32_t>(record_.switches.size() - 1);
+  prepare_writes(recording);
+  recording.op.random_states =
+      RandomStates(traits, c10::ArrayRef<c10::IValue>(stack->data() + first_argument, argument_count));
+  const bool is_timed = clock_ && !times_replay_;
+  THPObjectPtr begin = is_timed ? now() : THPObjectPtr();
+  op.callBoxed(stack);
+  THPObjectPtr end = is_timed ? now() : THPObjectPtr();
+  if (traits.may_draw && !traits.draws) recording.op.random_states.keep_changed();
+  note_results(recording, *stack);
+  if (recording.op.makes.empty() && recording.written.empty()) {
+    record_.refs.resize(first_ref);
+    record_.opaques.erase(record_.opaques.begin() + static_cast<ptrdiff_t>(first_opaque), record_.opaques.end());
+    if (begin) drop_with_gil(std::move(begin), std::move(end));
+    return;
+  }
+  finish_recording(std::move(recording), traits, action, may_be_remembered, *stack);
+  if (begin) note_moment(std::move(begin), std::move(end));
+}
+
+// Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not do so each time.
+bool RecordedCall::is_remembered(const TensorRef& ref) const {
+  if (ref.from != TensorRef::From::Storage) return false;
+  const RecordedStorage& storage = record_.storages[ref.number];
+  return storage.pinned == 0 && (storage.is_leaf || storage.is_input);
+}
+
+void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
+                                    bool may_be_remembered, const torch::jit::Stack& stack) {
+  RecordedOperator& op = recording.op;
+  const size_t result_count = op.handle->schema().returns().size();
+  const auto tensor_of = [&](const RecordedOperator::Made& made) {
+    const c10::IValue& value = stack[stack.size() - result_count + made.result];
+    return made.element < 0 ? value.toTensor() : value.toTensorList().get(static_cast<size_t>(made.element));
+  };
+  // Operators on a second stream are not ordered behind those on the first one, so they are not replayed on that.
+  for (uint32_t ref = op.first_ref; ref < op.first_ref + op.ref_count; ++ref) {
+    const TensorRef& read = record_.refs[ref];
+    if (read.from == TensorRef::From::Storage) op.runs_once |= ran_elsewhere(record_.storages[read.number].device);
+  }
+  for (const RecordedOperator::Made& made : op.makes)
+    op.runs_once |= ran_elsewhere(record_.storages[made.storage].device);
+  for (const RecordedOperator::Made& made : op.makes) {
+    RecordedStorage& storage = record_.storages[made.storage];
+    storage.is_uninitialised = traits.leaves_uninitialised;
+    if (!op.runs_once) continue;
+    const at::Tensor tensor = tensor_of(made);
+    pin(storage, tensor.storage());
+    watch(storage, tensor);
+  }
+  note_writes(recording);
+  if (!may_be_remembered) {
+    const auto number = static_cast<size_t>(counted_);
+    const bool is_planned = plan_ && number < plan_->operators.size() && plan_->operators[number] == *op.handle;
+    if (plan_ && !is_planned && !left_at_) left_at_ = counted_;
+    op.counted = counted_++;
+  }
+  if (action == BlockActions::Action::Keep || action == BlockActions::Action::Move) {
+    const bool moves = action == BlockActions::Action::Move && context_;
+    for (const RecordedOperator::Made& made : op.makes) keep(made.storage, tensor_of(made), moves, op);
+    for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
+  }
+  if (clock_ && !times_replay_ && context_) {
+    for (const RecordedOperator::Made& made : op.makes) note_link_share(made.storage, tensor_of(made));
+    for (const auto& [number, tensor] : recording.written) note_link_share(number, tensor);
+  }
+  record_.operators.push_back(std::move(op));
+}
+
+void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op) {
+  RecordedStorage& storage = record_.storages[number];
+  if (storage.is_pinned() || storage.is_uninitialised || tensor.is_inference() || storage.nbytes == 0) return;
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  storage.kept.epoch = storage.epoch;
+  storage.kept.versions.emplace_back(version);
+  if (!moves) {
+    storage.kept.storage = tensor.storage();
+    return;
+  }
+  // What other operators return may be filled by a stream of theirs, which the program joins later.
+  const std::string& name = op.handle->schema().name();
+  const bool is_filled = name.starts_with("aten::") || name.starts_with("prims::");
+  const WithGil with_gil;
+  storage.kept.packed = pack_whole(storage, tensor.storage(), version, is_filled);
+}
+
+// A view that has a version counter of its own, of a value that is kept.
+void RecordedCall::watch_view(const c10::IValue& value) {
+  const auto watch_one = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !TensorLayout::is_strided(tensor)) return;
+    const auto found = numbers_.find(impl_of(tensor));
+    if (found == numbers_.end()) return;
+    KeptValue& kept = record_.storages[found->second].kept;
+    if (kept.is_there()) kept.versions.emplace_back(tensor.unsafeGetTensorImpl()->version_counter());
+  };
+  if (is_finished_ || is_busy_) return;
+  if (value.isTensor()) watch_one(value.toTensor());
+  if (!value.isTensorList()) return;
+  for (const at::Tensor& tensor : value.toTensorVector()) watch_one(tensor);
+}
+
+void RecordedCall::note_link_share(StorageNumber number, const at::Tensor& tensor) {
+  if (link_shares_.size() <= number) link_shares_.resize(number + 1, 1.0);
+  const WithGil with_gil;
+  if (Context* const context = context_of(context_.get())) link_shares_[number] = link_share(*context, tensor);
+}
+
+void RecordedCall::note_moment(THPObjectPtr begin, THPObjectPtr end) {
+  const WithGil with_gil;
+  moments_.push_back({record_.operators.back().counted, std::move(begin), std::move(end)});
+}
+
+void RecordedCall::drop_with_gil(THPObjectPtr begin, THPObjectPtr end) {
+  const WithGil with_gil;
+  begin = nullptr;
+  end = nullptr;
+}
+
+void RecordedCall::opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) {
+  std::vector<StorageNumber> given;
+  const std::string_view what = name;
+  const bool may_write =
+      what.find("triton") != std::string_view::npos || what.find("auto_functionalized") != std::string_view::npos;
+  for (const at::Tensor& tensor : inputs) {
+    if (!may_write || is_finished_ || !TensorLayout::is_strided(tensor)) continue;
+    const auto found = numbers_.find(impl_of(tensor));
+    if (found != numbers_.end()) given.push_back(found->second);
+  }
+  const std::vector<at::Tensor> outputs = region();
+  if (is_finished_) return;
+  RecordedOperator op(std::nullopt);
+  op.runs_once = true;
+  for (const StorageNumber number : given) {
+    RecordedStorage& storage = record_.storages[number];
+    const c10::intrusive_ptr<c10::StorageImpl> alive = storage.weak.lock();
+    if (storage.is_pinned() || storage.is_uninitialised || !alive) continue;
+    ++storage.epoch;
+    storage.writers.push_back(static_cast<OperatorNumber>(record_.operators.size()));
+    storage.kept = {};
+    pin(storage, c10::Storage(alive));
+    op.writes.push_back(number);
+  }
+  if (!op.writes.empty()) record_.operators.push_back(std::move(op));
+  for (const at::Tensor& tensor : outputs) {
+    if (!tensor.defined() || !TensorLayout::is_strided(tensor) || numbers_.contains(impl_of(tensor))) continue;
+    RecordedStorage& made = record_.storages[storage_of(tensor)];
+    made.is_made_unseen = true;
+  }
+}
+
+// ---- saved tensors ----
+
+std::unique_ptr<Saved> RecordedCall::pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
+                                                const c10::VariableVersion& version, bool is_filled) {
+  Context* const context = context_of(context_.get());
+  if (context == nullptr) throw python_error();
+  const at::Tensor tensor = recorded.whole ? recorded.whole->build(storage, 0, version) : bytes_of(storage);
+  std::optional<PacksMade> packs_made;
+  if (is_filled) packs_made.emplace();
+  const Operation operation;
+  std::unique_ptr<Saved> saved = context->pack(tensor, Context::TypeKind::Tensor, /*is_view_of_parameter=*/false);
+  if (is_filled) Engine::flush_pending();
+  return saved;
+}
+
+std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableVersion* wrapper) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  Context* context = nullptr;
+  if (context_ && (context = context_of(context_.get())) == nullptr) throw python_error();
+  if (!TensorLayout::is_plain(tensor)) {
+    if (!THPVariable_CheckExact(object) && SavedWrapper::is_wrapper(object)) {
+      const c10::VariableVersion outermost =
+          wrapper != nullptr ? *wrapper : torch::autograd::impl::version_counter(tensor);
+      return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(inner, &outermost); });
+    }
+    return pack_as_is(context, object, wrapper);
+  }
+  if (is_finished_) return pack_as_is(context, object, wrapper);
+  const auto found = numbers_.find(impl_of(tensor));
+  const StorageNumber number = found != numbers_.end() ? found->second : storage_of(tensor);
+  RecordedStorage& storage = record_.storages[number];
+  storage.is_saved = true;
+  const bool is_found = storage.is_uninitialised && storage.nbytes != 0 && !storage.is_pinned();
+  if (is_found && !mutated(Mutant::UninitialisedIsKept)) {
+    pin(storage, tensor.storage());
+    watch(storage, tensor);
+  }
+  if (storage.is_pinned()) {
+    std::unique_ptr<Saved> as_is = pack_as_is(context, object, wrapper);
+    if (context == nullptr || storage.is_leaf || !storage.is_movable) return as_is;
+    std::shared_ptr<Saved> shared = std::move(as_is);
+    const Span span = TensorLayout(tensor).span();
+    if (span.begin == 0 && span.end == storage.nbytes) storage.given = shared;
+    return std::make_unique<SavedInput>(shared_from_this(), std::move(shared));
+  }
+  auto saved = std::make_unique<ReplayedTensor>(shared_from_this(), number, tensor);
+  if (verifies_) saved->truth_ = alias_of(tensor);
+  return saved;
+}
+
+ReplayedTensor::ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor)
+    : call_(std::move(call)), storage_(storage), device_(tensor.device()), version_check_(tensor), layout_(tensor) {
+  call_->saved_.push_back(this);
+}
+
+ReplayedTensor::~ReplayedTensor() {
+  leave_list();
+  std::erase(call_->saved_, this);
+  std::erase(call_->handed_out_, this);
+}
+
+at::Tensor ReplayedTensor::stand_in() const {
+  return layout_.build(c10::Storage::create_legacy(device_), 0, version_check_.version());
+}
+
+void ReplayedTensor::prepare() {
+  const bool is_checked = !mutated(Mutant::ReplayedVersionChecked);
+  if (is_checked) version_check_.check([this] { return stand_in(); });
+  if (!kept_ && !value_) call_->replay(*this);
+}
+
+at::Tensor ReplayedTensor::unpack(Versions versions) {
+  if (versions == Versions::Check && !mutated(Mutant::ReplayedVersionChecked))
+    version_check_.check([this] { return stand_in(); });
+  if (kept_) return kept_->unpack(Versions::Ignore);
+  if (!value_) call_->replay(*this);
+  at::Tensor tensor = layout_.build(value_, 0, version_check_.version());
+  call_->asked_for(*this);
+  return version_check_.is_held_without_us() ? held(tensor) : tensor;
+}
+
+at::Tensor SavedInput::unpack(Versions versions) { return saved_->unpack(versions); }
+
+std::optional<LiveSave> ReplayedTensor::describe() const {
+  if (!value_) return std::nullopt;
+  const c10::IntArrayRef sizes = layout_.sizes();
+  return LiveSave{layout_.dtype(), sizes.vec(), c10::multiply_integers(sizes) * layout_.itemsize(), 0};
+}
+
+// ---- after forward ----
+
+std::vector<StorageNumber> RecordedCall::wanted() const {
+  std::vector<StorageNumber> wanted;
+  for (const ReplayedTensor* const each : saved_) {
+    if (!each->kept_ && !each->value_) wanted.push_back(each->storage_);
+  }
+  std::ranges::sort(wanted);
+  wanted.erase(std::ranges::unique(wanted).begin(), wanted.end());
+  return wanted;
+}
+
+void RecordedCall::finish() {
+  if (std::exchange(is_finished_, true)) return;
+  numbers_.clear();
+  const Replay needs(record_, wanted(), Replay::Uses::NothingKept);
+  std::vector<bool> is_needed(record_.operators.size(), false);
+  std::vector<bool> has_opaque(record_.opaques.size(), false);
+  for (const OperatorNumber number : needs.operators()) {
+    is_needed[number] = true;
+    const RecordedOperator& op = record_.operators[number];
+    for (uint32_t ref = op.first_ref; ref < op.first_ref + op.ref_count; ++ref) {
+      if (record_.refs[ref].from == TensorRef::From::Opaque) has_opaque[record_.refs[ref].number] = true;
+    }
+  }
+  for (size_t number = 0; number < is_needed.size(); ++number) {
+    if (is_needed[number]) continue;
+    RecordedOperator& op = record_.operators[number];
+    op.is_needed = false;
+    op.arguments = {};
+    op.random_states = {};
+  }
+  for (size_t number = 0; number < has_opaque.size(); ++number) {
+    if (!has_opaque[number]) record_.opaques[number].first = at::Tensor();
+  }
+  for (StorageNumber number = 0; number < record_.storages.size(); ++number) finish_storage(number, needs);
+}
+
+// Forgets of a storage what nothing needs, and has what stays move.
+void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
+  RecordedStorage& storage = record_.storages[number];
+  storage.weak.reset();
+  const auto is_read = [&](Epoch epoch) {
+    return std::ranges::find(needs.held(), std::pair(number, epoch)) != needs.held().end();
+  };
+  if (!needs.makes(number)) storage.kept = {};
+  for (VersionMark& each : storage.kept.versions) each.mark_again();
+  if (!storage.is_pinned()) return;
+  std::erase_if(storage.copies, [&](const auto& each) { return !is_read(each.first); });
+  if (!is_read(storage.epoch) || storage.copy_of(storage.epoch) != nullptr) {
+    storage.strong = {};
+    storage.versions.clear();
+    return;
+  }
+  if (storage.epoch > 0) {
+    for (VersionMark& each : storage.versions) each.mark_again();
+  }
+  const bool moves =
+      context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
+  if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
+    give_to_context(number);
+    return;
+  }
+  const std::lock_guard lock(held_mutex());
+  readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
+}
+
+// A context brings back first what it was given last. So what the replay asks for is given to it now, behind all that
+// autograd has saved in the call. What a plan makes superfluous, unless a kept value is lost, comes back with what
+// autograd has saved of it.
+void RecordedCall::give_to_context(StorageNumber number) {
+  RecordedStorage& storage = record_.storages[number];
+  storage.packed = storage.given.lock();
+  const std::pair asked(number, storage.epoch);
+  if (storage.packed != nullptr) {
+    const Replay planned(record_, wanted(), Replay::Uses::All);
+    if (std::ranges::find(planned.held(), asked) != planned.held().end()) storage.packed = nullptr;
+  }
+  if (storage.packed == nullptr)
+    storage.packed = pack_whole(storage, storage.strong, storage.versions.front().version(), /*is_filled=*/true);
+  storage.strong = {};
+}
+
+namespace {
+
+struct Truth {
+  StorageNumber storage;
+  TensorLayout layout;
+  at::Tensor tensor;
+};
+
+}  // namespace
+
+std::vector<int32_t> RecordedCall::verify() {
+  std::vector<Truth> truths;
+  for (const ReplayedTensor* const each : saved_) truths.push_back({each->storage_, each->layout_, each->truth_});
+  std::vector<bool> differs(record_.storages.size(), false);
+  run_replay(wanted(), [&](StorageNumber number, const c10::Storage& storage) {
+    for (const Truth& truth : truths) {
+      if (truth.storage != number || differs[number]) continue;
+      differs[number] = !at::equal(truth.layout.bits_on(truth.tensor.storage()), truth.layout.bits_on(storage));
+    }
+  });
+  std::vector<int32_t> numbers;
+  for (StorageNumber number = 0; number < differs.size(); ++number) {
+    if (differs[number]) numbers.push_back(record_.operators[record_.storages[number].writers.back()].counted);
+  }
+  differs_ = std::move(differs);
+  return numbers;
+}
+
+void RecordedCall::settle(bool keeps_all) {
+  for (ReplayedTensor* const each : std::vector<ReplayedTensor*>(saved_)) {
+    const bool keeps = keeps_all || (each->storage_ < differs_.size() && differs_[each->storage_]);
+    const at::Tensor truth = std::exchange(each->truth_, at::Tensor());
+    if (!keeps || !truth.defined()) continue;
+    const Operation operation;
+    Context* const context = context_ ? context_of(context_.get()) : nullptr;
+    if (context != nullptr) {
+      each->kept_ = context->pack(truth, Context::TypeKind::Tensor, /*is_view_of_parameter=*/false);
+    } else {
+      each->kept_ = std::make_unique<SavedTensor>(truth);
+    }
+  }
+}
+
+// ---- replay ----
+
+// Autograd raises the versions of what an operator has written to after the operator, and so after it was recorded.
+void RecordedCall::mark_written() {
+  for (RecordedStorage& storage : record_.storages) {
+    for (VersionMark& each : storage.kept.versions) each.mark_again();
+    if (storage.epoch == 0) continue;
+    for (VersionMark& each : storage.versions) each.mark_again();
+  }
+}
+
+void RecordedCall::refuse(const ValueGone& gone) {
+  THPObjectPtr message;
+  if (observer_) {
+    message = THPObjectPtr(PyObject_CallMethod(observer_.get(), "refused", "sN", gone.what(),
+                                               PyLong_FromVoidPtr(const_cast<void*>(gone.storage))));
+    if (!message) throw python_error();
+  }
+  const char* const text = message && PyUnicode_Check(message.get()) ? PyUnicode_AsUTF8(message.get()) : nullptr;
+  TORCH_CHECK(false, text != nullptr ? std::string(text) : std::string("torchoffload: a tensor ") + gone.what());
+}
+
+void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
+                              c10::function_ref<void(StorageNumber, const c10::Storage&)> give) {
+  if (!is_finished_) mark_written();
+  try {
+    Replay replay(record_, std::move(wanted), Replay::Uses::All);
+    ++replay_count_;
+    replayed_operator_count_ += replay.operators().size();
+    const InForwardsState state(record_);
+    {
+      const Operation operation;
+      replay.prepare();
+      reloaded_ = replay.take_reloaded();
+      Engine::flush_pending();
+    }
+    std::vector<Moment> moments;
+    const auto around = [&](OperatorNumber number, bool is_before) {
+      if (!times_replay_) return;
+      if (is_before) {
+        THPObjectPtr begin = now();
+        const WithGil with_gil;
+        moments.push_back({record_.operators[number].counted, std::move(begin), {}});
+      } else {
+        moments.back().end = now();
+      }
+    };
+    {
+      const WithoutGil without_gil;
+      replay.run(
+          [&](StorageNumber number, const c10::Storage& storage) {
+            state.hand_over(storage);
+            give(number, storage);
+          },
+          around);
+    }
+    if (times_replay_) moments_ = std::move(moments);
+  } catch (const ValueGone& gone) {
+    refuse(gone);
+  }
+}
+
+void RecordedCall::replay(ReplayedTensor& asked) {
+  const std::shared_ptr<RecordedCall> alive = shared_from_this();
+  const auto lock = lock_with_gil(replay_mutex_);
+  if (asked.value_) return;  // another thread has made it meanwhile
+  if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
+  const int graph_task = program::graph_task();
+  std::vector<StorageNumber> all = graph_task != kNoGraphTask ? wanted() : std::vector<StorageNumber>{asked.storage_};
+  std::vector<c10::Storage> values(record_.storages.size());
+  run_replay(std::move(all), [&](StorageNumber number, const c10::Storage& storage) { values[number] = storage; });
+  for (ReplayedTensor* const each : saved_) {
+    if (!each->value_ && !each->kept_ && values[each->storage_]) each->value_ = values[each->storage_];
+  }
+  values.clear();
+  // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values
+  // are made again for that.
+  if (graph_task != kNoGraphTask && !program::keeps_graph()) {
+    for (RecordedStorage& storage : record_.storages) storage.kept = {};
+  }
+  if (graph_task != kNoGraphTask && graph_task != value_task_) {
+    value_task_ = graph_task;
+    program::at_end_of_graph_task([weak = weak_from_this()] {
+      const WithGil with_gil;
+      if (const std::shared_ptr<RecordedCall> call = weak.lock()) call->drop_values();
+    });
+  }
+  if (observer_) {
+    THPObjectPtr told(or_throw(PyList_New(0)));
+    for (const Moment& each : times_replay_ ? std::exchange(moments_, {}) : std::vector<Moment>()) {
+      THPObjectPtr moment(or_throw(Py_BuildValue("iOO", each.counted, each.begin.get(), each.end.get())));
+      if (PyList_Append(told.get(), moment.get()) != 0) throw python_error();
+    }
+    const THPObjectPtr result(or_throw(PyObject_CallMethod(observer_.get(), "ends_again", "O", told.get())));
+  }
+}
+
+// With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another
+// one asks, it is done.
+void RecordedCall::asked_for(ReplayedTensor& saved) {
+  if (program::graph_task() == kNoGraphTask) {
+    saved.value_ = {};
+    return;
+  }
+  if (!program::keeps_graph()) return;
+  const void* const node = torch::autograd::get_current_node().get();
+  if (node != asking_node_) {
+    for (ReplayedTensor* const each : std::exchange(handed_out_, {})) {
+      if (each != &saved) each->value_ = {};
+    }
+    asking_node_ = node;
+  }
+  handed_out_.push_back(&saved);
+}
+
+// A backward has ended. What it has made lives on where the program holds it, and is made again by the next one.
+void RecordedCall::drop_values() {
+  handed_out_.clear();
+  asking_node_ = nullptr;
+  value_task_ = kNoGraphTask;
+  reloaded_.clear();
+  for (ReplayedTensor* const each : saved_) each->value_ = {};
+}
+
+}  // namespace torchoffload

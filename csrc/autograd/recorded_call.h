@@ -1,0 +1,192 @@
+// RecordedCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd
+// saves of what they made, and makes those again when the first of them is asked for in backward.
+// Ownership:     shared by the hook and the mode that are open while forward runs, and by each saved tensor that it
+//                stands in for. It holds no tensor with a history, and nothing in it refers to itself.
+// Thread safety: forward runs on one thread: operators are recorded without the GIL, and everything else needs it.
+//                Several threads may ask for saved tensors.
+// Failures:      what a replayed operator throws; RuntimeError that names a tensor whose value is gone.
+// Not handled:   see recorded_operators.h and operator_listener.h.
+//
+// Note [Recomputation by replay]
+// A recomputation calls no code of the user's. In forward the call is shown each operator below autograd and autocast,
+// and notes the operator, its arguments with tensors named as in Note [Storages and epochs], the state of the random
+// number generators that it draws from, and the switches of PyTorch's that decide how kernels compute. What autograd
+// saves of what these operators made is not held, but named, at the last epoch of its storage: that is what an alias
+// would show. The first saved tensor that is asked for in backward has all those made again that are still alive, in
+// one go, so that an optimizer that steps in backward comes behind them. A plan says which values forward keeps or
+// moves to a tier instead. It is advice: a call that does something else than planned keeps less, and is right.
+#pragma once
+
+#include <Python.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "autograd/context.h"
+#include "autograd/operator_listener.h"
+#include "autograd/recorded_operators.h"
+#include "autograd/replay.h"
+#include "autograd/saved_tensor.h"
+
+namespace torchoffload {
+
+// What a plan does with the values of each counted operator.
+struct BlockActions {
+  enum class Action : uint8_t { Nothing = 0, Keep = 1, Move = 2, Never = 3 };  // Never: it is not called again
+  std::vector<c10::OperatorHandle> operators;
+  std::vector<Action> actions;
+  bool keeps_if_left = false;  // once a call has left the plan, nothing of it is computed again
+};
+
+class ReplayedTensor;
+
+class RecordedCall final : public OperatorListener, public std::enable_shared_from_this<RecordedCall> {
+ public:
+  struct Options {
+    std::shared_ptr<const BlockActions> plan;  // may be null: nothing is kept
+    PyObject* context = nullptr;               // that moves values; borrowed. Null: none
+    PyObject* observer = nullptr;  // has begins_again(), ends_again(moments), refused(what, address); or null
+    PyObject* clock = nullptr;     // returns a moment; null: operators are not timed
+    bool verifies = false;         // the call holds what it stands in for, and `verify` may be called
+    bool times_replay = false;     // and not forward
+  };
+  explicit RecordedCall(const Options& options);
+  ~RecordedCall() override;
+
+  // Marks the storages of tensors that the block is given.
+  void note_inputs(const std::vector<void*>& storages);
+
+  // In forward.
+  void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) override;
+  void opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) override;
+  std::unique_ptr<Saved> pack(PyObject* object, const c10::VariableVersion* wrapper = nullptr);
+
+  // After forward: forgets what nothing needs.
+  void finish();
+
+  // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the
+  // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws what a
+  // replayed operator throws.
+  std::vector<int32_t> verify();
+  // Ends that: holds for good all that the call stands in for, or what came out differently.
+  void settle(bool keeps_all);
+
+  const RecordedOperators& record() const { return record_; }
+  PyObject* context() { return context_.get(); }  // borrowed; may be null
+  std::optional<int32_t> left_at() const { return left_at_; }
+  uint64_t replay_count() const { return replay_count_; }
+  uint64_t replayed_operator_count() const { return replayed_operator_count_; }
+  // Moments before and after each counted operator, of forward if the call has a clock.
+  struct Moment {
+    int32_t counted;
+    THPObjectPtr begin, end;
+  };
+  std::vector<Moment>& moments() { return moments_; }
+  const std::vector<double>& link_shares() const { return link_shares_; }
+
+ private:
+  friend class ReplayedTensor;
+  enum class Role : uint8_t { Read, Write, Scratch };
+  struct Recording;  // of one operator
+
+  StorageNumber storage_of(const at::Tensor& tensor);
+  StorageNumber add_storage(const at::Tensor& tensor);
+  void watch(RecordedStorage& storage, const at::Tensor& tensor);
+  void watch_view(const c10::IValue& value);
+  void pin(RecordedStorage& storage, const c10::Storage& strong);
+  void note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic);
+  TensorRef ref_of(const at::Tensor& tensor, Role role, bool is_statistic, Recording& recording);
+  void note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic, Recording& recording);
+  void prepare_writes(Recording& recording);
+  void note_results(Recording& recording, const torch::jit::Stack& stack);
+  void note_writes(Recording& recording);
+  bool is_remembered(const TensorRef& ref) const;
+  void finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
+                        bool may_be_remembered, const torch::jit::Stack& stack);
+  void keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op);
+  void note_link_share(StorageNumber number, const at::Tensor& tensor);
+  bool ran_elsewhere(const c10::Device& device);
+  THPObjectPtr now();
+  void note_moment(THPObjectPtr begin, THPObjectPtr end);
+  static void drop_with_gil(THPObjectPtr begin, THPObjectPtr end);
+
+  std::unique_ptr<Saved> pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
+                                    const c10::VariableVersion& version, bool is_filled);
+
+  void finish_storage(StorageNumber number, const Replay& needs);
+  void give_to_context(StorageNumber number);
+  std::vector<StorageNumber> wanted() const;
+  void replay(ReplayedTensor& asked);
+  void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
+  void asked_for(ReplayedTensor& saved);
+  void drop_values();
+  void mark_written();
+  [[noreturn]] void refuse(const ValueGone& gone);
+
+  RecordedOperators record_;
+  std::unordered_map<const c10::StorageImpl*, StorageNumber> numbers_;  // while it is recorded
+  std::vector<const void*> input_storages_;
+  std::vector<ReplayedTensor*> saved_;
+  std::shared_ptr<const BlockActions> plan_;
+  std::optional<int32_t> left_at_;
+  int32_t counted_ = 0;
+  THPObjectPtr context_, observer_, clock_;
+  bool verifies_ = false;
+  bool times_replay_ = false;
+  bool is_finished_ = false;
+  bool is_busy_ = false;       // operators are not recorded
+  std::vector<bool> differs_;  // by storage: what verify() found
+  uint64_t replay_count_ = 0;
+  uint64_t replayed_operator_count_ = 0;
+  std::vector<Moment> moments_;
+  std::vector<double> link_shares_;  // by storage, if the call has a clock
+  std::mutex replay_mutex_;          // one replay at a time
+  const void* asking_node_ = nullptr;
+  std::vector<ReplayedTensor*> handed_out_;
+  std::vector<c10::Storage> reloaded_;  // what came back for a replay, until the graph task ends: nodes ask for it, too
+  int value_task_ = -1;                 // the graph task that the values were made in
+};
+
+// What stands in for a saved tensor that the call can make again.
+class ReplayedTensor final : public Saved {
+ public:
+  ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor);
+  ~ReplayedTensor() override;
+
+  void prepare() override;
+  at::Tensor unpack(Versions versions) override;
+
+ private:
+  friend class RecordedCall;
+  std::optional<LiveSave> describe() const override;
+  at::Tensor stand_in() const;
+
+  std::shared_ptr<RecordedCall> call_;
+  StorageNumber storage_;
+  c10::Device device_;
+  VersionCheck version_check_;
+  TensorLayout layout_;
+  c10::Storage value_;
+  at::Tensor truth_;             // while the call may be verified
+  std::unique_ptr<Saved> kept_;  // it is not made again
+};
+
+// A saved tensor that was given to the call and moves. It holds the call, and so what came back for the call's replay.
+class SavedInput final : public Saved {
+ public:
+  SavedInput(std::shared_ptr<RecordedCall> call, std::shared_ptr<Saved> saved)
+      : saved_(std::move(saved)), call_(std::move(call)) {}
+  void prepare() override { saved_->prepare(); }
+  at::Tensor unpack(Versions versions) override;
+
+ private:
+  std::shared_ptr<Saved> saved_;
+  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for what is given up
+};
+
+}  // namespace torchoffload

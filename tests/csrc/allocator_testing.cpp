@@ -1,0 +1,143 @@
+// An allocator of the CPU's memory that counts what is allocated, for tests that take the CPU for a device of a given
+// size. It sees what operators allocate whoever calls them, also those that no mode is shown.
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+namespace py = pybind11;
+
+namespace torchoffload {
+
+namespace {
+
+constexpr double kAllocationS = 10e-6;
+constexpr double kBytesPerS = 1e9;
+
+// What is counted of one device. Guarded by the allocator's mutex.
+struct CountedMemory {
+  double growth = 1;         // what is reserved, over what is allocated
+  uint64_t cap_bytes = 0;    // what may be reserved
+  uint64_t ooms = 0;         // allocations that were refused
+  uint64_t fixed_bytes = 0;  // what was there before
+  uint64_t made_bytes = 0;   // what is there beside
+  uint64_t peak_bytes = 0;
+  uint64_t reserved_bytes = 0, most_reserved_bytes = 0;
+  double now_s = 0;  // goes on with allocations alone
+};
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  static CountingAllocator& instance() {
+    static auto* const leaked = new CountingAllocator;  // storages hold a pointer to it
+    return *leaked;
+  }
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    count(nbytes);
+    c10::DataPtr made = former_->allocate(nbytes);
+    void* const address = made.get();
+    if (address != nullptr) {
+      const std::lock_guard lock(mutex_);
+      sizes_[address] = {nbytes, memory_};
+    }
+    TORCH_CHECK(made.get_context() == address, "the CPU's allocator has contexts of its own");
+    static_cast<void>(made.release_context());
+    return {address, address, &free_counted, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+
+  void begin(std::shared_ptr<CountedMemory> memory) {
+    TORCH_CHECK(memory_ == nullptr, "the CPU's memory is counted already");
+    memory_ = std::move(memory);
+    former_ = c10::GetCPUAllocator();
+    deleter_ = former_->raw_deleter();
+    c10::SetCPUAllocator(this, UINT8_MAX);
+  }
+  void end() {
+    c10::SetCPUAllocator(former_, UINT8_MAX);
+    const std::lock_guard lock(mutex_);
+    memory_ = nullptr;
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  void count(uint64_t nbytes) {
+    const std::lock_guard lock(mutex_);
+    if (memory_ == nullptr) return;
+    CountedMemory& memory = *memory_;
+    const uint64_t allocated = memory.fixed_bytes + memory.made_bytes + nbytes;
+    const auto reserved = static_cast<uint64_t>(static_cast<double>(allocated) * memory.growth);
+    if (reserved > memory.cap_bytes) {
+      ++memory.ooms;
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory.");
+    }
+    memory.now_s += kAllocationS + static_cast<double>(nbytes) / kBytesPerS;
+    memory.made_bytes += nbytes;
+    memory.peak_bytes = std::max(memory.peak_bytes, allocated);
+    memory.reserved_bytes = std::max(memory.reserved_bytes, reserved);
+    memory.most_reserved_bytes = std::max(memory.most_reserved_bytes, memory.reserved_bytes);
+  }
+
+  static void free_counted(void* address) {
+    CountingAllocator& self = instance();
+    {
+      const std::lock_guard lock(self.mutex_);
+      if (const auto found = self.sizes_.find(address); found != self.sizes_.end()) {
+        const auto& [nbytes, memory] = found->second;
+        if (memory != nullptr) memory->made_bytes -= nbytes;
+        self.sizes_.erase(found);
+      }
+    }
+    self.deleter_(address);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, std::pair<uint64_t, std::shared_ptr<CountedMemory>>> sizes_;
+  std::shared_ptr<CountedMemory> memory_;  // what is counted now; null: nothing is
+  c10::Allocator* former_ = nullptr;
+  c10::DeleterFnPtr deleter_ = nullptr;
+};
+
+template <typename Value>
+void bind_field(py::class_<CountedMemory, std::shared_ptr<CountedMemory>>& bound, const char* name,
+                Value CountedMemory::* field) {
+  bound.def_property(
+      name,
+      [field](const CountedMemory& self) {
+        const std::lock_guard lock(CountingAllocator::instance().mutex());
+        return self.*field;
+      },
+      [field](CountedMemory& self, Value value) {
+        const std::lock_guard lock(CountingAllocator::instance().mutex());
+        self.*field = value;
+      });
+}
+
+}  // namespace
+
+void bind_allocator_testing(py::module_& module) {
+  py::class_<CountedMemory, std::shared_ptr<CountedMemory>> bound(module, "CountedMemory");
+  bound.def(py::init<>())
+      .def("begin", [](std::shared_ptr<CountedMemory> self) { CountingAllocator::instance().begin(std::move(self)); })
+      .def("end", [](const CountedMemory&) { CountingAllocator::instance().end(); });
+  bind_field(bound, "growth", &CountedMemory::growth);
+  bind_field(bound, "cap_bytes", &CountedMemory::cap_bytes);
+  bind_field(bound, "ooms", &CountedMemory::ooms);
+  bind_field(bound, "fixed_bytes", &CountedMemory::fixed_bytes);
+  bind_field(bound, "made_bytes", &CountedMemory::made_bytes);
+  bind_field(bound, "peak_bytes", &CountedMemory::peak_bytes);
+  bind_field(bound, "reserved_bytes", &CountedMemory::reserved_bytes);
+  bind_field(bound, "most_reserved_bytes", &CountedMemory::most_reserved_bytes);
+  bind_field(bound, "now_s", &CountedMemory::now_s);
+}
+
+}  // namespace torchoffload
