@@ -206,7 +206,7 @@ def measure(soak: Soak | Churn) -> dict[str, int]:
     if soak.device.name == "cuda":
         held["device_bytes"] = soak.torch.cuda.memory_allocated()
     gc.collect()
-    return held | {"resident_bytes": resident_bytes(), "malloc_bytes": malloc_bytes()}
+    return held | {"resident_bytes": resident_bytes()}
 
 
 def spill_bytes(directory: pathlib.Path) -> int:
@@ -246,6 +246,7 @@ def run(options: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
             measured[numbers.stop] = measure(soak) | {"step_us": round(1e6 * step_s)}
             soak.offloaded_bytes += torchoffload.stats().bytes_offloaded
             torchoffload.reset_stats()
+        measured[numbers.stop]["malloc_bytes"] = malloc_bytes()  # without the pools of the simulated device
         if not options.quiet and (numbers.stop * 10) % options.steps < 10 * PHASE_STEPS:
             now = measured[numbers.stop]["resident_bytes"]
             print(f"step {numbers.stop}: {now / 2**20:.1f} MiB resident, {time.monotonic() - begin:.0f} s", flush=True)
