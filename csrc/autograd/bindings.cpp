@@ -87,7 +87,7 @@ py::dict stats() {
   Statistics& statistics = Statistics::global();
   uint64_t live_records = 0;
   std::vector<TapeRow> rows(statistics.finished.begin(), statistics.finished.end());
-  for (const Engine* const engine : all_engines()) {
+  for (const auto& engine : all_engines()) {
     live_records += engine->ledger().live_records();
     engine->append_live_rows(rows);
   }
@@ -96,7 +96,7 @@ py::dict stats() {
   statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned.held_bytes);
   uint64_t staging_bytes = 0;
   py::dict obstacles, given_up;
-  for (const Engine* const engine : all_engines()) {
+  for (const auto& engine : all_engines()) {
     staging_bytes += engine->coded().staging_bytes();
     const py::str device = engine->backend().device;
     if (const std::string obstacle = engine->coded().obstacle(); !obstacle.empty()) obstacles[device] = obstacle;

@@ -215,9 +215,16 @@ Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_vie
   return Reason::None;
 }
 
+Engine* Context::find_engine_of(const at::Tensor& tensor) {
+  Engine* const engine = find_engine(place_of(tensor, state_->options));
+  const auto is_it = [&](const std::shared_ptr<Engine>& known) { return known.get() == engine; };
+  if (engine != nullptr && std::ranges::none_of(engines_, is_it)) engines_.push_back(engine->shared_from_this());
+  return engine;
+}
+
 std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::optional<Extent> extent,
                                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why) {
-  Engine* const engine = find_engine(place_of(tensor, state_->options));
+  Engine* const engine = find_engine_of(tensor);
   if (engine == nullptr) {
     why = Reason::Device;
     if (!tensor.is_meta())
@@ -254,6 +261,7 @@ std::optional<codec::Code> Context::expected_code(const at::Tensor& tensor) cons
   const ContextOptions& options = state_->options;
   if (options.compress == Compress::Off || !TensorLayout::is_plain(tensor)) return std::nullopt;
   if (tensor.storage().data() == nullptr) return std::nullopt;
+  const Operation operation;  // the engine exists until it ends
   const Engine* const engine = find_engine(place_of(tensor, options));
   if (engine == nullptr) return std::nullopt;
   return engine->expected_code(options, static_cast<uint8_t>(tensor.scalar_type()), tensor.storage().nbytes());
@@ -286,7 +294,7 @@ std::unique_ptr<SavedTensor> Context::pack_candidate(const at::Tensor& tensor, u
   auto saved = std::make_unique<SavedTensor>(tensor);
   std::optional<c10::VariableVersion> version;
   if (wrapper != nullptr) version = *wrapper;
-  Engine* const engine = find_engine(place_of(tensor, state_->options));
+  Engine* const engine = find_engine_of(tensor);
   const StreamId stream = engine != nullptr ? engine->backend().streams.current_stream() : kNoStream;
   const Extent extent = extent_to_move(tensor, wrapper);
   on_this_thread().candidates[storage_of(tensor)].push_back(
@@ -335,7 +343,7 @@ void Context::admit(const at::Tensor& tensor) {
     if (*candidate.saved == nullptr) continue;
     const at::Tensor kept = (*candidate.saved)->kept();
     // R2: its copy would wait for the stream that is current now, which may not wait for the one that fills it yet.
-    Engine* const engine = find_engine(place_of(kept, state_->options));
+    Engine* const engine = find_engine_of(kept);
     if (engine != nullptr && engine->backend().streams.current_stream() != candidate.stream) {
       count_kept_here(Reason::NotAnInput, candidate.nbytes, candidate.module);
       continue;

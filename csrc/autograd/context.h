@@ -91,6 +91,9 @@ class Context {
   };
   // Hold the reference over no call that may block: the context may be left meanwhile.
   OnThread& on_this_thread();
+  // The engine that moves this tensor, or null. The context has a share in it from here on, so that it and what it
+  // learned exist for as long as the context. May block.
+  Engine* find_engine_of(const at::Tensor& tensor);
   // The open tape of the calling thread for this engine. May block.
   TapeId open_tape(Engine& engine);
   // May block.
@@ -109,8 +112,9 @@ class Context {
 
   std::shared_ptr<ContextState> state_;
   bool has_been_entered_ = false;
-  std::list<OnThread> threads_;
-  TapeRow kept_row_;  // saves that meet no tape
+  std::list<OnThread> threads_;                   // a reference stays valid while other threads come and go
+  std::vector<std::shared_ptr<Engine>> engines_;  // that its saves have met
+  TapeRow kept_row_;                              // saves that meet no tape
 };
 
 // Storages of every Parameter seen, also of those that a wrapper subclass has inside: no context moves them.

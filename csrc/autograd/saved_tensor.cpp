@@ -89,7 +89,7 @@ VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
   const auto alive = base_.lock();
   const bool does_base_require_grad = alive ? at::Tensor(alive).requires_grad() : did_base_require_grad_;
   if (!before && !does_base_require_grad) return before;
-  const at::Tensor base = at::ones({1}).set_requires_grad(true).clone();
+  const at::Tensor base = at::ones({1}, at::TensorOptions(at::kCPU).dtype(at::kFloat)).set_requires_grad(true).clone();
   const at::Tensor view = torch::autograd::make_variable_differentiable_view(
       base.tensor_data(), torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt, /*shared_view_info=*/false,
       creation_);

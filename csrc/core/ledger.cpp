@@ -128,6 +128,12 @@ Ledger::OfStorage Ledger::of_storage(TapeId tape_id, const void* storage) const 
   return found;
 }
 
+std::optional<RecordId> Ledger::before_of_storage(RecordId id) const {
+  const Record& record = records_[id.index];
+  if (!is_open(record.tape) || record.next_same_storage == kNone) return std::nullopt;
+  return RecordId{record.next_same_storage, records_[record.next_same_storage].generation};
+}
+
 RecordId Ledger::add_record(TapeId tape_id, const Identity& identity, const Span& span, Decision decision) {
   Tape& tape = this->tape(tape_id);
   if (!tape.open) broken("a record was added to a closed tape");

@@ -130,6 +130,9 @@ class Ledger {
     bool has_whole = false;  // one of them stands for the whole storage, perhaps at another version
   };
   OfStorage of_storage(TapeId tape, const void* storage) const;
+  // The record of the same tape and storage that was made before this one; nullopt: there is none, or the tape is
+  // closed.
+  std::optional<RecordId> before_of_storage(RecordId id) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span, Decision decision);
   // Above the index that the next record will have.
   size_t next_index_limit() const { return records_.size() + 1; }

@@ -87,6 +87,8 @@ constexpr std::array kNames{
     NAMED(DropsArePutOff),
     NAMED(CopyNotInsideOneAroundIt),
     NAMED(IdleThreadsMakeRoom),
+    NAMED(PartCountsItsStorage),
+    NAMED(DroppedEngineAwaitsOperations),
     NAMED(ReplaySetsSwitches),
     NAMED(ReplaySetsRandomState),
     NAMED(ReplayedVersionChecked),

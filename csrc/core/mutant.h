@@ -72,17 +72,19 @@ enum class Mutant : uint8_t {
   FailedSpillStaysInMemory,    // R16, the same for a slot that is in host memory
   UnwrittenSourceStays,        // the same, for a source that backward used
   FailedReadRaises,
-  RefusalPasses,                 // a disk whose write failed is tried again
-  InterruptEndsWait,             // a wait for a disk, in system/host_wait.cpp
-  ParameterStaysByStorage,       // design.md, Pack
-  DeallocQueuedInsideOperation,  // design.md, Locks
-  PackedInGraphTaskStays,        // design.md, Pack
-  BorrowedStays,                 // memory that is not the storage's own
-  StreamsMayBeDestroyed,         // by their owners, where they came from outside
-  BudgetHonoured,                // design.md, Memory
-  DropsArePutOff,                // Note [What may run Python]
-  CopyNotInsideOneAroundIt,      // R1, an operator inside of which a finalizer runs others
-  IdleThreadsMakeRoom,           // Note [Copies that wait for room]
+  RefusalPasses,                  // a disk whose write failed is tried again
+  InterruptEndsWait,              // a wait for a disk, in system/host_wait.cpp
+  ParameterStaysByStorage,        // design.md, Pack
+  DeallocQueuedInsideOperation,   // design.md, Locks
+  PackedInGraphTaskStays,         // design.md, Pack
+  BorrowedStays,                  // memory that is not the storage's own
+  StreamsMayBeDestroyed,          // by their owners, where they came from outside
+  BudgetHonoured,                 // design.md, Memory
+  DropsArePutOff,                 // Note [What may run Python]
+  CopyNotInsideOneAroundIt,       // R1, an operator inside of which a finalizer runs others
+  IdleThreadsMakeRoom,            // Note [Copies that wait for room]
+  PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
+  DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
   // Replay (design.md, Planned blocks).
   ReplaySetsSwitches,
   ReplaySetsRandomState,

@@ -12,8 +12,13 @@ std::vector<BackendKind*>& kinds() {
   return *leaked;
 }
 
-std::optional<SpillPlan>& spill_plan_of_tests() {
-  static auto* const leaked = new std::optional<SpillPlan>;
+struct PlanOfTests {
+  std::vector<std::string> directories;
+  SpillPolicy policy;
+};
+
+std::optional<PlanOfTests>& spill_plan_of_tests() {
+  static auto* const leaked = new std::optional<PlanOfTests>;
   return *leaked;
 }
 
@@ -83,19 +88,24 @@ GraphPools* graph_pools() {
 }
 
 std::optional<SpillPlan> spill_plan(const Place& place) {
-  const auto directories = [&] { return std::vector<std::string>(place.disk_dirs.begin(), place.disk_dirs.end()); };
-  if (place.tier == Placement::Disk) return SpillPlan{directories(), {kPassingBytes, /*writes_at_once=*/true}};
-  if (place.spills) return SpillPlan{directories(), {place.budget_bytes, /*writes_at_once=*/false}};
-  if (spill_plan_of_tests() && !place.budget_bytes) return spill_plan_of_tests();
+  if (place.tier == Placement::Disk) return SpillPlan{place.disk_dirs, {kPassingBytes, /*writes_at_once=*/true}};
+  if (place.spills) return SpillPlan{place.disk_dirs, {place.budget_bytes, /*writes_at_once=*/false}};
+  const std::optional<PlanOfTests>& of_tests = spill_plan_of_tests();
+  if (of_tests && !place.budget_bytes) return SpillPlan{of_tests->directories, of_tests->policy};
   return std::nullopt;
 }
 
-void set_spill_plan(std::optional<SpillPlan> plan) { spill_plan_of_tests() = std::move(plan); }
+void set_spill_plan(const std::vector<std::string>& directories, SpillPolicy policy) {
+  spill_plan_of_tests() = {directories, policy};
+}
+
+void forget_spill_plan() { spill_plan_of_tests().reset(); }
 
 RegisterBackendWrapper::RegisterBackendWrapper(BackendWrapper wrapper) { wrapper_in_use() = wrapper; }
 
-const Backend& wrapped(const Backend& backend, int device_index) {
-  return wrapper_in_use() == nullptr ? backend : wrapper_in_use()(backend, device_index);
+std::shared_ptr<const Backend> wrapped(const Backend& backend, int device_index) {
+  if (wrapper_in_use() != nullptr) return wrapper_in_use()(backend, device_index);
+  return std::make_shared<const Backend>(backend);
 }
 
 }  // namespace torchoffload

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,8 +21,8 @@
 #include "device/backend.h"
 #include "device/graph_pools.h"
 #include "device/memory.h"
+#include "device/spill_place.h"
 #include "storage/pinned_chunk.h"
-#include "storage/spilling_stores.h"
 
 namespace torchoffload {
 
@@ -42,8 +43,14 @@ class BackendUsers {
  public:
   virtual ~BackendUsers() = default;
 
-  // Is a tape alive that was opened for this backend?
-  virtual bool has_tapes(const Backend& backend) const = 0;
+  // Is a tape alive that was opened for a backend of this place?
+  virtual bool have_tapes(const DiskPlace& place) const = 0;
+  // Does a context keep what is known of it?
+  virtual bool know(const DiskPlace& place) const = 0;
+  // Gives up the device memory that engines of the place have for coded copies.
+  virtual void give_up_staging(const DiskPlace& place) const = 0;
+  // The place is not looked up any more: it is destroyed once nothing refers to it.
+  virtual void drop(std::shared_ptr<DiskPlace> place) const = 0;
 
   // Makes a call that may block.
   virtual void without_gil(const std::function<void()>& call) const = 0;
@@ -116,17 +123,19 @@ PinnedMemory pinned_memory();
 GraphPools* graph_pools();
 
 // How slots of an accelerator's tensors go on to disks; nullopt: they stay in host memory.
+// For the length of a call.
 std::optional<SpillPlan> spill_plan(const Place& place);
 
 // ---- what the test build puts in between ----
 
 // What a kind that has just put a backend together hands out for it: what the wrapper makes of it, or the backend
-// itself where none was set. `backend` has to live for the process.
-using BackendWrapper = const Backend& (*)(const Backend& backend, int device_index);
-const Backend& wrapped(const Backend& backend, int device_index);
+// itself where none was set.
+using BackendWrapper = std::shared_ptr<const Backend> (*)(const Backend& backend, int device_index);
+std::shared_ptr<const Backend> wrapped(const Backend& backend, int device_index);
 
 // While a test has set a plan, slots of contexts without a budget go on to disks by that plan, whatever their options.
-void set_spill_plan(std::optional<SpillPlan> plan);
+void set_spill_plan(const std::vector<std::string>& directories, SpillPolicy policy);
+void forget_spill_plan();
 
 class RegisterBackendWrapper {
  public:

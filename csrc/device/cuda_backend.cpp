@@ -11,6 +11,7 @@
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,131 +22,13 @@
 
 #include "device/cuda_graph_pools.h"
 #include "device/cuda_memory.h"
+#include "device/cuda_streams.h"
 #include "device/marked_memory.h"
 #include "device/torch_memory.h"
 
 namespace torchoffload {
 
 namespace {
-
-constexpr uint64_t kEventsPerStream = 1024;
-
-// Makes a device the current one for calls of CUDA's runtime. PyTorch's own guard makes more calls at its begin and
-// end, and there are several guards for each saved tensor. Here the device is nearly always current already, and then
-// nothing is done at the end.
-class OnDevice {
- public:
-  explicit OnDevice(c10::DeviceIndex device) {
-    int current = 0;
-    C10_CUDA_CHECK(cudaGetDevice(&current));  // asks CUDA: PyTorch may not have set its current device yet
-    if (current != device) guard_.set_index(device);
-  }
-
- private:
-  c10::cuda::OptionalCUDAGuard guard_;
-};
-
-// A stream on which points are recorded, or which waits for points. See Note [Event ring].
-class TrackedStream {
- public:
-  TrackedStream(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream)
-      : device_(device), stream_(stream), torch_stream_(torch_stream) {}
-
-  c10::DeviceIndex device() const { return device_; }
-  cudaStream_t raw() const { return stream_; }
-  const std::optional<c10::cuda::CUDAStream>& torch_stream() const { return torch_stream_; }
-
-  // PyTorch uses the handle of an external stream as its id. For the default stream both are 0.
-  bool is_external() const {
-    return torch_stream_ && stream_ != nullptr && torch_stream_->id() == reinterpret_cast<intptr_t>(stream_);
-  }
-
-  uint64_t record() {
-    const OnDevice on_device(device_);
-    const std::lock_guard lock(mutex_);
-    const uint64_t serial = serial_.load(std::memory_order_relaxed) + 1;
-    std::atomic<cudaEvent_t>& place = events_[serial % kEventsPerStream];
-    cudaEvent_t event = place.load(std::memory_order_relaxed);
-    if (event == nullptr) {
-      C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-      place.store(event, std::memory_order_relaxed);
-    }
-    C10_CUDA_CHECK(cudaEventRecord(event, stream_));
-    serial_.store(serial, std::memory_order_release);
-    return serial;
-  }
-
-  // An event that is reached no earlier than the point. It may be recorded anew at any time, for a later point. Takes
-  // no lock, since record() may hold it for as long as the stream's queue is full.
-  cudaEvent_t event_of(uint64_t serial) const {
-    const uint64_t latest = serial_.load(std::memory_order_acquire);
-    const uint64_t oldest = latest < kEventsPerStream ? 1 : latest - kEventsPerStream + 1;
-    return events_[std::max(serial, oldest) % kEventsPerStream].load(std::memory_order_relaxed);
-  }
-
- private:
-  const c10::DeviceIndex device_;
-  const cudaStream_t stream_;
-  const std::optional<c10::cuda::CUDAStream> torch_stream_;
-  std::mutex mutex_;  // one point at a time; held while the stream's queue is full
-  std::array<std::atomic<cudaEvent_t>, kEventsPerStream> events_{};  // those that were needed so far
-  std::atomic<uint64_t> serial_ = 0;
-};
-
-// All known streams of the process, by id. Leaked on purpose.
-class StreamTable {
- public:
-  static StreamTable& instance() {
-    static StreamTable* const leaked = new StreamTable;
-    return *leaked;
-  }
-
-  // Called many times for each record, so each thread caches what it found. That stays true, since no stream is
-  // forgotten.
-  TrackedStream& at(StreamId id) {
-    struct Known {
-      StreamId id = kNoStream;
-      TrackedStream* stream = nullptr;
-    };
-    thread_local std::array<Known, 8> latest;
-    Known& known = latest[static_cast<size_t>(id) % latest.size()];
-    if (known.id != id || known.stream == nullptr) {
-      const std::lock_guard lock(mutex_);
-      known = {id, streams_.at(id).get()};  // throws for kNoStream
-    }
-    return *known.stream;
-  }
-
-  StreamId id_of(const c10::cuda::CUDAStream& stream) {
-    const std::lock_guard lock(mutex_);
-    const auto [known, is_new] = ids_.try_emplace({stream.device_index(), stream.id()}, kNoStream);
-    if (is_new) known->second = add(stream.device_index(), stream.stream(), stream);
-    return known->second;
-  }
-
-  // The stream is not taken from PyTorch's pool, which hands out the same stream again after 32 calls.
-  StreamId make_own(c10::DeviceIndex device, bool is_urgent = false) {
-    const c10::cuda::CUDAGuard guard(device);
-    int least = 0;
-    int greatest = 0;
-    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, is_urgent ? greatest : 0));
-    const std::lock_guard lock(mutex_);
-    return add(device, stream, std::nullopt);
-  }
-
- private:
-  StreamId add(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream) {
-    const StreamId id = next_stream_id();
-    streams_.emplace(id, std::make_unique<TrackedStream>(device, stream, torch_stream));
-    return id;
-  }
-
-  std::mutex mutex_;
-  std::map<StreamId, std::unique_ptr<TrackedStream>> streams_;
-  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_;
-};
 
 // Events with timing, by number from 1. Those that are given back are used again.
 class TimedEvents {
@@ -243,7 +126,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
     TrackedStream& waiting = StreamTable::instance().at(waiter);
     const OnDevice on_device(waiting.device());
     const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
-    C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
+    if (event != nullptr) C10_CUDA_CHECK(cudaStreamWaitEvent(waiting.raw(), event, 0));
   }
 
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override {
@@ -382,14 +265,17 @@ StreamId make_urgent_cuda_stream(int device_index) {
 cudaStream_t raw_cuda_stream(StreamId stream) { return StreamTable::instance().at(stream).raw(); }
 
 bool cuda_has_reached(Point point) {
-  const cudaError_t status = cudaEventQuery(StreamTable::instance().at(point.stream).event_of(point.serial));
+  const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
+  if (event == nullptr) return true;
+  const cudaError_t status = cudaEventQuery(event);
   if (status != cudaErrorNotReady) C10_CUDA_CHECK(status);
   return status == cudaSuccess;
 }
 
 void cuda_synchronize(Point point) {
   if (point.is_beginning()) return;
-  C10_CUDA_CHECK(cudaEventSynchronize(StreamTable::instance().at(point.stream).event_of(point.serial)));
+  const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
+  if (event != nullptr) C10_CUDA_CHECK(cudaEventSynchronize(event));
 }
 
 }  // namespace torchoffload

@@ -12,6 +12,9 @@
 // for through the oldest event in it: that event stands for a later point of the same stream, and once that one is
 // reached the older one is reached too. So no references to events are counted, and no list of free ones is searched.
 // If an event is recorded anew between the look at the ring and the wait, the wait is only for a still later point.
+// An external stream has a short ring, since a program may make ever new ones. Once all points of such a stream were
+// reached, its events may go to others. A place of its ring is empty then, which says that the point was reached. Who
+// looked at the ring before waits for a later point of another stream, which is in vain and harms nothing.
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>

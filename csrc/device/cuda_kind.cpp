@@ -3,15 +3,15 @@
 #include <c10/cuda/CUDAMacros.h>
 
 #include <array>
-#include <map>
+#include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "device/backends.h"
 #include "device/cuda_backend.h"
 #include "device/cuda_coder.h"
 #include "device/cuda_graph_pools.h"
+#include "device/spill_place.h"
 #include "storage/pinned_arena.h"
 
 namespace torchoffload {
@@ -22,7 +22,7 @@ class CudaKind final : public BackendKind {
  public:
   std::string name() const override { return "cuda"; }
 
-  const Backend* find(const Place& place, const BackendUsers&) override {
+  const Backend* find(const Place& place, const BackendUsers& users) override {
     const bool is_cuda = place.device_type == static_cast<int8_t>(c10::DeviceType::CUDA);
     if (!is_cuda) return nullptr;
     OfMemory& of_memory = place.use_pin_memory ? pinned_ : plain_;
@@ -31,10 +31,12 @@ class CudaKind final : public BackendKind {
       of_memory.arena = new PinnedArena(registration, cuda_synchronize);
     }
     if (const std::optional<SpillPlan> plan = spill_plan(place)) {
-      TieredStore& store = stores_.of(*of_memory.arena, *plan);
-      return made_once(spilling_[{&store, place.device_index}], place, store);
+      return &SpillPlace::find(spilling_, users, *of_memory.arena, *plan, hooks_, place.device_index,
+                               [&](TieredStore& store) { return made(place, store); });
     }
-    return made_once(of_memory.backends.at(static_cast<size_t>(place.device_index)), place, *of_memory.arena);
+    auto& backend = of_memory.backends.at(static_cast<size_t>(place.device_index));
+    if (backend == nullptr) backend = made(place, *of_memory.arena);
+    return backend.get();
   }
 
   bool is_available() const override { return cuda_available(); }
@@ -57,21 +59,19 @@ class CudaKind final : public BackendKind {
   // What all devices have their slots in, made at first use, and their backends.
   struct OfMemory {
     PinnedArena* arena = nullptr;
-    std::array<const Backend*, C10_COMPILE_TIME_MAX_GPUS> backends{};
+    std::array<std::shared_ptr<const Backend>, C10_COMPILE_TIME_MAX_GPUS> backends{};
   };
 
-  static const Backend* made_once(const Backend*& backend, const Place& place, SlotStore& store) {
-    if (backend != nullptr) return backend;
-    auto* const made = new Backend(cuda_backend(place.device_index, store));
-    if (place.use_pin_memory) made->coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
-    backend = &wrapped(*made, place.device_index);
-    return backend;
+  static std::shared_ptr<const Backend> made(const Place& place, SlotStore& store) {
+    Backend backend = cuda_backend(place.device_index, store);
+    if (place.use_pin_memory) backend.coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
+    return wrapped(backend, place.device_index);
   }
 
   OfMemory pinned_;
   OfMemory plain_;
-  SpillingStores stores_{{.wait_for_point = cuda_wait_in_background}};
-  std::map<std::pair<TieredStore*, int>, const Backend*> spilling_;
+  const SpillHooks hooks_{.wait_for_point = cuda_wait_in_background};
+  DiskPlaces spilling_;
 };
 
 const RegisterBackendKind cuda_is_registered(*new CudaKind);

@@ -32,6 +32,12 @@ void Engine::give_up_staging() {
   for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
 }
 
+void Engine::give_up_idle() {
+  if (is_inherited() || ledger_.live_tapes() > 0) return;
+  give_up_staging();
+  streams_.reap();
+}
+
 std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const {
   if (!may_code(options)) return std::nullopt;
   const std::optional<codec::Code> code = coded_.expected_code(dtype, nbytes);

@@ -1,7 +1,6 @@
 // Engine: moves what is saved on one device to one tier and back. Its parts decide; the engine carries their decisions
 // out, from the pack of a saved tensor to the release of its record.
-// Ownership:     what each record holds, by the record's index. The parts of its backend are borrowed and live for
-//                the process; so does the engine.
+// Ownership:     what each record holds, by the record's index. The parts of its backend outlive it.
 // Thread safety: needs the GIL. A call that may block, such as one that enqueues a copy, releases the GIL for that time
 //                (BlockingSection). Operations of other threads may run meanwhile, so the ledger is read again after
 //                it. A record whose copy is being enqueued is held (Ledger::hold), and is not released meanwhile.
@@ -9,13 +8,11 @@
 // Failures:      a call that throws leaves ledger, windows, slots and budgets as if it had not been made. release()
 //                never throws.
 // Stream order:  every wait is made by the engine's StreamOrder, and is named by its Rule.
-// Shutdown:      leaked on purpose; see Note [No CUDA after main].
+// Shutdown:      see Note [Ends of engines]; the last ones are leaked on purpose: see Note [No CUDA after main].
 //
 // The engine knows no tensors. Of a tensor it is given the memory (Memory), the version counter, and numbers.
-//
-// Its parts are Ledger (records, handles, tapes and their states), Windows (which copy to wait for, what to reload
-// next), Lessons (what earlier steps teach), SlotBudget (whether a record may have a slot), StreamOrder (waits),
-// TapeTimes and Timeline (times), and HeldRecord (what is held of one record).
+// Its parts: Ledger (records, handles, tapes, states), Windows (which copy to wait for, what to reload next), Lessons
+// (what earlier steps teach), SlotBudget, StreamOrder (waits), TapeTimes, Timeline, HeldRecord (what a record holds).
 #pragma once
 
 #include <memory>
@@ -49,7 +46,7 @@
 
 namespace torchoffload {
 
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const Backend& backend)
       : backend_(backend),
@@ -81,6 +78,9 @@ class Engine {
   // background. May block.
   void hold_growth() { slots_.hold_growth(); }
 
+  bool is_unused() const { return ledger_.live_tapes() == 0 && !streams_.has_retired() && !coded_.is_ready(); }
+  void give_up_idle();  // what an engine without tapes has on the device, as far as possible now. May block
+  uint64_t tapes_opened() const { return tapes_opened_; }
   const CodedLink& coded() const { return coded_; }
   std::vector<CodingVerdict> codes_given_up() const { return lessons_.learner().codes_given_up(); }
   void give_up_staging();  // of coded copies, unless a tape is alive. May block
@@ -264,7 +264,10 @@ class Engine {
   // The source's stream waits for the copy out by now, or the copy has ended. Drops the source, or keeps the record
   // where the source was resized or the write failed.
   void finish_offload(RecordId id);
-  void leave_offload_window(RecordId id) { windows_.offload_left(ledger_.record(id).nbytes()); }
+  // What a source keeps on the device: see Note [Parts in the offload window].
+  uint64_t pinned_bytes(RecordId id) { return ledger_.record(id).identity.nbytes; }
+  void enter_offload_window(RecordId id);
+  void leave_offload_window(RecordId id) { windows_.offload_left(std::exchange(held(id).window_bytes, 0)); }
   // The record stays on the device after all. Its slot and its share of the budget go back. Never blocks.
   void keep(RecordId id, Reason why);
 
@@ -365,10 +368,8 @@ class Engine {
   // Called at each hook event. Drops the retired memory that may be dropped by now. Where copies complete in the
   // background, it also finishes the copies out that have ended, and never blocks; elsewhere it may block.
   void reap();
-  // A hold ends, and with the last one a record without handles is released. May block as release() may.
-  void let_go(RecordId id) noexcept;
-  // Takes a record that is about to be released out of the windows.
-  void leave_windows(RecordId id);
+  void let_go(RecordId id) noexcept;  // with the last hold a record without handles is released. May block as release()
+  void leave_windows(RecordId id);    // takes a record that is about to be released out of them
   // A kept record is about to be released: what it counted towards the windows is subtracted again.
   void forget_learned(RecordId id);
   // Drops all that was held of a record that the ledger has released: slot, budget, tape, and last the memory.

@@ -34,11 +34,13 @@ void Engine::await_end_of(int graph_task) {
   const auto token = std::make_shared<const int>(graph_task);
   asking_tasks_.push_back({graph_task, token});
   const Ahead ahead = program::keeps_graph() ? Ahead::GoesBack : Ahead::Stays;
-  program::at_end_of_graph_task([this, token, ahead] {
-    if (Operation::is_shut_down() || is_inherited()) return;
+  program::at_end_of_graph_task([weak = weak_from_this(), token, ahead] {
+    if (Operation::is_shut_down()) return;
     const WithGil with_gil;
+    const std::shared_ptr<Engine> engine = weak.lock();  // null: its directory is used no more
+    if (engine == nullptr || engine->is_inherited()) return;
     const Operation operation;
-    (void)give_back(*token, ahead);
+    (void)engine->give_back(*token, ahead);
   });
 }
 

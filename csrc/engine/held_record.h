@@ -46,6 +46,7 @@ struct HeldRecord {
   uint64_t slot_bytes = 0;               // what its slot has room for
   RecordCode code;
   uint64_t charged_bytes = 0;
+  uint64_t window_bytes = 0;   // what it counts in the offload window while its copy is in flight
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
   uint32_t number = 0;         // counts the tape's records in the order of their first saves
   uint32_t module = 0;         // the number of the module that saved it first

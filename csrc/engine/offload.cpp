@@ -175,7 +175,7 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
 void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
   const TapeId tape = ledger_.record(id).tape;
   const auto is_in_flight = [this](RecordId known) { return is_offloading(known); };
-  const auto bytes_of = [this](RecordId known) { return ledger_.record(known).nbytes(); };
+  const auto bytes_of = [this](RecordId known) { return held(known).window_bytes; };
   auto next = copy.window_waits.begin();
   const auto note = [&](RecordId known) {
     const DeviceBytes& source = held(known).bytes;
@@ -226,7 +226,7 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
     copy.time.enter(timeline_, entry(EntryKind::CopyOut, id));
   }
   ledger_.begin_offload(id);
-  windows_.offload_began(id, nbytes, [this](RecordId known) { return is_offloading(known); });
+  enter_offload_window(id);
   TapeRow& row = this->row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
@@ -265,6 +265,20 @@ std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<P
 }
 
 // ---- the window ----
+//
+// Note [Parts in the offload window]
+// A view that moves alone keeps its whole storage on the device while its copy is in flight, since the storage can be
+// freed as a whole alone. So in the window it counts with the bytes of the storage. Of several views of one storage the
+// one whose copy began last counts, and the others with nothing: what they keep is freed with that one.
+
+void Engine::enter_offload_window(RecordId id) {
+  const bool is_part = ledger_.record(id).nbytes() < pinned_bytes(id);
+  const std::optional<RecordId> before = is_part ? ledger_.before_of_storage(id) : std::nullopt;
+  if (before && is_offloading(*before)) leave_offload_window(*before);
+  const bool counts_whole = !mutated(Mutant::PartCountsItsStorage);
+  held(id).window_bytes = counts_whole ? pinned_bytes(id) : ledger_.record(id).nbytes();
+  windows_.offload_began(id, held(id).window_bytes, [this](RecordId known) { return is_offloading(known); });
+}
 
 void Engine::drain_window_of(RecordId id) {
   const TapeId tape = ledger_.record(id).tape;

@@ -14,17 +14,24 @@ namespace torchoffload {
 namespace {
 
 std::atomic<bool> shut_down_flag = false;  // callbacks of autograd ask before they take the GIL
+uint64_t latest_operation = 0;             // guarded by the GIL
 
 }  // namespace
 
-Operation::Operation() : now_(ThreadState::current()) {
-  if (++now_.operation_depth == 1) (void)PutOffDrops::put_in_force(&now_.dropped);
+Operation::Operation() : now_(ThreadState::current()), is_inside_another_(now_.operation_began != 0) {
+  if (++now_.operation_depth > 1) return;
+  if (!is_inside_another_) now_.operation_began = ++latest_operation;
+  (void)PutOffDrops::put_in_force(&now_.dropped);
 }
 
 Operation::~Operation() {
   if (now_.operation_depth == 1) finish_outermost(now_);
-  if (--now_.operation_depth == 0) (void)PutOffDrops::put_in_force(nullptr);
+  if (--now_.operation_depth > 0) return;
+  if (!is_inside_another_) now_.operation_began = 0;
+  (void)PutOffDrops::put_in_force(nullptr);
 }
+
+uint64_t Operation::latest() { return latest_operation; }
 
 bool Operation::drop_now() {
   ThreadState& now = ThreadState::current();

@@ -63,6 +63,9 @@ class Operation {
     }
   }
 
+  // The number of the operation that began last, of all threads. One inside of another has none of its own.
+  static uint64_t latest();
+
   // True once the interpreter is going down: from then on device memory is leaked, and not freed.
   static bool is_shut_down();
   static void shut_down();
@@ -85,6 +88,7 @@ class Operation {
   static bool finish_outermost(ThreadState& now);
 
   ThreadState& now_;
+  const bool is_inside_another_;  // also one that is in a BlockingSection
 };
 
 // Note [Threads at exit]

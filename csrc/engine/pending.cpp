@@ -131,7 +131,8 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
   if (!may_wait && engine.windows_.waiting_bytes() == 0) return Turn::Goes;
   const Record& record = engine.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
-  if (!engine.windows_.may_wait(record.tape, is_new ? record.nbytes() : 0)) return Turn::OldestGoes;
+  const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
+  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Turn::OldestGoes;
   if (is_new && waiting_before(place) >= kMostWaiting) return Turn::OldestOfThreadGoes;
   if (!may_wait) return Turn::Goes;
   if (std::ranges::find(without_room, &engine) != without_room.end()) return Turn::Waits;
@@ -207,7 +208,7 @@ void Engine::Flush::begin_wait(size_t place) {
   known->wait_number = ++waits_begun;
   thread.set_has_waiting(true);
   engine.ledger_.await_room(id);
-  engine.windows_.wait_began(engine.ledger_.record(id).nbytes());
+  engine.windows_.wait_began(engine.pinned_bytes(id));
   engine.drain_window_of(id);
   Statistics::global().saw_offload_window(engine.windows_.offload_bytes());
 }
@@ -248,7 +249,7 @@ bool Engine::is_pending(RecordId id) {
 }
 
 void Engine::stop_waiting(RecordId id) {
-  if (ledger_.stop_awaiting_room(id)) windows_.wait_ended(ledger_.record(id).nbytes());
+  if (ledger_.stop_awaiting_room(id)) windows_.wait_ended(pinned_bytes(id));
 }
 
 }  // namespace torchoffload

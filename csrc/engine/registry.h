@@ -1,11 +1,21 @@
 // Registry: the engines of the process, one for each backend, made at first use.
-// Ownership:     engines, backends and stores live for the process and are leaked on purpose.
+// Ownership:     an engine belongs to its backend. That of a device's own memory lives for the process, and that of a
+//                directory until the directory is used no more; see Note [Ends of engines].
 // Thread safety: needs the GIL.
 // Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down handles that die leak what they hold
 //                (Operation::is_shut_down), and so do those that a forked child inherited (Engine::is_inherited).
+//
+// Note [Ends of engines]
+// A kind of backend drops a place (a set of directories) when it is idle and no context knows it. Nobody finds its
+// engines from then on, but somebody may use one still: a hook call of another thread that found it before, and waits
+// for something without the GIL; a tape that such a call has opened; a context that keeps it; a pending copy whose
+// record was released; a call that goes through all engines, which has shares in them. So a dropped place is looked at whenever another one is dropped, and by trim(). Once all its
+// engines are unused, each operation that is open may refer to one. When all these have ended, and no tape was opened
+// since, nothing refers to them, and the place is destroyed.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,13 +24,14 @@
 
 namespace torchoffload {
 
-// The engine that moves what is at `place`, or null where no backend serves it. May block under Placement::Disk: where
-// another directory than the last is used, those that are idle give up their files and threads.
+// The engine that moves what is at `place`, or null where no backend serves it. Call it inside of an operation: the
+// engine exists until that ends, and after it while a tape is alive or the caller has a share in it. May block if its
+// directory is another one than the last, since those that are left give up their files and threads.
 // Throws std::runtime_error for a CUDA tensor under Placement::Disk, and where no spill file can be made.
 Engine* find_engine(const Place& place);
 
-// Every engine made so far: a copy, since a caller that lets other threads run may see more being made.
-std::vector<Engine*> all_engines();
+// Every engine that there is: shares in them, since a caller that lets other threads run may see some come and go.
+std::vector<std::shared_ptr<Engine>> all_engines();
 
 // profile() on or off, for the engines there are and those that come. Starting it throws std::runtime_error while a
 // CUDA graph is being captured.

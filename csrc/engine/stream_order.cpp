@@ -56,7 +56,8 @@ void StreamOrder::wait(Rule rule, StreamId waiter, Point point) {
 }
 
 void StreamOrder::remember(const Made& made) {
-  if (is_polled({made.producer, made.serial}) || !is_lasting(made.waiter)) return;
+  // Of streams that may be destroyed there may be ever new ones.
+  if (is_polled({made.producer, made.serial}) || !is_lasting(made.waiter) || !is_lasting(made.producer)) return;
   const auto known = std::find_if(made_.begin(), made_.end(), [&](const Made& before) {
     return before.waiter == made.waiter && before.producer == made.producer;
   });

@@ -175,6 +175,8 @@ class StreamOrder {
     if (!retired_.empty()) reap_retired();
   }
 
+  bool has_retired() const { return !retired_.empty(); }
+
   // Waits on the host for all I/O on retired memory, and drops that memory. Blocks, where there is any.
   void finish_retired();
 
@@ -200,7 +202,7 @@ class StreamOrder {
 
   Streams& streams_;
   const bool has_polled_;
-  std::vector<Made> made_;        // the latest wait of each pair of streams, where the waiting one is lasting
+  std::vector<Made> made_;        // the latest wait of each pair of streams that are lasting
   std::vector<Retired> retired_;  // in the order in which the memory was retired
 };
 

@@ -59,7 +59,18 @@ void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
 
 void TapeTimes::give_up(OfTape& tape) {
   tape.is_timed = false;
+  stop_timing();
+}
+
+void TapeTimes::stop_timing() {
   timeline_.stop();
+  if (!timeline_.is_on()) return;
+  uint64_t wanted = timeline_.entry_count();
+  for (const OfTape& known : tapes_) {
+    if (known.is_timed) wanted = std::min(wanted, known.first_entry);
+  }
+  for (const Gone& known : gone_) wanted = std::min(wanted, known.first_entry);
+  timeline_.forget_before(wanted);
 }
 
 void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone) {
@@ -76,7 +87,7 @@ std::optional<TapeTimes::Taken> TapeTimes::take() {
   const Gone& tape = gone_.front();
   Taken taken{tape.shape, times_of(tape)};
   gone_.pop_front();
-  timeline_.stop();
+  stop_timing();
   return taken;
 }
 

@@ -56,6 +56,8 @@ class TapeTimes {
     TapeCode code = TapeCode::None;
     bool was_alone = false;
   };
+  // One timed tape less: entries that no other one wants are forgotten.
+  void stop_timing();
   // Times the tape no more, and tells the timeline that one user less wants entries.
   void give_up(OfTape& tape);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in

@@ -1,7 +1,9 @@
 // ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
-// Ownership:     one for each thread, leaked on purpose: handles may die while static destructors run.
+// Ownership:     one for each thread that runs. That of a thread that has ended goes to a later thread. None is freed,
+//                since handles may die while static destructors run.
 // Thread safety: needs the GIL. Used by its own thread alone, but for copies in `pending` that wait for room: another
-//                thread may take them out, while this one is not running or is in a BlockingSection.
+//                thread may take them out, while this one is not running or is in a BlockingSection. Others ask about
+//                it with the GIL held.
 #pragma once
 
 #include <cstdint>
@@ -54,6 +56,7 @@ struct AskedTape {
 struct ThreadState {
   // How many operations are open, one inside the other, and what the outermost one does when it ends. See Operation.
   int operation_depth = 0;
+  uint64_t operation_began = 0;  // the outermost one's number among those of the process, while it is open; else 0
   PutOffDrops dropped;
   std::vector<std::function<void()>> releases;
 
@@ -72,6 +75,14 @@ struct ThreadState {
   void set_has_waiting(bool has_waiting_now);
 
   static ThreadState& current();
+
+  // Has some thread an open operation that is the one of this number, or began before it?
+  static bool any_has_operation_until(uint64_t number);
+  // Has some thread that runs a pending copy of this engine, whose records were all released? Forgets those that
+  // threads left behind.
+  static bool any_has_pending(const Engine& engine);
+  // The tape that a thread asked last is not one of this engine any more.
+  static void forget_asked(const Engine& engine);
 };
 
 // While it lives, code of others runs on the thread, perhaps inside of an operator that has packed already. That code

@@ -33,6 +33,12 @@ const char* to_string(EntryKind kind) {
 
 void Timeline::start() { ++wanted_; }
 
+Timeline::~Timeline() {
+  forget_unread();
+  for (const TimedPoint point : {origin_, profile_origin_}) streams_.give_back(point);
+  for (const Close& close : closes_) streams_.give_back(close.entry.begin);
+}
+
 TimedPoint Timeline::record(StreamId stream) {
   std::optional<BlockingSection> blocking;
   if (streams_.may_block(stream)) blocking.emplace();
@@ -58,7 +64,7 @@ void Timeline::stop() {
   if (--wanted_ > 0) return;
   forget_unread();
   entries_.clear();
-  read_count_ = 0;
+  first_entry_ = read_count_ = 0;
   streams_.give_back(origin_);
   origin_ = {};
 }
@@ -67,7 +73,7 @@ void Timeline::start_profile() {
   if (is_profiled_ || !streams_.tells_time()) return;
   start();
   is_profiled_ = true;
-  profile_begin_ = entries_.size();
+  profile_begin_ = entry_count();
   profile_origin_ = now(streams_.current_stream());
 }
 
@@ -80,14 +86,14 @@ void Timeline::note_close(uint64_t tape) {
     entry.device_bytes = memory_.allocated_bytes();
     entry.begin = now(streams_.current_stream());
     if (!is_profiled_) return streams_.give_back(entry.begin);  // profile() was turned off while this call waited
-    closes_.push_back({entries_.size(), entry});
+    closes_.push_back({entry_count(), entry});
   } catch (...) {  // tapes close in destructors, too; a failing device raises again at the next call that can report it
   }
 }
 
 bool Timeline::read_profile() {
   const auto is_reached = [&](TimedPoint point) { return streams_.seconds_between(origin_, point).has_value(); };
-  return read() == entries_.size() && is_reached(profile_origin_) &&
+  return read() == entry_count() && is_reached(profile_origin_) &&
          std::all_of(closes_.begin(), closes_.end(), [&](const Close& close) { return is_reached(close.entry.begin); });
 }
 
@@ -109,12 +115,12 @@ std::vector<Timeline::Entry> Timeline::stop_profile() {
   } while (!read_profile());
   std::vector<Entry> seen;
   auto closed = closes_.begin();
-  for (uint64_t number = profile_begin_; number <= entries_.size(); ++number) {
+  for (uint64_t number = profile_begin_; number <= entry_count(); ++number) {
     for (; closed != closes_.end() && closed->entry_count == number; ++closed) {
       seen.push_back(closed->entry);
       seen.back().begin_s = seen.back().end_s = take_seconds(closed->entry.begin);
     }
-    if (number < entries_.size()) seen.push_back(entries_[number]);
+    if (number < entry_count()) seen.push_back(entry(number));
   }
   closes_.clear();
   const double begin_s = take_seconds(profile_origin_);
@@ -127,10 +133,16 @@ std::vector<Timeline::Entry> Timeline::stop_profile() {
 }
 
 void Timeline::forget_unread() {
-  for (uint64_t number = read_count_; number < entries_.size(); ++number) {
-    streams_.give_back(entries_[number].begin);
-    streams_.give_back(entries_[number].end);
+  for (uint64_t number = read_count_; number < entry_count(); ++number) {
+    streams_.give_back(entry(number).begin);
+    streams_.give_back(entry(number).end);
   }
+}
+
+// Those that were not read yet are kept: their points are still to be given back.
+void Timeline::forget_before(uint64_t number) {
+  if (is_profiled_) number = std::min(number, profile_begin_);
+  for (number = std::min(number, read_count_); first_entry_ < number; ++first_entry_) entries_.pop_front();
 }
 
 void Timeline::add(Entry entry) {
@@ -143,8 +155,8 @@ void Timeline::add(Entry entry) {
 }
 
 uint64_t Timeline::read() {
-  for (; read_count_ < entries_.size(); ++read_count_) {
-    Entry& entry = entries_[read_count_];
+  for (; read_count_ < entry_count(); ++read_count_) {
+    Entry& entry = entries_[read_count_ - first_entry_];
     const auto begin_s = streams_.seconds_between(origin_, entry.begin);
     if (!begin_s) break;
     const auto end_s = entry.end.is_set() ? streams_.seconds_between(origin_, entry.end) : begin_s;

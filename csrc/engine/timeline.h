@@ -46,6 +46,9 @@ class Timeline {
   };
 
   Timeline(Streams& streams, DeviceMemory& memory) : streams_(streams), memory_(memory) {}
+  ~Timeline();
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
 
   // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while there is
   // any. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
@@ -74,9 +77,14 @@ class Timeline {
   // that comes when the timeline is off.
   void add(Entry entry);
 
-  // Entries are numbered from 0 and kept until the last stop().
-  uint64_t entry_count() const { return entries_.size(); }
-  const Entry& entry(uint64_t number) const { return entries_.at(number); }
+  // Entries are numbered from 0, and kept until the last stop() or forget_before().
+  uint64_t entry_count() const { return first_entry_ + entries_.size(); }
+  const Entry& entry(uint64_t number) const { return entries_.at(number - first_entry_); }
+
+  uint64_t held_count() const { return entries_.size(); }
+
+  // Nobody but profile() asks for the entries before this number any more.
+  void forget_before(uint64_t number);
 
   // Reads the times of entries, in order, as far as the device has come. Returns how many were read since the timeline
   // was turned on. Never blocks.
@@ -106,7 +114,8 @@ class Timeline {
   std::vector<Close> closes_;  // apart from the entries, which TapeTimes reads
   TimedPoint origin_;
   std::deque<Entry> entries_;
-  uint64_t read_count_ = 0;
+  uint64_t first_entry_ = 0;  // the number of the first one of them
+  uint64_t read_count_ = 0;   // of all, those that were forgotten included
 };
 
 // Enters a span of time on a stream: its begin is recorded by the constructor, its end by the destructor. Both may

@@ -22,7 +22,10 @@ uint64_t spill_memory_bytes() { return all_memory_bytes; }
 
 TieredStore::TieredStore(PinnedArena& arena, const std::vector<std::string>& directories, SpillPolicy policy,
                          SpillHooks hooks)
-    : arena_(arena), policy_(policy), hooks_(std::move(hooks)) {
+    : arena_(arena),
+      writes_at_once_(policy.writes_at_once),
+      hooks_(std::move(hooks)),
+      memory_limit_bytes_(policy.memory_bytes) {
   for (const std::string& directory : directories)
     disks_.push_back(
         {std::make_unique<SpillFile>(directory, [](Point) {}), 0, 0, std::nullopt});  // its slots have no guards
@@ -35,8 +38,9 @@ TieredStore::~TieredStore() {
     [[maybe_unused]] const TransferQueue* const leaked = transfers_.release();
     return;
   }
-  stop();
   std::unique_lock lock(mutex_);
+  is_stopped_ = true;
+  changed_.notify_all();
   transfers_->wait(lock, changed_, [&] { return transfer_count_ == 0; }, [&] { return describe_wait("the end of"); });
   while (!slots_.empty()) free_slot(slots_.begin()->first, {});
 }
@@ -212,7 +216,7 @@ bool TieredStore::begin_fetch(const Slot& slot) {
 // ---- memory ----
 
 uint64_t TieredStore::limit_locked() const {
-  if (policy_.memory_bytes) return *policy_.memory_bytes;
+  if (memory_limit_bytes_) return *memory_limit_bytes_;
   const uint64_t capacity_bytes = arena_.capacity_bytes();
   if (!default_budget_bytes_ || budget_read_at_capacity_ != capacity_bytes) {
     default_budget_bytes_ = default_budget_bytes(read_host_memory(), local_world_size(), capacity_bytes);

@@ -7,8 +7,9 @@
 //                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
 //                that a slot gives up carries the points of the copies that used it, as a released range of the arena
 //                does.
-// Shutdown:      leaked on purpose, with its threads; see Note [No CUDA after main]. After stop() nothing is written or
-//                read, and the device is not asked. In a forked child it is full; see Note [Forked children].
+// Shutdown:      destroyed if its directories are used no more, and else leaked on purpose, with its threads; see
+//                Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked. In a
+//                forked child it is full; see Note [Forked children].
 // Not handled:   compression, encryption, writing a part of a slot.
 //
 // Note [Where a slot is]
@@ -93,7 +94,7 @@ class TieredStore final : public SlotStore {
   // Makes a spill file in each directory. Throws std::runtime_error where one cannot be made.
   TieredStore(PinnedArena& arena, const std::vector<std::string>& directories, SpillPolicy policy, SpillHooks hooks);
 
-  // Waits for its transfers: for tests, since the stores of a process are never destroyed.
+  // Waits for its transfers. The arena goes on for its other users.
   ~TieredStore() override;
   TieredStore(const TieredStore&) = delete;
   TieredStore& operator=(const TieredStore&) = delete;
@@ -131,6 +132,13 @@ class TieredStore final : public SlotStore {
 
   uint64_t limit_bytes() const override;  // with what other stores have in the arena
   uint64_t disk_used_bytes() const;       // in slots
+
+  // From here on slots have at most so much memory; absent: the default budget. If they have more now, it is given up
+  // as others want room.
+  void limit_memory(std::optional<uint64_t> memory_bytes);
+
+  // Is no slot in use, and no transfer under way? False in a forked child of the process that made the store.
+  bool is_idle() const;
 
   // For tests: throws std::logic_error where a slot is in no place that its state allows, or a count is wrong.
   void check_invariants() const;
@@ -258,12 +266,13 @@ class TieredStore final : public SlotStore {
   static Slot acquire_on(SpillFile& file, uint64_t nbytes);
 
   PinnedArena& arena_;
-  const SpillPolicy policy_;
+  const bool writes_at_once_;
   const SpillHooks hooks_;
   const ForkGuard fork_guard_;
 
   mutable std::mutex mutex_;  // guards all below
   mutable std::condition_variable changed_;
+  std::optional<uint64_t> memory_limit_bytes_;  // absent: the default budget
   Slots slots_;
   std::vector<Disk> disks_;
   uint64_t last_number_ = 0;

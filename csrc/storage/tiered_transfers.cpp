@@ -64,7 +64,7 @@ void TieredStore::write_ahead() {
 }
 
 bool TieredStore::must_write_more() const {
-  if (policy_.writes_at_once) return true;
+  if (writes_at_once_) return true;
   const uint64_t limit_bytes = limit_locked();
   const uint64_t share_bytes = std::min(limit_bytes / kShareAhead, kMostBytesAhead);
   const uint64_t ahead_bytes = std::min(limit_bytes, std::max(share_bytes, 2 * largest_bytes_));
@@ -166,6 +166,22 @@ void TieredStore::give_up_fetch(Resting& resting) {
   give_up_memory(resting);
   resting.address = nullptr;
   resting.place = Place::OnDisk;
+}
+
+// ---- the limit ----
+
+void TieredStore::limit_memory(std::optional<uint64_t> memory_bytes) {
+  if (fork_guard_.inherited()) return;
+  const std::lock_guard lock(mutex_);
+  memory_limit_bytes_ = memory_bytes;
+  ++change_count_;
+  changed_.notify_all();
+}
+
+bool TieredStore::is_idle() const {
+  if (fork_guard_.inherited()) return false;
+  const std::lock_guard lock(mutex_);
+  return slots_.empty() && transfer_count_ == 0;
 }
 
 // ---- running, on a thread of the store ----

@@ -24,14 +24,19 @@ void call_hook(const char* call) {
   if (seam_hook()) seam_hook()(call);
 }
 
-const Backend& logged(const Backend& backend, int device_index) {
-  auto* const logging = new LoggingBackend(backend, device_index);
-  return *new Backend(logging->parts());
-}
-
 const RegisterBackendWrapper log_is_registered(&logged);
 
 }  // namespace
+
+std::shared_ptr<const Backend> logged(const Backend& backend, int device_index) {
+  struct Logged {
+    Logged(const Backend& inner, int index) : logging(inner, index), parts(logging.parts()) {}
+    LoggingBackend logging;
+    const Backend parts;
+  };
+  const auto made = std::make_shared<Logged>(backend, device_index);
+  return {made, &made->parts};
+}
 
 void set_seam_hook(std::function<void(const std::string&)> hook) { seam_hook() = std::move(hook); }
 

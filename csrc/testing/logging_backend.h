@@ -21,6 +21,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -138,5 +139,8 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   const Backend inner_;
   const int device_index_;
 };
+
+// The same backend with parts that log, which live as long as it.
+std::shared_ptr<const Backend> logged(const Backend& backend, int device_index);
 
 }  // namespace torchoffload

@@ -1,12 +1,12 @@
 // The simulated devices as a kind of backend. They serve the CPU tensors whose memory is theirs.
 #include <c10/core/DeviceType.h>
 
-#include <map>
+#include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "device/backends.h"
+#include "device/spill_place.h"
 #include "testing/logging_backend.h"
 #include "testing/sim_backend.h"
 #include "testing/sim_transfers.h"
@@ -19,13 +19,16 @@ class SimKind final : public BackendKind {
  public:
   std::string name() const override { return "simulated"; }
 
-  const Backend* find(const Place& place, const BackendUsers&) override {
+  const Backend* find(const Place& place, const BackendUsers& users) override {
     const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
     if (!is_cpu || place.tier != Placement::Host) return nullptr;
     const auto device_index = SimWorld::instance().device_index_of(place.memory.data());
     if (!device_index) return nullptr;
     const std::optional<SpillPlan> plan = spill_plan(place);
-    return plan ? spilling_backend(*device_index, *plan) : &simulated_backend(*device_index);
+    if (!plan) return &simulated_backend(*device_index);
+    return &SpillPlace::find(
+        spilling_, users, simulated_arena(), *plan, hooks_, *device_index,
+        [&](TieredStore& store) { return logged(simulated_device(*device_index).with(store), *device_index); });
   }
 
   bool is_available() const override { return active_simulation() != nullptr; }
@@ -44,17 +47,7 @@ class SimKind final : public BackendKind {
   }
 
  private:
-  const Backend* spilling_backend(int device_index, const SpillPlan& plan) {
-    TieredStore& store = stores_.of(simulated_arena(), plan);
-    auto& made = spilling_[{&store, device_index}];
-    if (made == nullptr) {
-      auto* const logged = new LoggingBackend(simulated_device(device_index).with(store), device_index);
-      made = new Backend(logged->parts());
-    }
-    return made;
-  }
-
-  SpillingStores stores_{{
+  const SpillHooks hooks_{
       .wait_for_point =
           [](Point point) {
             SimWorld::instance().synchronize(point);
@@ -65,8 +58,8 @@ class SimKind final : public BackendKind {
           [](IoDirection direction, const void* memory, uint64_t nbytes) {
             SimWorld::instance().saw_transfer(direction == IoDirection::Out, memory, nbytes);
           },
-  }};
-  std::map<std::pair<TieredStore*, int>, const Backend*> spilling_;
+  };
+  DiskPlaces spilling_;
 };
 
 const RegisterBackendKind sim_is_registered(*new SimKind);

@@ -79,7 +79,7 @@ def _link_rate() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"not_measured": "no CUDA"}
     try:
-        host = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         device = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cuda")
         return {"out_gb_per_s": round(_best_rate(host, device), 1), "in_gb_per_s": round(_best_rate(device, host), 1)}
     except RuntimeError as error:  # a full or broken device must not prevent the rest of the bug report

@@ -156,7 +156,7 @@ void bind_plan_testing(py::module_& module) {
   // Engines follow this plan in tapes of a known shape with as many records.
   module.def("plan_engines_as",
              [](const std::vector<bool>& kept, const Sizes& offload_windows, uint64_t reload_window_bytes) {
-               for (Engine* const engine : all_engines())
+               for (const auto& engine : all_engines())
                  engine->lessons().plan_as(plan_of(kept, offload_windows, reload_window_bytes));
              });
 
@@ -219,17 +219,17 @@ void bind_plan_testing(py::module_& module) {
   module.attr("expected_limit") = Learner::kExpectedLimit;
   module.attr("learned_record_limit") = Learner::kRecordLimit;
   module.def("forget_learned", [] {
-    for (Engine* const engine : all_engines()) engine->forget_learned_steps();
+    for (const auto& engine : all_engines()) engine->forget_learned_steps();
   });
   module.def("structures_learned", [] {
     size_t count = 0;
-    for (Engine* const engine : all_engines()) count += engine->lessons().learner().structure_count();
+    for (const auto& engine : all_engines()) count += engine->lessons().learner().structure_count();
     return count;
   });
   module.def("tapes_left_behind", [] { return Statistics::global().tapes_left_behind; });
   module.def("shapes_learned", [] {
     size_t count = 0;
-    for (Engine* const engine : all_engines()) count += engine->lessons().learner().shape_count();
+    for (const auto& engine : all_engines()) count += engine->lessons().learner().shape_count();
     return count;
   });
 }

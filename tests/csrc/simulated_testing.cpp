@@ -270,6 +270,10 @@ void bind_simulated_testing(py::module_& m) {
 
   m.def("set_mutant", &set_mutant, py::arg("name").none(true));
   m.def("mutant_names", &mutant_names);
+  m.def("mutant_in_force", []() -> std::optional<std::string> {
+    if (mutant_in_force == Mutant::kCount) return std::nullopt;
+    return mutant_name(mutant_in_force);
+  });
 
   bind_seam(m);
 }

@@ -38,8 +38,14 @@ void bind_testing(py::module_& module) {
       coder->await_prepared();
     }
   });
+  testing.def("engine_count", [] { return all_engines().size(); });
+  testing.def("held_timeline_entries", [] {
+    uint64_t count = 0;
+    for (const auto& engine : all_engines()) count += engine->timeline().held_count();
+    return count;
+  });
   testing.def("check_invariants", [] {
-    for (const Engine* const engine : all_engines()) engine->ledger().check_invariants();
+    for (const auto& engine : all_engines()) engine->ledger().check_invariants();
   });
 }
 

@@ -134,6 +134,8 @@ void bind_tiered_testing(py::module_& m) {
       .def(
           "stop", [](Self& self) { self.store->stop(); }, NoGilCall())
       .def("hold_device", [](Self& self) { self.is_device_held = true; })
+      .def("limit_memory", [](Self& self, std::optional<uint64_t> nbytes) { self.store->limit_memory(nbytes); })
+      .def_property_readonly("is_idle", [](Self& self) { return self.store->is_idle(); })
       .def("take_trouble", [](Self& self) { return self.store->take_trouble(); })
       .def("check_invariants", [](Self& self) { self.store->check_invariants(); })
       // Of a store whose transfers run by hand: runs the next one. Returns whether there was one.
@@ -155,8 +157,8 @@ void bind_tiered_testing(py::module_& m) {
   m.def(
       "spill_everything",
       [](const std::optional<std::string>& directory, uint64_t memory_bytes, bool writes_at_once) {
-        if (!directory) return set_spill_plan(std::nullopt);
-        set_spill_plan(SpillPlan{{*directory}, {memory_bytes, writes_at_once}});
+        if (!directory) return forget_spill_plan();
+        set_spill_plan({*directory}, {memory_bytes, writes_at_once});
       },
       py::arg("directory").none(true), py::kw_only(), py::arg("memory_bytes") = 0, py::arg("writes_at_once") = true);
 }

@@ -5,7 +5,7 @@ import torch
 
 import torchoffload
 from devices import Device
-from timed_steps import RECORD_BYTES, WIDTH, Layer, scope_with_a_link
+from timed_steps import RECORD_BYTES, WIDTH, Layer, forward, scope_with_a_link
 
 BIG = 32  # the last record is so many times as large as the others
 # All copies are on their way when backward begins, so it uses the sources, and nothing is copied in.
@@ -32,3 +32,26 @@ def test_a_step_in_which_nothing_came_back_is_learned_from(device_under_test: De
         testing.forget_learned()
     assert "needed_soon" not in untimed
     assert timed["needed_soon"] >= BIG * RECORD_BYTES
+
+
+@pytest.mark.devices("simulated-late")
+def test_entries_of_tapes_that_are_gone_are_forgotten_while_others_are_timed(device_under_test: Device):
+    """Eight graphs wait for their backwards, and ever new sizes have their times taken: some tape is always timed."""
+    from torchoffload._C_testing import testing
+
+    with scope_with_a_link(device_under_test):
+        testing.forget_learned()
+        context = device_under_test.context(learn=True)
+        waiting: list[torch.Tensor] = []
+        held: list[int] = []
+        for number in range(320):
+            with context:
+                waiting.append(forward(device_under_test, 2 + number // 4 % 40))
+            if len(waiting) > 8:
+                waiting.pop(0).backward()
+            held.append(testing.held_timeline_entries())
+        while waiting:
+            waiting.pop().backward()
+        testing.forget_learned()
+    assert sum(count == 0 for count in held) < 10
+    assert max(held) < 4_000  # and 40,000 were made

@@ -331,8 +331,9 @@ def test_a_copy_begins_to_wait_as_a_finalizer_flushes(mode: str, tmp_path: Path)
 
 
 @pytest.mark.devices("simulated-early", "simulated-seeded")
-def test_a_thread_that_idles_inside_of_its_context_keeps_no_window_from_others(
-    device_under_test: Device, tmp_path: Path
+@pytest.mark.parametrize("ends", [False, True], ids=["idles", "ends"])
+def test_a_thread_that_stays_inside_of_its_context_keeps_no_window_from_others(
+    ends: bool, device_under_test: Device, tmp_path: Path
 ):
     """Its copies that wait for room are enqueued by the others, which then have the window for copies of their own."""
     slots, waiting = 3, 4
@@ -344,18 +345,22 @@ def test_a_thread_that_idles_inside_of_its_context_keeps_no_window_from_others(
         outputs: list[torch.Tensor] = []
         main = run.simulation.current_stream()
 
+        of_thread = spilling(run, tmp_path, slots, offload_window_bytes=waiting * NBYTES, learn=False)
+
         def idle() -> None:
-            with (
-                run.simulation.stream(main),
-                spilling(run, tmp_path, slots, offload_window_bytes=waiting * NBYTES, learn=False),
-            ):
+            with run.simulation.stream(main):
+                of_thread.__enter__()
                 outputs.append(chain(idles, slots + waiting + 1))  # the last one is pending
                 is_idle.set()
-                may_go_on.wait(60)
+                if not ends:
+                    may_go_on.wait(60)
+                    of_thread.__exit__(None, None, None)
 
         thread = threading.Thread(target=idle)
         thread.start()
         assert is_idle.wait(60)
+        if ends:
+            thread.join(60)
         with spilling(run, tmp_path, slots, offload_window_bytes=waiting * NBYTES, learn=False):
             before = torchoffload.stats()
             y = chain(mine, waiting + 1)

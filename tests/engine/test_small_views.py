@@ -115,3 +115,40 @@ def test_a_small_view_of_a_storage_that_lives_on_stays_from_the_third_tape_on(de
             y.sum().backward()
             kept.append(torchoffload.stats().records_kept.get("lives_on", 0))
         assert kept == [0, 0, 1, 1]
+
+
+@pytest.mark.devices("simulated-late")
+def test_a_part_that_is_in_flight_counts_with_its_storage(device_under_test: Device):
+    """Its source keeps all of the storage, whose bytes the window has to hold."""
+    window_bytes = 8 * ROW_BYTES
+    with device_under_test.scope() as simulation:
+        x = torch.ones(1, requires_grad=True)
+        with device_under_test.context(min_offload_size=MINIMUM, offload_window_bytes=window_bytes):
+            outputs = []
+            for row in range(4):
+                big = torch.ones(ROWS, 1024) + row
+                outputs.append(x * big[row])
+                del big
+            torch.ones(1, requires_grad=True).sin()
+            held_bytes = simulation.allocated_bytes() - sum(output.nbytes for output in outputs)
+        assert held_bytes <= window_bytes
+        torch.stack([output.sum() for output in outputs]).sum().backward()
+        assert x.grad is not None
+        assert x.grad.item() == 1024 * (1 + 2 + 3 + 4)
+
+
+@pytest.mark.devices("simulated-late")
+def test_parts_of_one_storage_in_flight_count_it_once(device_under_test: Device):
+    torchoffload.reset_stats()
+    with device_under_test.scope():
+        x = torch.ones(1, requires_grad=True)
+        with device_under_test.context(min_offload_size=0, offload_window_bytes=4 * BIG_BYTES):
+            big = torch.ones(ROWS, 1024)
+            outputs = [x * each for each in big.split(ROWS // 4)]
+            del big
+            torch.ones(1, requires_grad=True).sin()
+        stats = torchoffload.stats()
+        assert stats.records_offloaded >= 4
+        assert BIG_BYTES <= stats.peak_offload_window_bytes < BIG_BYTES + ROW_BYTES
+        torch.stack([output.sum() for output in outputs]).sum().backward()
+        del outputs

@@ -332,3 +332,29 @@ def test_where_everything_is_written_a_little_memory_passes_it_on(device_under_t
 
     stats = assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
     assert stats.bytes_spilled >= (DEPTH - 3) * NBYTES
+
+
+@pytest.mark.devices("simulated-early")
+def test_the_budget_of_the_context_that_saves_is_the_limit_of_all(device_under_test: Device, tmp_path: Path):
+    """Contexts of one directory share a store, whatever their budgets are."""
+
+    def program(run: Run) -> Any:
+        x = run.leaf(SIDE, SIDE)
+        with spilling(run, tmp_path, 2 * DEPTH):
+            y = chain(x)
+        if not run.stock:
+            assert testing.spill_memory_bytes() == DEPTH * ROOM
+        with spilling(run, tmp_path, 3):
+            z = chain(y)
+        if not run.stock:
+            assert testing.spill_memory_bytes() <= 3 * ROOM
+        with spilling(run, tmp_path, 2 * DEPTH):
+            z = chain(z)
+        if not run.stock:
+            assert testing.spill_memory_bytes() > 3 * ROOM
+        z.sum().backward()
+        return x.grad
+
+    engine_count = testing.engine_count()
+    assert_same_gradients(program, device=device_under_test, moved_bytes=3 * DEPTH * NBYTES)
+    assert testing.engine_count() <= engine_count + 1

@@ -2,6 +2,8 @@
 
 import errno
 import gc
+import subprocess
+import sys
 import time
 import weakref
 
@@ -9,6 +11,7 @@ import torch
 from scenario import AMPLE_BYTES, NBYTES, NUMEL, Stage, race, scenario, testing
 
 import torchoffload
+from places import SUPPORT
 from simulated import simulated_device
 
 RIGHT_GRADIENT = "the right gradient"
@@ -316,3 +319,29 @@ def a_window_is_drained_after_the_stream_that_filled_it_is_gone(stage: Stage) ->
     with stage.context():
         z = stage.leaf().sin()
     del y, z
+
+
+# ---- what is held, and for how long ----
+
+
+@scenario("PartCountsItsStorage", right="nothing is held", wrong="all of the storage is held")
+def a_slice_is_in_flight_whose_storage_is_larger_than_the_window(stage: Stage) -> str:
+    x = stage.leaf()
+    with stage.context(offload_window_bytes=8 * NBYTES):
+        big = torch.ones(64, NUMEL)
+        y = x * big[5]
+        del big
+        stage.next_operator()
+        held_bytes = stage.simulation.allocated_bytes()
+    y.sum().backward()
+    return "all of the storage is held" if held_bytes >= 64 * NBYTES else "nothing is held"
+
+
+@scenario("DroppedEngineAwaitsOperations", right="it is there", wrong="it is gone", on_disk=True)
+def a_directory_is_left_while_a_call_uses_its_engine(stage: Stage) -> str:
+    """In a process of its own, which ends before the call goes on: with the mutant it would use freed memory."""
+    name = "an_engine_is_there_for_the_call_that_uses_it"
+    command = [sys.executable, str(SUPPORT / "lifetime_programs.py"), name, str(stage.directory)]
+    command += [mutant] if (mutant := testing.mutant_in_force()) else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return "it is gone" if "it is gone" in done.stdout else "it is there"

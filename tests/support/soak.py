@@ -1,6 +1,7 @@
-"""A long run of a small model that is never the same twice.
+"""A long run of a small model that is never the same twice, or of short steps that each make something anew.
 
     python tests/support/soak.py --device disk --steps 10000
+    python tests/support/soak.py --device disk --steps 20000 --churn directories
 
 Each step draws its shapes, depth and context, and how its graph ends: by a backward inside or after the context, by a
 backward twice, dropped, after an exception in forward or in backward, or as one of several micro-batches whose
@@ -13,6 +14,10 @@ For memory to be comparable, malloc has one arena and gives blocks of 64 KiB and
 program starts itself again with MALLOC_ARENA_MAX=1 and MALLOC_MMAP_THRESHOLD_=65536, and calls malloc_trim(0) before
 each measurement. The simulated device keeps what is freed in pools for as long as it runs: it gets a new simulation
 each 100 steps.
+
+With ``--churn`` (see churns.py) the processor's time of a step is compared, too, and what malloc has given out: of each
+100 steps those with the least of it, in the second fifth and in the last one. The time may grow by a half, and the
+memory by 64 bytes a step.
 """
 
 import argparse
@@ -31,10 +36,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from churns import CHURNS, Churn
+
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 PHASE_STEPS = 100
 CHECKED_EVERY = 50
 GROWTH_LIMIT_BYTES = 8 << 20
+MALLOC_LIMIT_BYTES_PER_STEP = 64
+SLOWDOWN_LIMIT = 1.5
+CAPACITIES = ("pinned_bytes", "spill_bytes")  # which a churn may find given back at the end
 
 
 class PlantedErr(Exception):
@@ -49,12 +59,15 @@ def restart_with_malloc_settings() -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["disk", "simulated", "cuda"], default="disk")
+    parser.add_argument("--churn", choices=CHURNS, help="what each step makes anew; default: the model that varies")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quiet", action="store_true", help="no progress, the result alone")
     options = parser.parse_args(arguments)
     if options.steps < 3 * PHASE_STEPS:
         parser.error(f"--steps must be at least {3 * PHASE_STEPS}: the first {PHASE_STEPS} are compared with the last")
+    if options.churn and options.device not in CHURNS[options.churn].devices:
+        parser.error(f"--churn {options.churn} is not for --device {options.device}")
     return options
 
 
@@ -74,6 +87,7 @@ class Soak:
         self.waiting: list[Any] = []  # losses of micro-batches whose backward is still to come
         self.counts: dict[str, int] = {}
         self.differing = self.offloaded_bytes = 0
+        self.simulation: Any = None
 
     def forward(self, rows: int, depth: int, *, raising: bool = False, failing: bool = False) -> Any:
         torch = self.torch
@@ -158,7 +172,22 @@ def resident_bytes() -> int:
         return int(sizes.read().split()[1]) * resource.getpagesize()
 
 
-def measure(soak: Soak) -> dict[str, int]:
+class Mallinfo2(ctypes.Structure):
+    """What mallinfo2() returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def malloc_bytes() -> int:
+    """What malloc has given out."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Mallinfo2
+    info = library.mallinfo2()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+def measure(soak: Soak | Churn) -> dict[str, int]:
     """What is alive, exactly, and what is resident, now that no graph is."""
     import torchoffload
     from gradients import Live, settled
@@ -205,30 +234,55 @@ def run(options: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a spent budget is part of the program
     device = Device("simulated-late" if options.device == "simulated" else options.device, directory)
-    soak, measured, begin = Soak(device, options.seed), {}, time.monotonic()
+    make: type[Soak | Churn] = CHURNS[options.churn] if options.churn else Soak
+    soak, measured, begin = make(device, options.seed), {}, time.monotonic()
     for scope, numbers in scopes(device, options.steps):
-        with scope:
+        with scope as soak.simulation:
+            begin_s = time.process_time()
             for number in numbers:
                 soak.step(number)
-            measured[numbers.stop] = measure(soak)
+            soak.settle()
+            step_s = (time.process_time() - begin_s) / len(numbers)
+            measured[numbers.stop] = measure(soak) | {"step_us": round(1e6 * step_s)}
             soak.offloaded_bytes += torchoffload.stats().bytes_offloaded
             torchoffload.reset_stats()
+        measured[numbers.stop]["malloc_bytes"] = malloc_bytes()  # without the pools of the simulated device
         if not options.quiet and (numbers.stop * 10) % options.steps < 10 * PHASE_STEPS:
             now = measured[numbers.stop]["resident_bytes"]
             print(f"step {numbers.stop}: {now / 2**20:.1f} MiB resident, {time.monotonic() - begin:.0f} s", flush=True)
     return judged(options, measured, soak, time.monotonic() - begin)
 
 
-def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak, seconds: float) -> dict[str, Any]:
-    early, last = measured[PHASE_STEPS], measured[max(measured)]
-    fifth = measured[min(step for step in measured if step >= options.steps // 5)]
-    exact = [name for name in early if name != "resident_bytes"]
-    leaks = {name: [early[name], last[name]] for name in exact if early[name] != last[name]}
+def least_of_fifths(measured: dict[int, Any], name: str, steps: int) -> list[int]:
+    """Of the second fifth of the run and of the last one: what pools hold at the end of a phase varies."""
+    return [
+        min(each[name] for step, each in measured.items() if low < step <= low + steps // 5)
+        for low in (steps // 5, steps - steps // 5)
+    ]
+
+
+def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | Churn, seconds: float) -> dict[str, Any]:
+    first_step = min(step for step in measured if step >= options.steps // 5)
+    early, last, fifth = measured[PHASE_STEPS], measured[max(measured)], measured[first_step]
+    if options.churn:
+        early = fifth
+    leaks = {
+        name: [early[name], last[name]]
+        for name in early.keys() - {"resident_bytes", "malloc_bytes", "step_us"}
+        if early[name] < last[name] or (early[name] > last[name] and not (options.churn and name in CAPACITIES))
+    }
     growth_bytes = last["resident_bytes"] - fifth["resident_bytes"]
     if growth_bytes > GROWTH_LIMIT_BYTES:
         leaks["resident_bytes"] = [fifth["resident_bytes"], last["resident_bytes"]]
+    if options.churn:
+        malloc_bytes, step_us = (least_of_fifths(measured, name, options.steps) for name in ("malloc_bytes", "step_us"))
+        if malloc_bytes[1] > malloc_bytes[0] + MALLOC_LIMIT_BYTES_PER_STEP * (options.steps - first_step):
+            leaks["malloc_bytes"] = malloc_bytes
+        if step_us[1] > SLOWDOWN_LIMIT * step_us[0]:
+            leaks["step_us"] = step_us
     return {
         "device": options.device,
+        "churn": options.churn,
         "steps": options.steps,
         "seconds": round(seconds, 1),
         "kinds": soak.counts,

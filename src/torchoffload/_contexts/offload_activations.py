@@ -71,8 +71,8 @@ class OffloadActivations(saved_tensors_hooks):
     budget_bytes : int, optional
         The most bytes that saved tensors of this context may occupy on the tier. Default: for host memory,
         ``host_memory().default_budget_bytes``, shared by all contexts; for the file, no limit. With ``on_full="disk"``
-        it is how much host memory is used before the disk is, shared by all contexts of the same budget and
-        directories, and may be 0.
+        it is how much host memory is used before the disk is, by all contexts of the same directories together, and
+        may be 0. If they have different budgets, that of the context which saves counts.
     on_full : {"keep", "error", "disk"}, default "keep"
         What happens when the budget, host memory or the disk is used up: ``"keep"`` leaves the tensor on the device and
         warns once, ``"error"`` raises RuntimeError, and ``"disk"`` has what was saved first go on from host memory to a

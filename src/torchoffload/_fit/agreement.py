@@ -125,7 +125,7 @@ class Agreement:
 
     def largest(self, *values: float) -> list[float]:
         """Return for each value the largest one of all ranks, as a float."""
-        both = torch.tensor(values, dtype=torch.float64)
+        both = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group in self._on_hosts:
             with _explained():
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=group)

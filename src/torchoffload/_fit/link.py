@@ -47,7 +47,7 @@ def _event() -> Any:
 
 
 def _cuda(device: torch.device) -> Link:
-    on_host = torch.empty(_NBYTES, dtype=torch.uint8, pin_memory=True)
+    on_host = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
 
     def seconds(target: torch.Tensor, source: torch.Tensor, count: int) -> float:

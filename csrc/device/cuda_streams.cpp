@@ -1,0 +1,41 @@
+#include "device/cuda_streams.h"
+
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+namespace torchoffload {
+
+namespace {
+
+constexpr size_t kExternalStreamsWithEvents = 64;
+
+}  // namespace
+
+cudaEvent_t ExternalEvents::take(c10::DeviceIndex device) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<cudaEvent_t>& spare = spare_[device];
+    if (!spare.empty()) {
+      cudaEvent_t const event = spare.back();
+      spare.pop_back();
+      return event;
+    }
+  }
+  cudaEvent_t event = nullptr;
+  C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  return event;
+}
+
+// Two are looked at for each that comes, so that those whose work is under way still do not keep their place.
+void ExternalEvents::note(TrackedStream& stream) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // another thread may capture
+  const std::lock_guard lock(mutex_);
+  with_events_.push_back(&stream);
+  for (int look = 0; look < 2 && with_events_.size() > kExternalStreamsWithEvents; ++look) {
+    TrackedStream* const oldest = with_events_.front();
+    with_events_.pop_front();
+    const OnDevice on_device(oldest->device());
+    if (!oldest->try_give_up_events(spare_[oldest->device()])) with_events_.push_back(oldest);
+  }
+}
+
+}  // namespace torchoffload

@@ -1,0 +1,50 @@
+// SpillPlace: where slots of one kind of device go on to disks: a TieredStore, and a backend for each device.
+// Ownership:     the store and the backends. The arena outlives it.
+// Thread safety: needs the GIL, but for trim() and the destructor.
+// Failures:      the constructor throws std::runtime_error where no spill file can be made in a directory.
+// Shutdown:      see DiskPlaces.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "device/places.h"
+#include "storage/pinned_arena.h"
+#include "storage/tiered_store.h"
+
+namespace torchoffload {
+
+// Where slots go on to, and when.
+struct SpillPlan {
+  std::span<const std::string> directories;
+  SpillPolicy policy;
+};
+
+// With a tier that is the disk, this much host memory at most passes the bytes on.
+inline constexpr uint64_t kPassingBytes = uint64_t{1} << 30;
+
+class SpillPlace final : public DiskPlace {
+ public:
+  using MakeBackend = std::function<std::shared_ptr<const Backend>(TieredStore& store)>;
+
+  // The place of these directories among `places`, with the plan's limit of memory, which is the one of the context
+  // that saves now, and its backend for a device. May block.
+  static const Backend& find(DiskPlaces& places, const BackendUsers& users, PinnedArena& arena, const SpillPlan& plan,
+                             const SpillHooks& hooks, int device_index, const MakeBackend& make);
+
+  SpillPlace(const DiskKey& key, PinnedArena& arena, const SpillPlan& plan, const SpillHooks& hooks);
+
+  std::vector<const Backend*> backends() const override;
+  bool is_idle() const override { return store_.is_idle(); }
+  uint64_t trim() override { return store_.trim(); }
+
+ private:
+  TieredStore store_;
+  std::optional<uint64_t> memory_bytes_;                    // the store's limit
+  std::map<int, std::shared_ptr<const Backend>> backends_;  // by device
+};
+
+}  // namespace torchoffload

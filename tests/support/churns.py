@@ -1,0 +1,167 @@
+"""churns.py: programs of many short steps, each of which makes something anew that an earlier step had, too.
+
+``soak.py --churn NAME`` runs one. Threads, directories, budgets, streams, contexts and shapes come and go. What is
+held, and the time of a step, must not depend on how many there have been.
+"""
+
+import pathlib
+import random
+import shutil
+import threading
+from typing import Any
+
+
+class Churn:
+    """A step that saves and moves two tensors of 1 KiB, in a context that each kind makes in its own way.
+
+    Parameters
+    ----------
+    device : Device
+        Where the tensors are.
+    seed : int
+        Of what the steps draw.
+    """
+
+    devices: tuple[str, ...] = ("disk", "simulated", "cuda")
+
+    def __init__(self, device: Any, seed: int) -> None:
+        import torch
+
+        self.torch, self.device, self.rng = torch, device, random.Random(seed)
+        self.simulation: Any = None  # of the present phase, on the simulated device
+        self.counts: dict[str, int] = {}
+        self.differing = self.offloaded_bytes = 0
+
+    def step(self, number: int) -> None:
+        self.train(self.device.context())
+
+    def train(self, context: Any, rows: int = 4) -> None:
+        x = self.torch.linspace(-1, 1, rows * 64, device=self.device.torch_device).requires_grad_()
+        with context:
+            y = x.sin().exp()
+            y = y.sum()
+        y.backward()
+        self.differing += not self.torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+
+    def settle(self) -> None:
+        """Nothing of a step is left when it ends."""
+
+
+class Threads(Churn):
+    """A thread for each step, as `nn.DataParallel` and some servers have them."""
+
+    def __init__(self, device: Any, seed: int) -> None:
+        super().__init__(device, seed)
+        self.context = device.context()
+
+    def step(self, number: int) -> None:
+        thread = threading.Thread(target=self.train, args=(self.context,))
+        thread.start()
+        thread.join()
+
+
+class Directories(Churn):
+    """A temporary directory for each step, which the next step finds deleted."""
+
+    devices = ("disk", "simulated")
+
+    def options(self, directory: pathlib.Path) -> dict[str, Any]:
+        if self.device.tier == "disk":
+            return {"disk_dir": str(directory)}
+        return {"disk_dir": str(directory), "on_full": "disk", "budget_bytes": 4096}
+
+    def step(self, number: int) -> None:
+        directory = self.device.directory / f"step-{number}"
+        directory.mkdir()
+        self.train(self.device.context(**self.options(directory)))
+        shutil.rmtree(directory)
+
+
+class DirectoriesInTurn(Directories):
+    """More directories than are remembered, used in turn."""
+
+    def step(self, number: int) -> None:
+        directory = self.device.directory / f"turn-{number % 40}"
+        directory.mkdir(exist_ok=True)
+        self.train(self.device.context(**self.options(directory)))
+
+
+class Budgets(Churn):
+    """A budget for each step, such as what the system says that is free, of slots that go on to a disk."""
+
+    devices = ("simulated", "cuda")
+
+    def step(self, number: int) -> None:
+        directory, budget_bytes = str(self.device.directory), 4096 + 512 * number
+        self.train(self.device.context(on_full="disk", disk_dir=directory, budget_bytes=budget_bytes, compress=True))
+
+
+class Streams(Churn):
+    """A stream of the program's own for each step, which it destroys some steps later."""
+
+    devices = ("simulated", "cuda")
+
+    def __init__(self, device: Any, seed: int) -> None:
+        super().__init__(device, seed)
+        self.living: list[Any] = []
+        self.context = device.context()
+
+    def step(self, number: int) -> None:
+        (self._on_cuda if self.device.name == "cuda" else self._simulated)()
+
+    def _simulated(self) -> None:
+        simulation = self.simulation
+        stream = simulation.external_stream()
+        stream.wait_stream(simulation.current_stream())
+        with simulation.stream(stream):
+            self.train(self.context)
+        simulation.current_stream().wait_stream(stream)
+        simulation.destroy(stream)
+
+    def _on_cuda(self) -> None:
+        torch = self.torch
+        handle = torch.zeros(1, dtype=torch.int64)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaStreamCreate(handle.data_ptr())))
+        stream = torch.cuda.ExternalStream(int(handle[0]))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.train(self.context)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.living.append(int(handle[0]))  # for a while, so that the next ones have other handles
+        if len(self.living) > 64:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaStreamDestroy(self.living.pop(0))
+
+
+class Contexts(Churn):
+    """A context for each step, with options of its own, that learns."""
+
+    def step(self, number: int) -> None:
+        window_bytes = self.rng.choice([0, 4096, 1 << 20])
+        self.train(self.device.context(learn=True, offload_window_bytes=window_bytes, min_offload_size=number % 1024))
+
+
+class Shapes(Churn):
+    """Sizes that no step had before, in a context that learns."""
+
+    def __init__(self, device: Any, seed: int) -> None:
+        super().__init__(device, seed)
+        self.context = device.context(learn=True)
+
+    def step(self, number: int) -> None:
+        self.train(self.context, rows=self.rng.randrange(1, 1000))
+
+    def settle(self) -> None:
+        if self.simulation is not None:  # the next phase has another one, and engines that the context would keep
+            self.context = self.device.context(learn=True)
+
+
+CHURNS: dict[str, type[Churn]] = {
+    "threads": Threads,
+    "directories": Directories,
+    "directories-in-turn": DirectoriesInTurn,
+    "budgets": Budgets,
+    "streams": Streams,
+    "contexts": Contexts,
+    "shapes": Shapes,
+}
