@@ -363,10 +363,10 @@ class FittedModel(abc.ABC):
 
     def follow_saved(self, saved: SavedPlan) -> None:
         """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        self.called = CalledBlocks(saved.modules(self.names), self.names)
         if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
             self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
             return
+        self.called = CalledBlocks(saved.modules(self.names), self.names)
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         self._seen.size = saved.largest_size
         self.operators, self._planned_keys = [tuple(operators) for operators in saved.operators], []
