@@ -10,8 +10,9 @@
 // engines from then on, but somebody may use one still: a hook call of another thread that found it before, and waits
 // for something without the GIL; a tape that such a call has opened; a context that keeps it; a pending copy whose
 // record was released; a call that goes through all engines, which has shares in them. So a dropped place is looked at
-// whenever another one is dropped, and by trim(). Once all its engines are unused, each operation that is open may refer
-// to one. When all these have ended, and no tape was opened since, nothing refers to them, and the place is destroyed.
+// whenever another one is dropped, and by trim(). Once all its engines are unused, each operation that is open may
+// refer to one. When all these have ended, and no tape was opened since, nothing refers to them, and the place is
+// destroyed.
 #pragma once
 
 #include <cstdint>
