@@ -167,7 +167,8 @@ def test_loads_that_change_while_steps_are_timed(device_under_test: Device):
                 model.zero_grad()
         run.check(step=model)
 
-    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)
+    with sdpa_kernel(SDPBackend.MATH):  # others' backwards add in no fixed order
+        assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)
 
 
 @pytest.mark.devices("cuda")

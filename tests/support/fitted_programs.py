@@ -180,6 +180,14 @@ def function(use: Function, **trains: Any) -> Program:
     return net(lambda: Mlp(use), **trains)
 
 
+_CUDA_PIECE = 2 << 20
+
+
+def _spread_bytes(handle: torchoffload.Fitted) -> int:
+    points = handle.frontier() if handle.plan is not None else ()
+    return points[-1].memory_bytes - points[0].memory_bytes if points else 0
+
+
 @dataclasses.dataclass
 class Fitted:
     """What became of a program under fit."""
@@ -187,6 +195,7 @@ class Fitted:
     phases: list[str]
     reports: list[str]
     recompute_s: float
+    spread_bytes: int  # from the least to the most that a plan may take
     warnings: list[str]
 
 
@@ -237,6 +246,7 @@ def assert_as_stock(
                             [handle.phase for handle in loop.handles],
                             [handle.report() for handle in loop.handles],
                             sum(plan.recompute_s for plan in plans if plan is not None),
+                            max((_spread_bytes(handle) for handle in loop.handles), default=0),
                             [each for each in told if "torchoffload" in each],
                         )
                     )
@@ -261,7 +271,8 @@ def assert_as_stock(
     assert fitted == stock, f"differs from stock: {differing(stock, fitted)}\n{found[0].reports}"
     outcome = found[0]
     report = "\n".join(outcome.reports)
-    if way == WAYS[0] and is_computed_again:
+    # What CUDA's allocator reserves comes in pieces, so that on a GPU a tiny model may have room for all in the least.
+    if way == WAYS[0] and is_computed_again and not (device.name == "cuda" and outcome.spread_bytes < _CUDA_PIECE):
         assert outcome.recompute_s > 0, f"nothing was computed again:\n{report}"
     if obstacle is None:
         assert "cannot be computed again" not in report, report
