@@ -298,6 +298,15 @@ THPObjectPtr RecordedCall::now() {
   return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
 }
 
+// What the plan does with the next operator that counts.
+BlockActions::Action RecordedCall::planned_action(const c10::OperatorHandle& op) const {
+  if (!plan_) return BlockActions::Action::Nothing;
+  if (left_at_) return plan_->keeps_if_left ? BlockActions::Action::Never : BlockActions::Action::Nothing;
+  const auto number = static_cast<size_t>(counted_);
+  const bool is_planned = number < plan_->operators.size() && plan_->operators[number] == op;
+  return is_planned ? plan_->actions[number] : BlockActions::Action::Nothing;
+}
+
 void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const OperatorTraits& traits = traits_of(op);
   if (traits.makes_views || is_finished_ || is_busy_) {
@@ -330,13 +339,7 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   recording.op.returns_early = traits.returns_early;
   recording.op.runs_once |= traits.runs_once || (recording.reads_written && recording.written.empty());
   const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
-  auto action = BlockActions::Action::Nothing;
-  if (plan_ && !may_be_remembered) {
-    const auto number = static_cast<size_t>(counted_);
-    if (!left_at_ && number < plan_->operators.size() && plan_->operators[number] == op)
-      action = plan_->actions[number];
-    if (left_at_ && plan_->keeps_if_left) action = BlockActions::Action::Never;
-  }
+  const auto action = may_be_remembered ? BlockActions::Action::Nothing : planned_action(op);
   recording.op.runs_once |= action == BlockActions::Action::Never;
   if (const Switches switches = Switches::now(); switches != record_.switches.back())
     record_.switches.push_back(switches);

@@ -120,6 +120,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
 
   void finish_storage(StorageNumber number, const Replay& needs);
   void give_to_context(StorageNumber number);
+  BlockActions::Action planned_action(const c10::OperatorHandle& op) const;
   std::vector<StorageNumber> wanted() const;
   void replay(ReplayedTensor& asked);
   void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
