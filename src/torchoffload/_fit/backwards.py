@@ -24,11 +24,16 @@ class _Call:
 
     Attributes
     ----------
+    number : int
+        How many calls there were before it.
     missed : int
         How many backwards have ended since, which were not its own.
     """
 
     missed = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Backwards:
@@ -43,6 +48,7 @@ class Backwards:
     def __init__(self, listener: _Listener) -> None:
         self._listener = weakref.ref(listener)
         self._task = -1  # the graph task that was told of last
+        self._count = 0  # of calls
         self._open: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._in_backward: weakref.WeakSet[_Call] = weakref.WeakSet()
 
@@ -54,9 +60,16 @@ class Backwards:
         """
         return len(self._open) > 0
 
+    def call_begins(self) -> None:
+        """Await no backward of a call any more if those of all later ones have ended, and yet another one begins."""
+        newest = max(self._open, key=lambda call: call.number, default=None)
+        if newest is not None and newest.missed > 0 and newest.number < self._count - 1:
+            self._open.discard(newest)
+
     def follow(self, output: Any) -> bool:
         """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
-        call = _Call()
+        call = _Call(self._count)
+        self._count += 1
         for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
             if tensor.requires_grad and not tensor.is_leaf:

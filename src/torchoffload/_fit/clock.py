@@ -124,6 +124,7 @@ class Clock:
     def call_begins(self, size: int) -> int:
         """Take notice of a call of the model. Returns its size, or that of the largest one of any rank."""
         counts = self._meter.counts()
+        self._backwards.call_begins()
         self._unanswered += 1
         self._was_called = True
         if self._unanswered == _STUCK:

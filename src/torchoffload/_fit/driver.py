@@ -72,7 +72,7 @@ class Driver(FittedModel):
                 self._end_settled_step(trial, step)
             case LeastMemory():
                 if self._largest(self._differs(step))[0]:
-                    self._begin_survey()
+                    self._survey_again(step)
             case Removed():
                 pass
 
@@ -122,7 +122,7 @@ class Driver(FittedModel):
             self.notes.append(failure_message(trial))
             self._settle(climb)
         elif self._largest(self._differs(step))[0]:
-            self._begin_survey()
+            self._survey_again(step)
         else:
             taken_s, allocated_bytes, reserved_bytes, has_waited, share = self._largest(
                 self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
@@ -143,7 +143,7 @@ class Driver(FittedModel):
         has_grown = is_tight and grown > _GROWN * self.budget.memory_bytes and self._surveyed is not None
         is_lost, has_grown, differs = self._largest(step.is_lost, has_grown, self._differs(step))
         if differs:
-            self._begin_survey()
+            self._survey_again(step)
         elif has_grown:
             self._plan_beside(int(self._largest(grown)[0]))
         elif is_lost and self._followed is not trial:
@@ -152,6 +152,11 @@ class Driver(FittedModel):
             self._apply(trial)
         elif is_lost:
             self._step_down(trial)
+
+    def _survey_again(self, step: FinishedStep) -> None:
+        """Begin a survey because of a step, which may have been the largest of several that take turns."""
+        self._begin_survey()
+        self._seen.note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:
         """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, refused."""
