@@ -2,6 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <string>
+#include <type_traits>
+
 #include "core/mutant.h"
 #include "engine/program.h"
 
@@ -20,6 +23,66 @@ const char* name_of(at::Float32MatmulPrecision precision) {
   }
 }
 
+using Precision = Float32Precisions::Value;
+
+// An enumerator of this name, or the name itself.
+#define NAMED_AS(type, enumerator, name)                \
+  []<typename Type>(std::type_identity<Type>) -> Type { \
+    if constexpr (std::is_same_v<Type, std::string>)    \
+      return name;                                      \
+    else                                                \
+      return Type::enumerator;                          \
+  }(std::type_identity<type>{})
+
+struct PrecisionKey {
+  Float32Precisions::BackendName backend;
+  Float32Precisions::OpName op;
+};
+
+const std::array<PrecisionKey, 6>& precision_keys() {
+  static const auto keys = [] {
+    const auto cuda = NAMED_AS(Float32Precisions::BackendName, CUDA, "cuda");
+    const auto mkldnn = NAMED_AS(Float32Precisions::BackendName, MKLDNN, "mkldnn");
+    const auto matmul = NAMED_AS(Float32Precisions::OpName, MATMUL, "matmul");
+    const auto conv = NAMED_AS(Float32Precisions::OpName, CONV, "conv");
+    const auto rnn = NAMED_AS(Float32Precisions::OpName, RNN, "rnn");
+    return std::array<PrecisionKey, 6>{
+        {{cuda, matmul}, {mkldnn, matmul}, {cuda, conv}, {mkldnn, conv}, {cuda, rnn}, {mkldnn, rnn}}};
+  }();
+  return keys;
+}
+
+bool is_reduced(const Precision& precision) {
+  static const auto tf32 = NAMED_AS(Precision, TF32, "tf32");
+  static const auto bf16 = NAMED_AS(Precision, BF16, "bf16");
+  return precision == tf32 || precision == bf16;
+}
+
+// Calls a setter of at::Context's that takes a bool, or in later releases whether to split as well.
+template <typename Set, typename Option>
+void set_reduction(const Set& set, Option option) {
+  if constexpr (std::is_same_v<Option, bool>)
+    set(option, true);
+  else
+    set(option == Option::AllowReducedPrecisionWithSplitK, option != Option::DisallowReducedPrecisionDisallowSplitK);
+}
+
+template <typename Context>
+void set_fp16_reduction(Context& context, bool allowed, bool splits) {
+  if constexpr (requires { context.setAllowFP16ReductionCuBLAS(allowed, splits); })
+    context.setAllowFP16ReductionCuBLAS(allowed, splits);
+  else
+    context.setAllowFP16ReductionCuBLAS(allowed);
+}
+
+template <typename Context>
+void set_bf16_reduction(Context& context, bool allowed, bool splits) {
+  if constexpr (requires { context.setAllowBF16ReductionCuBLAS(allowed, splits); })
+    context.setAllowBF16ReductionCuBLAS(allowed, splits);
+  else
+    context.setAllowBF16ReductionCuBLAS(allowed);
+}
+
 }  // namespace
 
 Switches Switches::now() {
@@ -32,7 +95,15 @@ Switches Switches::now() {
   now.deterministic = context.deterministicAlgorithms();
   now.deterministic_warns_only = context.deterministicAlgorithmsWarnOnly();
   now.fills_uninitialised = context.deterministicFillUninitializedMemory();
-  now.matmul_precision = context.float32MatmulPrecision();
+  for (size_t index = 0; index < precision_keys().size(); ++index) {
+    const PrecisionKey& key = precision_keys()[index];
+    now.float32_precisions[index] = context.float32Precision(key.backend, key.op);
+  }
+  if (!is_reduced(now.float32_precisions[0]) && !is_reduced(now.float32_precisions[1]))
+    now.matmul_precision = context.float32MatmulPrecision();
+  now.fp16_reduction = context.allowFP16ReductionCuBLAS();
+  now.bf16_reduction = context.allowBF16ReductionCuBLAS();
+  now.fp16_accumulation = context.allowFP16AccumulationCuBLAS();
   now.default_dtype = c10::get_default_dtype();
   now.thread_count = at::get_num_threads();
   return now;
@@ -47,7 +118,18 @@ void Switches::set() const {
   context.setDeterministicCuDNN(cudnn_deterministic);
   context.setDeterministicAlgorithms(deterministic, deterministic_warns_only);
   context.setDeterministicFillUninitializedMemory(fills_uninitialised);
-  if (matmul_precision != before.matmul_precision) context.setFloat32MatmulPrecision(name_of(matmul_precision));
+  if (matmul_precision != before.matmul_precision)
+    context.setFloat32MatmulPrecision(name_of(matmul_precision.value_or(at::Float32MatmulPrecision::HIGH)));
+  for (size_t index = 0; index < precision_keys().size(); ++index) {
+    const PrecisionKey& key = precision_keys()[index];
+    if (context.float32Precision(key.backend, key.op) != float32_precisions[index])
+      context.setFloat32Precision(key.backend, key.op, float32_precisions[index]);
+  }
+  if (fp16_reduction != before.fp16_reduction)
+    set_reduction([&](bool allowed, bool splits) { set_fp16_reduction(context, allowed, splits); }, fp16_reduction);
+  if (bf16_reduction != before.bf16_reduction)
+    set_reduction([&](bool allowed, bool splits) { set_bf16_reduction(context, allowed, splits); }, bf16_reduction);
+  context.setAllowFP16AccumulationCuBLAS(fp16_accumulation);
   if (default_dtype != before.default_dtype) c10::set_default_dtype(default_dtype);
   if (thread_count != before.thread_count) at::set_num_threads(thread_count);
 }

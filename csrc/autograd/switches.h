@@ -10,9 +10,23 @@
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
 
+#include <array>
 #include <optional>
+#include <type_traits>
+#include <utility>
 
 namespace torchoffload {
+
+// What PyTorch's interface for the precision of float32 gives: names in torch 2.9, enumerators in later releases.
+template <typename Function>
+struct PrecisionFunction;
+template <typename Precision, typename Backend, typename Op>
+struct PrecisionFunction<Precision (at::Context::*)(Backend, Op) const> {
+  using Value = Precision;
+  using BackendName = std::remove_cvref_t<Backend>;
+  using OpName = std::remove_cvref_t<Op>;
+};
+using Float32Precisions = PrecisionFunction<decltype(&at::Context::float32Precision)>;
 
 struct Switches {
   static Switches now();
@@ -26,7 +40,14 @@ struct Switches {
   bool deterministic = false;
   bool deterministic_warns_only = false;
   bool fills_uninitialised = false;
-  at::Float32MatmulPrecision matmul_precision{};
+  // Of matrix products, convolutions and recurrent networks, on CUDA and in oneDNN.
+  std::array<Float32Precisions::Value, 6> float32_precisions{};
+  // What torch.set_float32_matmul_precision() sets beside them. PyTorch refuses to tell it if the program has set the
+  // former by themselves: nullopt where it might.
+  std::optional<at::Float32MatmulPrecision> matmul_precision;
+  decltype(std::declval<const at::Context&>().allowFP16ReductionCuBLAS()) fp16_reduction{};
+  decltype(std::declval<const at::Context&>().allowBF16ReductionCuBLAS()) bf16_reduction{};
+  bool fp16_accumulation = false;
   caffe2::TypeMeta default_dtype;
   int thread_count = 0;
 };

@@ -339,6 +339,23 @@ def other_thread_count() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
+@contextlib.contextmanager
+def precision_of_a_backend() -> Iterator[None]:
+    """After it PyTorch refuses to tell the precision of all backends."""
+    before = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision = "tf32", "bf16"
+    yield
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision = before
+
+
+@contextlib.contextmanager
+def precision_of_all_backends() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 class SinBecomesCos(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return (torch.cos if func is torch.sin else func)(*args, **(kwargs or {}))
@@ -381,6 +398,8 @@ CONTEXTS: dict[str, Program] = {
         lambda block, h: h.sin() * torch.full((1,), 1 / 3, device=h.device).to(h.dtype), around=default_dtype
     ),
     "the number of threads": function(lambda block, h: h.sin(), around=other_thread_count, shape=(64, 64, WIDTH)),
+    "the precision of a backend": function(lambda block, h: h.sin(), around=precision_of_a_backend),
+    "the precision of all backends": function(lambda block, h: h.sin(), around=precision_of_all_backends),
     "the kernel of attention": net(Attention, around=lambda: sdpa_kernel(SDPBackend.MATH)),
     "oneDNN": convolutions,
     "a function mode": function(lambda block, h: torch.sin(h), around=SinBecomesCos),
