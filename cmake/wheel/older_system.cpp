@@ -39,6 +39,7 @@ OLDER("GLIBC_2.2.5", int, pthread_create,
       (pthread_t * thread, const pthread_attr_t* attributes, void* (*run)(void*), void* argument),
       (thread, attributes, run, argument))
 OLDER("GLIBC_2.2.5", int, pthread_join, (pthread_t thread, void** result), (thread, result))
+OLDER("GLIBC_2.2.5", int, pthread_mutex_trylock, (pthread_mutex_t * mutex), (mutex))
 OLDER("GLIBC_2.2.5", int, pthread_once, (pthread_once_t * control, void (*run)()), (control, run))
 OLDER("GLIBC_2.2.5", int, pthread_sigmask, (int how, const sigset_t* set, sigset_t* before), (how, set, before))
 OLDER("GLIBC_2.2.5", int, pthread_attr_setstacksize, (pthread_attr_t * attributes, size_t nbytes), (attributes, nbytes))

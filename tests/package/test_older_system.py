@@ -104,6 +104,8 @@ bool threads() {
     changed.notify_one();
   }
   other.join();
+  if (!mutex.try_lock()) return false;
+  mutex.unlock();
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   if (pthread_attr_setstacksize(&attributes, 1 << 20) != 0) return false;
