@@ -117,7 +117,7 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
                 assert handle.plan.recompute_s <= 0.03 * handle.plan.predicted_s, "there is room for all"
 
 
-# Not solved: a plan that moves may take some percent more than was predicted, and so run out of memory while it is tried.
+# Not solved: a plan that moves may take some percent more than was predicted, and so run out of memory in a trial.
 @pytest.mark.xfail(strict=False, reason="plans that move are seen to take up to 5% more than was predicted")
 @pytest.mark.devices("disk")
 @pytest.mark.parametrize("seed", range(4))
