@@ -1,4 +1,4 @@
-"""What it costs the host that a mode sees each operator, in ns: ``python benchmarks/operator_cost.py``.
+"""The host's time, in ns, for a mode that sees each operator: ``python benchmarks/operator_cost.py``.
 
 A chain of operators on a small matrix, on the CPU, with one thread and without the garbage collector, so that the
 host's work for an operator is most of what it takes. Stock, under a mode in Python that passes each operator on, and

@@ -340,7 +340,7 @@ py::list read_storages(const RecordedCall& call) {
   return storages;
 }
 
-// What a call has done, in Python's types. Before finish(), which forgets what nothing needs.
+// The operators of a call, in Python's types. Call it before finish(), which forgets the operators that nothing needs.
 py::list read_operators(const RecordedCall& call) {
   const RecordedOperators& record = call.record();
   py::list operators;

@@ -22,8 +22,8 @@ std::optional<c10::OperatorHandle> operator_of(PyObject* function);
 // another type than in the schema, is missing, or is one too many. No error is set.
 bool fill_stack(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack);
 
-// What an operator of these results returns in Python: None, the one result, or a tuple. A tensor that is an argument
-// is the argument's Python object. Null: an error is set.
+// The value that an operator with these results returns in Python: None, the one result, or a tuple. A tensor that is
+// an argument is the argument's Python object. Null: an error is set.
 PyObject* results_in(torch::jit::Stack&& stack);
 
 // The tensors in a nest of tuples, lists and dicts; those of other containers are not found.

@@ -33,7 +33,7 @@
 
 namespace torchoffload {
 
-// What a mode's Python object has in C++.
+// The C++ part of a mode's Python object.
 struct OperatorMode {
   std::shared_ptr<OperatorListener> listener;
   // The thread that entered the mode last. Another one may read it, which has been given the mode by PyTorch.

@@ -69,7 +69,7 @@ OperatorTraits find_traits(const c10::OperatorHandle& op) {
   traits.draws = op.hasTag(at::Tag::nondeterministic_seeded) || traits.generator >= 0;
   traits.leaves_uninitialised = is_among(kUninitialised, name);
   traits.casts = name == "aten::_to_copy";
-  // What a functional collective returns is there once wait_tensor has returned, which returns its argument.
+  // The result of a functional collective is filled once wait_tensor, which returns its argument, has returned.
   const bool is_functional = name_space.ends_with("c10d_functional");
   const bool waits = is_functional && name.ends_with("::wait_tensor");
   if (waits) traits.writes.push_back(0);

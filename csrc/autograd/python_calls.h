@@ -20,7 +20,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// What a call of Python returned; an exception if that is null.
+// Returns the result of a call of Python; throws if that is null.
 inline PyObject* or_throw(PyObject* result) {
   if (result != nullptr) return result;
   python_error error;

@@ -52,7 +52,7 @@ std::unordered_multimap<const void*, RecordedCall*>& readers() {
 
 }  // namespace
 
-// What is known of one operator while it is recorded.
+// All that is known of one operator while it is recorded.
 struct RecordedCall::Recording {
   explicit Recording(const c10::OperatorHandle& handle) : op(handle) {}
 
@@ -298,7 +298,7 @@ THPObjectPtr RecordedCall::now() {
   return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
 }
 
-// What the plan does with the next operator that counts.
+// The action of the plan for the next operator that counts.
 BlockActions::Action RecordedCall::planned_action(const c10::OperatorHandle& op) const {
   if (!plan_) return BlockActions::Action::Nothing;
   if (left_at_) return plan_->keeps_if_left ? BlockActions::Action::Never : BlockActions::Action::Nothing;
@@ -422,7 +422,7 @@ void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool mov
     storage.kept.storage = tensor.storage();
     return;
   }
-  // What other operators return may be filled by a stream of theirs, which the program joins later.
+  // Other operators may fill their results on a stream of their own, which the program joins later.
   const std::string& name = op.handle->schema().name();
   const bool is_filled = name.starts_with("aten::") || name.starts_with("prims::");
   const WithGil with_gil;

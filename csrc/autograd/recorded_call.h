@@ -35,7 +35,7 @@
 
 namespace torchoffload {
 
-// What a plan does with the values of each counted operator.
+// The actions of a plan: one for the values of each counted operator.
 struct BlockActions {
   enum class Action : uint8_t { Nothing = 0, Keep = 1, Move = 2, Never = 3 };  // Never: it is not called again
   std::vector<c10::OperatorHandle> operators;
@@ -153,7 +153,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   int value_task_ = -1;                 // the graph task that the values were made in
 };
 
-// What stands in for a saved tensor that the call can make again.
+// Stands in for a saved tensor that the call can make again.
 class ReplayedTensor final : public Saved {
  public:
   ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor);

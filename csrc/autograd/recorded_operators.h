@@ -60,7 +60,7 @@ class VersionMark {
   uint32_t marked_;
 };
 
-// What a plan keeps of a storage: the storage itself, or what a context made of it.
+// A storage that a plan keeps: itself, or the handle that a context gave for it.
 struct KeptValue {
   Epoch epoch = 0;
   c10::Storage storage;

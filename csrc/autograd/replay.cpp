@@ -87,7 +87,7 @@ void Replay::find_last_uses() {
 }
 
 void Replay::prepare() {
-  // What the call was given first, without which nothing can be made. Then what a plan keeps, the last one first, which
+  // First the inputs of the call, without which nothing can be made. Then what a plan keeps, the last one first, which
   // is the order in which reloads run ahead.
   for (const bool is_kept : {false, true}) {
     for (auto each = held_.rbegin(); each != held_.rend(); ++each) {

@@ -22,7 +22,7 @@ class Replay {
   Replay(const RecordedOperators& record, std::vector<StorageNumber> wanted, Uses uses);
 
   const std::vector<OperatorNumber>& operators() const { return operators_; }
-  // What is held, of what the operators read and of what is wanted.
+  // The held values among those that the operators read, and among those that are wanted.
   const std::vector<std::pair<StorageNumber, Epoch>>& held() const { return held_; }
 
   // Whether an operator makes this storage again, or writes to it.
@@ -30,7 +30,7 @@ class Replay {
 
   // Gets what contexts hold.
   void prepare();
-  // What came back of it that autograd has saved, too.
+  // The values that came back and that autograd has saved, too.
   std::vector<c10::Storage> take_reloaded() { return std::move(reloaded_); }
 
   // Called with the value of each wanted storage, once it is there.

@@ -58,29 +58,14 @@ bool is_reduced(const Precision& precision) {
   return precision == tf32 || precision == bf16;
 }
 
-// Calls a setter of at::Context's that takes a bool, or in later releases whether to split as well.
-template <typename Set, typename Option>
-void set_reduction(const Set& set, Option option) {
+// In torch 2.9 an option is a bool; in later releases it also says whether a product may be split along its sum.
+template <typename Option, typename... Splits>
+void set_reduction(at::Context& context, void (at::Context::*set)(bool, Splits...), Option option) {
   if constexpr (std::is_same_v<Option, bool>)
-    set(option, true);
+    (context.*set)(option, Splits{true}...);
   else
-    set(option == Option::AllowReducedPrecisionWithSplitK, option != Option::DisallowReducedPrecisionDisallowSplitK);
-}
-
-template <typename Context>
-void set_fp16_reduction(Context& context, bool allowed, bool splits) {
-  if constexpr (requires { context.setAllowFP16ReductionCuBLAS(allowed, splits); })
-    context.setAllowFP16ReductionCuBLAS(allowed, splits);
-  else
-    context.setAllowFP16ReductionCuBLAS(allowed);
-}
-
-template <typename Context>
-void set_bf16_reduction(Context& context, bool allowed, bool splits) {
-  if constexpr (requires { context.setAllowBF16ReductionCuBLAS(allowed, splits); })
-    context.setAllowBF16ReductionCuBLAS(allowed, splits);
-  else
-    context.setAllowBF16ReductionCuBLAS(allowed);
+    (context.*set)(option == Option::AllowReducedPrecisionWithSplitK,
+                   option != Option::DisallowReducedPrecisionDisallowSplitK);
 }
 
 }  // namespace
@@ -125,10 +110,8 @@ void Switches::set() const {
     if (context.float32Precision(key.backend, key.op) != float32_precisions[index])
       context.setFloat32Precision(key.backend, key.op, float32_precisions[index]);
   }
-  if (fp16_reduction != before.fp16_reduction)
-    set_reduction([&](bool allowed, bool splits) { set_fp16_reduction(context, allowed, splits); }, fp16_reduction);
-  if (bf16_reduction != before.bf16_reduction)
-    set_reduction([&](bool allowed, bool splits) { set_bf16_reduction(context, allowed, splits); }, bf16_reduction);
+  set_reduction(context, &at::Context::setAllowFP16ReductionCuBLAS, fp16_reduction);
+  set_reduction(context, &at::Context::setAllowBF16ReductionCuBLAS, bf16_reduction);
   context.setAllowFP16AccumulationCuBLAS(fp16_accumulation);
   if (default_dtype != before.default_dtype) c10::set_default_dtype(default_dtype);
   if (thread_count != before.thread_count) at::set_num_threads(thread_count);

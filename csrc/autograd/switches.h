@@ -17,7 +17,7 @@
 
 namespace torchoffload {
 
-// What PyTorch's interface for the precision of float32 gives: names in torch 2.9, enumerators in later releases.
+// The types of PyTorch's interface for the precision of float32: strings in torch 2.9, enumerators later.
 template <typename Function>
 struct PrecisionFunction;
 template <typename Precision, typename Backend, typename Op>
@@ -42,8 +42,8 @@ struct Switches {
   bool fills_uninitialised = false;
   // Of matrix products, convolutions and recurrent networks, on CUDA and in oneDNN.
   std::array<Float32Precisions::Value, 6> float32_precisions{};
-  // What torch.set_float32_matmul_precision() sets beside them. PyTorch refuses to tell it if the program has set the
-  // former by themselves: nullopt where it might.
+  // The precision that torch.set_float32_matmul_precision() sets beside them. nullopt if a precision of matrix products
+  // is reduced: PyTorch refuses to tell it if the program has set that one by itself.
   std::optional<at::Float32MatmulPrecision> matmul_precision;
   decltype(std::declval<const at::Context&>().allowFP16ReductionCuBLAS()) fp16_reduction{};
   decltype(std::declval<const at::Context&>().allowBF16ReductionCuBLAS()) bf16_reduction{};

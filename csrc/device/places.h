@@ -26,7 +26,7 @@ namespace torchoffload {
 
 class BackendUsers;
 
-// What contexts have to have in common to share a place.
+// Contexts with equal keys share a place.
 struct DiskKey {
   std::span<const std::string> directories;
   const SlotStore* memory = nullptr;  // where slots are before they go on to a disk; null: they are on the disk at once

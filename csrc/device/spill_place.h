@@ -17,7 +17,7 @@
 
 namespace torchoffload {
 
-// Where slots go on to, and when.
+// The directories that slots go on to, and the policy that says when.
 struct SpillPlan {
   std::span<const std::string> directories;
   SpillPolicy policy;

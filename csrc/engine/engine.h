@@ -264,7 +264,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The source's stream waits for the copy out by now, or the copy has ended. Drops the source, or keeps the record
   // where the source was resized or the write failed.
   void finish_offload(RecordId id);
-  // What a source keeps on the device: see Note [Parts in the offload window].
+  // The bytes that a source keeps on the device: see Note [Parts in the offload window].
   uint64_t pinned_bytes(RecordId id) { return ledger_.record(id).identity.nbytes; }
   void enter_offload_window(RecordId id);
   void leave_offload_window(RecordId id) { windows_.offload_left(std::exchange(held(id).window_bytes, 0)); }

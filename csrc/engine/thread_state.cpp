@@ -52,10 +52,11 @@ class AtThreadExit {
   Ended* entry_ = nullptr;
 };
 
-// What a thread left undone: the sources of its pending copies stay on the device until their records are released.
+// Clears the state of a thread that has ended. The sources of its pending copies stay on the device until their records
+// are released.
 // Those that wait for room count in the window, so they stay listed: others that need the window enqueue them, or the
 // thread that takes the state over. Their operators have ended with the thread.
-// What it had to drop is dropped by the first operation of the thread that takes the state over.
+// The memory that it had to drop is dropped by the first operation of the thread that takes the state over.
 void clear(ThreadState& state) {
   state.operation_depth = 0;
   state.operation_began = 0;

@@ -141,7 +141,7 @@ def storage_addresses(value: object, /) -> set[int] | None:
     """
 
 class BlockActions:
-    """What a plan does with each counted operator of a block: a name and an overload, and a byte, for each."""
+    """The actions of a plan: for each counted operator of a block its name, its overload, and a byte."""
 
     def __init__(self, operators: Sequence[tuple[str, ...]], actions: bytes, keeps_if_left: bool, /) -> None: ...
 
@@ -174,10 +174,10 @@ class RecordedCall:
         """Hold all that was verified for good, or that alone which came out differently."""
 
     def storages(self) -> list[dict[str, Any]]:
-        """Return what is known of each storage."""
+        """Return a dict of facts for each storage."""
 
     def operators(self) -> list[dict[str, Any]]:
-        """Return what is known of each operator."""
+        """Return a dict of facts for each operator."""
 
     def moments(self) -> list[tuple[int, Any, Any]]:
         """Return the moments before and after each operator, with its number."""

@@ -1,12 +1,11 @@
 """What becomes of engines, stores and threads of directories, budgets and threads that are left."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from own_process import assert_prints_right
 from places import SUPPORT
 
 PROGRAMS = SUPPORT / "lifetime_programs.py"
@@ -14,9 +13,6 @@ PROGRAMS = SUPPORT / "lifetime_programs.py"
 pytestmark = pytest.mark.skipif(
     os.environ.get("TORCHOFFLOAD_TESTING") != "1", reason="engines are counted by the test build alone"
 )
-
-# The C library fills what is freed with a pattern, at once, so that a use of it is an end and no luck.
-FREED_MEMORY_IS_FILLED = {"GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"}
 
 
 @pytest.mark.parametrize(
@@ -36,12 +32,4 @@ FREED_MEMORY_IS_FILLED = {"GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.mall
     ],
 )
 def test_it_is_right_in_the_end(name: str, tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS), name, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | FREED_MEMORY_IS_FILLED,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("right\n")
+    assert_prints_right(PROGRAMS, name, tmp_path)

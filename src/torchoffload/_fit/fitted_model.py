@@ -31,6 +31,7 @@ from torchoffload._fit.turns import turns_of, weakly, windows_of
 from torchoffload._fit.unseen import unseen_blocks
 from torchoffload._modules.selection import Chosen
 from torchoffload._observe.units import human_bytes
+from torchoffload._pytorch.operator_mode import obstacle
 from torchoffload._warnings import warn_user
 
 __all__ = ["FittedModel"]
@@ -239,6 +240,8 @@ class FittedModel(abc.ABC):
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
         self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
+        if self.may_recompute and (why := obstacle()) is not None:
+            self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
         self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
         survey.forget_tensors()
         self.choose()
@@ -251,6 +254,10 @@ class FittedModel(abc.ABC):
         self.notes.append(text)
         if is_worth_a_warning:
             warn_user(f"torchoffload: {text}")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def note_stuck(self) -> None:
         """Warn, once, that steps begin and do not end."""
@@ -390,8 +397,7 @@ class FittedModel(abc.ABC):
         for other, kind in self._kinds.items():
             if other[0] == key[0]:
                 kind.refuse(message)
-        if message not in self.notes:
-            self.notes.append(message)
+        self._note(message)
         self.clock.forget()  # the step's backward has ended by an error
 
     def _refuse_planned(self, kind: int, message: str) -> None:

@@ -93,7 +93,7 @@ class BlockPlan:
 
 
 class _Action(enum.IntEnum):
-    """What is done with an operator; the core's ``BlockActions::Action``."""
+    """The action for an operator; the core's ``BlockActions::Action``."""
 
     NOTHING = 0
     KEEP = 1

@@ -216,7 +216,7 @@ class Recorder:
     Attributes
     ----------
     record : BlockRecord
-        What the call did, once the context is left.
+        The record of the call, once the context is left.
     """
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:

@@ -48,7 +48,7 @@ class OperatorMode(_Mode):  # type: ignore[no-untyped-call]
     Parameters
     ----------
     listener : capsule
-        What the method ``listener`` of a listener's Python object returned.
+        The result of the method ``listener`` of a listener's Python object.
     """
 
     def __init__(self, listener: object) -> None:
