@@ -5,6 +5,7 @@ import. A module's link leaves symbols open, so each one is looked up in the lib
 """
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -20,9 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*command: str | Path) -> str:
-    """Run a command and return what it printed; on failure print that, and exit."""
+    """Run a command and return what it printed; on failure print that, and exit.
+
+    The caller names the version of torch, so a constraint that the machine's pip configuration sets does not apply.
+    """
     words = [str(word) for word in command]
-    done = subprocess.run(words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+    done = subprocess.run(
+        words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     if done.returncode != 0:
         print(done.stdout)
         sys.exit(f"failed: {shlex.join(words)}")
