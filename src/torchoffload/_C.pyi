@@ -106,17 +106,17 @@ def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]
 def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tuple[int, int, list[int], list[int]]]:
     """Return the best choices of what a block keeps and computes again, from the least bytes to the least time.
 
-    ``groups`` have the attributes of ``_fit.graph.OperatorGroup``. Each choice is (bytes kept, nanoseconds computed
-    again, the groups kept, the groups computed again). ``draws`` are the groups that draw random numbers, in the order
-    of drawing. Empty: the block cannot be computed again.
+    ``groups`` have the attributes of ``_fit.block.graph.OperatorGroup``. Each choice is (bytes kept, nanoseconds
+    computed again, the groups kept, the groups computed again). ``draws`` are the groups that draw random numbers, in
+    the order of drawing. Empty: the block cannot be computed again.
 
     ValueError: a group of that number does not exist, or there are too many.
     """
 
 def joint_plan(step: object, memory_bytes: int, /) -> dict[str, Any] | None:
-    """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.step.StepPlan``.
+    """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.plan.step.StepPlan``.
 
-    ``step`` has the attributes of ``_fit.step.Step``. Each call is (number of its way, numbers of the outputs that
+    ``step`` has the attributes of ``_fit.plan.step.Step``. Each call is (number of its way, numbers of the outputs that
     move, whether anything moves, its offload window, its reload window). None: nothing fits.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
@@ -129,7 +129,7 @@ def least_joint_plan(step: object, window_bytes: int, /) -> dict[str, Any]:
     """
 
 def joint_plan_times(step: object, plan: object, /) -> tuple[float, float]:
-    """Return how long a plan, a ``_fit.step.StepPlan``, takes in a step: the whole, and what is computed again of it.
+    """Return how long a plan, a ``_fit.plan.step.StepPlan``, takes in a step, and what of it is computed again.
 
     ValueError: the plan is for a step of other calls, ways or outputs.
     """

@@ -36,16 +36,16 @@ from torchoffload._observe.stats import OffloadStats, TapeStats, reset_stats, st
 from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
 
 if _TYPE_CHECKING:
-    from torchoffload._fit.describe import FrontierPoint
-    from torchoffload._fit.fit import FitPlan, Fitted, fit
+    from torchoffload._fit.model.describe import FrontierPoint
+    from torchoffload._fit.model.fit import FitPlan, Fitted, fit
 else:
     # fit is half of the package, and most programs do not call it: its modules are imported when it is first asked for.
-    _OF_FIT = {"FitPlan": "fit", "Fitted": "fit", "FrontierPoint": "describe", "fit": "fit"}
+    _OF_FIT = {"FitPlan": "fit", "Fitted": "fit", "FrontierPoint": "describe", "fit": "fit"}  # of _fit.model
 
     def __getattr__(name: str) -> _Any:
         if name not in _OF_FIT:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(_importlib.import_module(f"torchoffload._fit.{_OF_FIT[name]}"), name)
+        value = globals()[name] = getattr(_importlib.import_module(f"torchoffload._fit.model.{_OF_FIT[name]}"), name)
         return value
 
     def __dir__() -> list[str]:
@@ -53,7 +53,7 @@ else:
 
 
 def _plan_within_memory(*arguments: _Any) -> _Any:
-    from torchoffload._fit.fit import fit_by_moving
+    from torchoffload._fit.model.fit import fit_by_moving
 
     return fit_by_moving(*arguments)
 

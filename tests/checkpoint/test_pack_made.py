@@ -12,7 +12,7 @@ from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import BLOCKS, WIDTH, corners
 from torchoffload._checkpoint.saved_outputs import Packed, PackHook
-from torchoffload._fit.blocks import plan_block, unplan_block
+from torchoffload._fit.block.blocks import plan_block, unplan_block
 
 SIN = torch.ops.aten.sin.default
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchoffload._core import core
-from torchoffload._fit.graph import BlockPlan
-from torchoffload._fit.kinds import hull
-from torchoffload._fit.step import Call, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.plan.step import Call, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.survey.kinds import hull
 
 MIB = 1 << 20
 AGAIN = BlockPlan(operators=())

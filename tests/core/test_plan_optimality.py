@@ -26,8 +26,8 @@ from plan_oracle import (
 )
 from random_steps import AGAIN, MIB, coded, llama_record, llama_step, random_groups, random_step
 from torchoffload._core import core
-from torchoffload._fit.graph import OperatorGroup, frontier, group_operators
-from torchoffload._fit.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.block.graph import OperatorGroup, frontier, group_operators
+from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
 
 NEAR = 0.03  # how much longer than the best plan's a plan's step may take, as a part of it
 

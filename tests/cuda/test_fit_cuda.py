@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchoffload
-from torchoffload._fit.meter import CudaMeter
+from torchoffload._fit.machine.meter import CudaMeter
 
 pytestmark = pytest.mark.cuda
 

@@ -10,6 +10,8 @@ import torchoffload
 PACKAGE = Path(torchoffload.__file__).resolve().parent
 # A file imports from its own line and from those above it. `info` and the integrations use the public names, too.
 LAYERS = (("_core", "_warnings"), ("_pytorch",), ("_contexts",), ("_observe",), ("_modules", "_checkpoint"), ("_fit",))
+# The same of the rooms of _fit.
+ROOMS = ("machine", "block", "plan", "survey", "choosing", "model")
 ON_TOP = ("__init__", "info", "integrations")
 PUBLIC = {"info", "integrations"}
 
@@ -55,3 +57,26 @@ def test_imports_point_one_way(path):
     allowed = {part for parts in LAYERS[:layer] for part in parts} | {part_of(path)}
     compiled_core = {""} if part_of(path) == "_core" else set()  # `from torchoffload import _C`
     assert imported_parts(path) <= allowed | compiled_core
+
+
+def modules_of_fit(path: Path) -> set[str]:
+    """The modules of _fit that a file imports from, as "room.module"; also those that it imports for types alone."""
+    imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+    names = {str(node.module) for node in imports}
+    return {name.removeprefix("torchoffload._fit.") for name in names if name.startswith("torchoffload._fit.")}
+
+
+ROOM_FILES = [path for path in FILES if part_of(path) == "_fit" and path.parent != PACKAGE / "_fit"]
+
+
+@pytest.mark.parametrize("path", ROOM_FILES, ids=name_of)
+def test_rooms_of_fit_import_from_those_before_them(path):
+    rooms = {name.split(".")[0] for name in modules_of_fit(path)}
+    assert rooms <= set(ROOMS[: ROOMS.index(path.parent.name) + 1])
+
+
+def test_no_modules_of_fit_import_each_other_in_a_circle():
+    imports = {f"{path.parent.name}.{path.stem}": modules_of_fit(path) for path in ROOM_FILES}
+    while free := {name for name, needed in imports.items() if not needed & imports.keys()}:
+        imports = {name: needed for name, needed in imports.items() if name not in free}
+    assert imports == {}

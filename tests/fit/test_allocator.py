@@ -9,8 +9,8 @@ import torchoffload
 from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit import allocator
-from torchoffload._fit.allocator import prepare_allocator
+from torchoffload._fit.machine import allocator
+from torchoffload._fit.machine.allocator import prepare_allocator
 
 CUDA = torch.device("cuda", 0)
 

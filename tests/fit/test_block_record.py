@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from planned_blocks import WIDTH, Dropouts, Normalised, record
-from torchoffload._fit.graph import OperatorGroup, frontier, group_operators
-from torchoffload._fit.record import BlockRecord
+from torchoffload._fit.block.graph import OperatorGroup, frontier, group_operators
+from torchoffload._fit.block.record import BlockRecord
 
 X = torch.ones(4, 8, WIDTH)
 aten = torch.ops.aten

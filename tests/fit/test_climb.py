@@ -5,10 +5,10 @@ import random
 import pytest
 
 from simulated_steps import MIB, SimulatedDevice
-from torchoffload._fit.beliefs import Beliefs
-from torchoffload._fit.climb import Climb, Room, allowed_bytes
-from torchoffload._fit.step import plan_step, survey_plan
-from torchoffload._fit.trials import Trial
+from torchoffload._fit.plan.beliefs import Beliefs
+from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes
+from torchoffload._fit.plan.step import plan_step, survey_plan
+from torchoffload._fit.plan.trials import Trial
 
 STEPS = 9  # of twelve, three are the survey's
 

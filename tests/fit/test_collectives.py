@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchoffload
-from torchoffload._fit.blocks import plan_block
-from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.block.blocks import plan_block
+from torchoffload._fit.block.graph import BlockPlan
 
 distributed = pytest.importorskip("torch._C._distributed_c10d")
 if not hasattr(distributed, "PythonCallbackWork"):

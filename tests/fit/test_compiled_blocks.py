@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import torchoffload
-from torchoffload._fit.whole import COMPILED_CALL
+from torchoffload._fit.block.whole import COMPILED_CALL
 from torchoffload._pytorch import compiled_calls
 from torchoffload._pytorch.compiled_calls import add_call_hooks, keep_call_hooks, remove_call_hooks
 

@@ -16,7 +16,7 @@ from fitted_models import Model, options_of
 from gradients import Run, execute
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._contexts.amounts import parse_memory
-from torchoffload._fit.graph import MOST_OPERATORS
+from torchoffload._fit.block.graph import MOST_OPERATORS
 
 pytestmark = pytest.mark.devices("disk")
 STEPS = 18

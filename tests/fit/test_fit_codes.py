@@ -13,8 +13,8 @@ import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import record
-from torchoffload._fit.plan_file import read_plan
-from torchoffload._fit.record import BlockRecord
+from torchoffload._fit.block.record import BlockRecord
+from torchoffload._fit.model.plan_file import read_plan
 
 pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build alone")
 

@@ -60,7 +60,7 @@ def test_too_little_memory_may_be_a_warning(device_under_test: Device):
 
 
 def test_a_report_tells_why_operators_take_longer(device_under_test: Device, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchoffload._fit.fitted_model.obstacle", lambda: "this torch is another one")
+    monkeypatch.setattr("torchoffload._fit.model.fitted_model.obstacle", lambda: "this torch is another one")
     with settled(Model(BLOCKS["transformer"]), device_under_test, steps=6) as handle:
         report = " ".join(handle.report().split())
     assert report.count("by way of Python, so that each takes longer: this torch is another one") == 1

@@ -66,7 +66,7 @@ class Loop:
 @contextlib.contextmanager
 def fitted(model: nn.Module, allocator: SimulatedAllocator, memory: Any, **options: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchoffload._fit.fit.meter_for", lambda _device: SimulatedMeter(allocator))
+        patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(allocator))
         with torchoffload.fit(model, memory, **({"move": False} | options)) as handle:
             yield handle
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import BLOCKS, WIDTH, Net, corners, outcome, planned, record
-from torchoffload._fit.blocks import plan_block
-from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.block.blocks import plan_block
+from torchoffload._fit.block.graph import BlockPlan
 
 # Of a block's plans: the least memory, one in the middle, and the least time.
 WHICH: dict[str, Callable[[int], int]] = {

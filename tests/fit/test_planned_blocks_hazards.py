@@ -13,8 +13,8 @@ from torch.nn import functional
 from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import WIDTH, Corner, Normalised, corners, record
-from torchoffload._fit.blocks import plan_block, unplan_block
-from torchoffload._fit.graph import BlockPlan, frontier
+from torchoffload._fit.block.blocks import plan_block, unplan_block
+from torchoffload._fit.block.graph import BlockPlan, frontier
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 Use = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from devices import Device
 from planned_blocks import WIDTH, corners
-from torchoffload._fit.blocks import plan_block, unplan_block
+from torchoffload._fit.block.blocks import plan_block, unplan_block
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 

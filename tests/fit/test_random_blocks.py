@@ -9,9 +9,9 @@ import torch
 
 import torchoffload
 from random_blocks import RandomNet, differences, outcome
-from torchoffload._fit.blocks import plan_block, unplan_block
-from torchoffload._fit.graph import BlockPlan, frontier
-from torchoffload._fit.record import Recorder
+from torchoffload._fit.block.blocks import plan_block, unplan_block
+from torchoffload._fit.block.graph import BlockPlan, frontier
+from torchoffload._fit.block.record import Recorder
 
 CHUNK = 25  # blocks in a test
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from devices import Device
 from planned_blocks import corners
-from torchoffload._fit.blocks import plan_block
+from torchoffload._fit.block.blocks import plan_block
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchoffload._fit.blocks import plan_block, unplan_block
-from torchoffload._fit.graph import BlockPlan, frontier
-from torchoffload._fit.record import Recorder
+from torchoffload._fit.block.blocks import plan_block, unplan_block
+from torchoffload._fit.block.graph import BlockPlan, frontier
+from torchoffload._fit.block.record import Recorder
 
 WIDTH = 16
 NOTHING_KEPT = BlockPlan(operators=())

@@ -10,10 +10,10 @@ from devices import Device
 from fitted_models import Model
 from gradients import Run, execute
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit.graph import BlockPlan
-from torchoffload._fit.scaling import OtherSizes, scaled
-from torchoffload._fit.step import Call, Kind, Output, Step, Way, plan_step
-from torchoffload._fit.trials import Trial
+from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.plan.scaling import OtherSizes, scaled
+from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way, plan_step
+from torchoffload._fit.plan.trials import Trial
 
 MIB = 1 << 20
 AGAIN = BlockPlan(operators=())

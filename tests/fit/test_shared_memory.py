@@ -9,10 +9,10 @@ from torch import nn
 
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit import blocks
-from torchoffload._fit.budget import Budget
-from torchoffload._fit.meter import meter_for
-from torchoffload._fit.step import least_plan
+from torchoffload._fit.block import blocks
+from torchoffload._fit.machine.meter import meter_for
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.plan.step import least_plan
 
 DEVICE = torch.device("cpu")
 OTHER_DEVICE = torch.device("meta")

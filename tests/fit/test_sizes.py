@@ -12,7 +12,7 @@ import torchoffload
 from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._fit.sizes import argument_bytes, state_of_block
+from torchoffload._fit.model.sizes import argument_bytes, state_of_block
 
 pytestmark = pytest.mark.devices("disk")
 

@@ -9,7 +9,7 @@ from torch import nn
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing.structure import find_blocks
-from torchoffload._fit.measured import HostTimes, Measured, MeasuredKind, together
+from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind, together
 
 
 class Shares(nn.Module):

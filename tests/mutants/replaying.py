@@ -7,8 +7,8 @@ import torch.distributed as dist
 from scenario import Stage, scenario
 from torch import nn
 
-from torchoffload._fit.blocks import plan_block
-from torchoffload._fit.graph import BlockPlan
+from torchoffload._fit.block.blocks import plan_block
+from torchoffload._fit.block.graph import BlockPlan
 
 AS_STOCK, OTHERWISE = "as stock", "other gradients"
 LARGE = (64, 300, 16)  # not copied as it is read

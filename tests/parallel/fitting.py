@@ -20,7 +20,7 @@ from world import BATCH, World, local_values
 import torchoffload
 from fitted_models import options_of
 from gradients import Live, Program, Run, TestErr, differing, execute, settled
-from torchoffload._fit import blocks
+from torchoffload._fit.block import blocks
 
 ROOM_FOR_ALL = 1 << 50
 LEAST, ALL = 0.0, 1.0  # budgets

@@ -7,7 +7,7 @@ any step. It comes the nearer to what plans do, the more blocks there are and th
 import dataclasses
 
 from plan_oracle import MIB, MS, MemoryRows, Program, Record, Terms, of_call, records, times, total
-from torchoffload._fit.step import Kind, Step
+from torchoffload._fit.plan.step import Kind, Step
 
 
 @dataclasses.dataclass

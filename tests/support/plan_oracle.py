@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from torchoffload import _C_testing
-from torchoffload._fit.step import CallPlan, Kind, Step, Way
+from torchoffload._fit.plan.step import CallPlan, Kind, Step, Way
 
 testing = _C_testing.testing
 

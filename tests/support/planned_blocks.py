@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gradients import Run
 from models import Block
-from torchoffload._fit.blocks import plan_block, unplan_block
-from torchoffload._fit.graph import Corner, frontier
-from torchoffload._fit.record import BlockRecord, Recorder
+from torchoffload._fit.block.blocks import plan_block, unplan_block
+from torchoffload._fit.block.graph import Corner, frontier
+from torchoffload._fit.block.record import BlockRecord, Recorder
 
 WIDTH = 32
 

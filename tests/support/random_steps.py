@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 from planned_blocks import record
-from torchoffload._fit.graph import BlockPlan, OperatorGroup
-from torchoffload._fit.kinds import hull
-from torchoffload._fit.record import BlockRecord
-from torchoffload._fit.step import Call, Kind, Output, Step, Way
+from torchoffload._fit.block.graph import BlockPlan, OperatorGroup
+from torchoffload._fit.block.record import BlockRecord
+from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way
+from torchoffload._fit.survey.kinds import hull
 
 PAGE = 4096
 MIB = 1 << 20

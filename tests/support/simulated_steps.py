@@ -7,9 +7,9 @@ own, and PyTorch's allocator reserves more than is allocated, by a factor that d
 import dataclasses
 import random
 
-from torchoffload._fit.graph import BlockPlan
-from torchoffload._fit.step import Call, Kind, Output, Step, Way, survey_plan
-from torchoffload._fit.trials import Trial
+from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way, survey_plan
+from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["SimulatedDevice", "random_step"]
 

@@ -10,7 +10,7 @@ import torchoffload
 from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed, short
-from torchoffload._fit.fit import Fitted
+from torchoffload._fit.model.fit import Fitted
 from torchoffload._modules.selection import choose
 from torchoffload.integrations._trainers import (
     innermost_model,

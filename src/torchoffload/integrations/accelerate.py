@@ -14,7 +14,7 @@ from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ModuleKeywords
 from torchoffload._contexts.options import check_bool
-from torchoffload._fit.fit import Fitted
+from torchoffload._fit.model.fit import Fitted
 from torchoffload.integrations._fitting import ModuleOrFitKeywords, asks_for_fit, fit_inner_model
 from torchoffload.integrations._trainers import (
     Handle,

@@ -15,7 +15,7 @@ from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import check_bool
-from torchoffload._fit.fit import Fitted
+from torchoffload._fit.model.fit import Fitted
 from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
 from torchoffload.integrations._fitting import ModuleOrFitKeywords, SurveyWatch, asks_for_fit, fit_inner_model

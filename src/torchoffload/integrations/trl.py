@@ -23,7 +23,7 @@ from torchoffload import OffloadActivations
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
 from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
-from torchoffload._fit.fit import Fitted
+from torchoffload._fit.model.fit import Fitted
 from torchoffload._observe.idle import advise_if_idle
 from torchoffload.integrations._fitting import (
     ContextOrFitKeywords,

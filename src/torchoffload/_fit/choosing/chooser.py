@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchoffload._fit.agreement import Agreement
-from torchoffload._fit.called_blocks import CalledBlocks
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
+from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks
 from torchoffload._fit.choosing.named_blocks import blocks_of, computing
 from torchoffload._fit.choosing.scouting import Scouting
 from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
+from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._modules.selection import Chosen
 from torchoffload._pytorch import hook_stack
 

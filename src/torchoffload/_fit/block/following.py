@@ -1,0 +1,105 @@
+"""The blocks of a fitted model as they are told what to do: which of them compute again, and which of them move."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._core import core
+from torchoffload._fit.block.blocks import unplan_block, watch_block
+from torchoffload._fit.block.replay import Watch
+from torchoffload._modules.offload_modules import offload_modules
+from torchoffload._modules.selection import Chosen
+
+__all__ = ["Following", "Windows"]
+
+
+class Windows(NamedTuple):
+    """The windows of one block, in bytes.
+
+    Attributes
+    ----------
+    offload_bytes : int
+        The offload window while its forward runs.
+    after_bytes : int
+        The offload window from its end to the beginning of the next block, or at the loss.
+    reload_bytes : int
+        The reload window while its backward runs.
+    """
+
+    offload_bytes: int
+    after_bytes: int
+    reload_bytes: int
+
+
+class Following:
+    """The blocks of a model, their names, and the contexts under which they move.
+
+    Parameters
+    ----------
+    model, chosen : nn.Module, list of Chosen
+        The model, and its blocks.
+    may_move : bool
+        Whether anything may move.
+    options : dict
+        The options of the contexts that move.
+
+    Attributes
+    ----------
+    names : mapping of nn.Module to str
+        The names of the blocks.
+    """
+
+    def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: dict[str, Any]) -> None:
+        # Held weakly: what is held by a model's hooks must not hold the model.
+        self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
+        self._model = weakref.ref(model)
+        self._options = options
+        self._handle = offload_modules(model, list(self.names), **options) if may_move else None
+
+    def follow(
+        self,
+        blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
+        moving: list[nn.Module],
+        window_bytes: int,
+        windows: Mapping[nn.Module, Windows] | None = None,
+    ) -> None:
+        """Change what the blocks do from the next call of the model on.
+
+        Parameters
+        ----------
+        blocks : mapping
+            What each block does in a call, for those that compute something again or are watched.
+        moving : list of nn.Module
+            The blocks of which something moves.
+        window_bytes : int
+            The size of either window, where blocks have none of their own.
+        windows : mapping of nn.Module to Windows, optional
+            The windows of each block.
+        """
+        if self._handle is not None:
+            # Blocks with windows of their own follow a plan, which has no room for what would stay because of what was
+            # learned: a context whose windows have 0 bytes keeps nothing of that kind.
+            size = 0 if windows else window_bytes
+            options = self._options | {"offload_window_bytes": size, "reload_window_bytes": size}
+            manager = OffloadActivations(model=self._model(), **options)
+            if windows:
+                anywhere = Windows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
+                core.set_module_windows(
+                    manager._context, [anywhere, *(windows.get(module, anywhere) for module in self.names)]
+                )
+            numbers = {module: number for number, module in enumerate(self.names, start=1)}
+            self._handle._offloading.change(manager, [numbers[module] for module in moving])
+        for module in set(self.names) - set(blocks):
+            unplan_block(module)
+        for module, watch in blocks.items():
+            watch_block(module, watch)
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for module in self.names:
+            unplan_block(module)
+        if self._handle is not None:
+            self._handle.remove()

@@ -1,0 +1,239 @@
+"""The record of one call of a block: its operators, what they read, make and write, how long they take."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchoffload._core import core
+from torchoffload._fit.machine.agreement import communicated, counts_of_groups, wait_for
+from torchoffload._fit.machine.operators import tensors
+from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.operator_mode import OperatorMode
+
+__all__ = ["BlockRecord", "Clock", "OperatorCall", "Recorder", "Recording"]
+
+
+@dataclass(kw_only=True)
+class OperatorCall:
+    """One call of a counted operator. Storages are named by numbers, in the order in which they were first seen.
+
+    Attributes
+    ----------
+    operator : operator
+        What was called.
+    duration_ns : int
+        How long it took on its device.
+    reads : frozenset of (int, int)
+        The storages of its arguments, each with the number of operators that had written to it by then.
+    makes, writes : frozenset of int
+        The storages that it made; those that it wrote to and did not make.
+    draws : bool
+        Whether it drew random numbers, or its tags say that it may.
+    runs_once : bool
+        Whether it must not run again, because it wrote to what the block has not made, or read what the block wrote
+        there. What it made is held.
+    differs : bool
+        Whether what it made came out differently when the call was verified.
+    """
+
+    operator: Any
+    duration_ns: int = 0
+    reads: frozenset[tuple[int, int]]
+    makes: frozenset[int]
+    writes: frozenset[int]
+    draws: bool = False
+    runs_once: bool = False
+    differs: bool = False
+
+
+@dataclass
+class BlockRecord:
+    """What one call of a block did.
+
+    Attributes
+    ----------
+    operators : list of OperatorCall
+        In the order of the calls.
+    nbytes : dict of int to int
+        The size of each storage in bytes.
+    link_shares : dict of int to float
+        The part of a storage's bytes that the link carries, if it moves, where that is less than 1.
+    epochs : dict of int to int
+        How many operators have written to each storage.
+    inputs : frozenset of int
+        The storages of the block's arguments.
+    own : frozenset of int
+        The storages from outside that are none of its arguments, such as those of parameters.
+    made : set of int
+        The storages that were made in the call.
+    held : frozenset of int
+        Those of them whose values the call holds in any case, since they cannot be made again.
+    saved : frozenset of int
+        The storages of the tensors that autograd saved.
+    refusal : str or None
+        Why the call cannot be computed again at all.
+    groups : tuple of ProcessGroup
+        The groups of ranks that called collectives in it.
+    """
+
+    operators: list[OperatorCall] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    link_shares: dict[int, float] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    inputs: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
+    made: set[int] = field(default_factory=set)
+    held: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    refusal: str | None = None
+    groups: tuple[Any, ...] = ()
+
+    def link_share_of(self, storages: Iterable[int]) -> float:
+        """Return the part of the bytes of several storages that the link carries."""
+        sizes = {number: self.nbytes[number] for number in storages}
+        on_link = sum(nbytes * self.link_shares.get(number, 1.0) for number, nbytes in sizes.items())
+        return on_link / (sum(sizes.values()) or 1) if on_link else 1.0
+
+
+class Clock:
+    """Moments on the device that computes, and the time between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter_ns()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def between_ns(self, begin: Any, end: Any) -> int:
+        if self._device.type == "cpu":
+            return int(end - begin)
+        end.synchronize()
+        return int(begin.elapsed_time(end) * 1e6)
+
+
+class Recording:
+    """One call of a block while it is recorded.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    inputs : nest of containers
+        The arguments of the call.
+    context : Context or None
+        The core's context that moves what autograd saves, if there is one.
+    observer : object
+        Is told when the call is computed again.
+
+    Attributes
+    ----------
+    call : RecordedCall
+        The core's record.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any, context: Any, observer: Any) -> None:
+        wait_for(inputs)
+        devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
+        self._clock = Clock(next(iter(devices), torch.device("cpu")))
+        self._group_counts = counts_of_groups()
+        addresses = core.storage_addresses(inputs)
+        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False)
+
+    def end(self, *, verifies: bool) -> BlockRecord:
+        """Return what the call did. Called when forward has ended, and before anything is forgotten."""
+        record = BlockRecord(groups=communicated(self._group_counts))
+        storages, operators = self.call.storages(), self.call.operators()
+        for number, each in enumerate(storages):
+            record.nbytes[number], record.epochs[number] = each["nbytes"], each["epochs"]
+            if each["link_share"] < 1:
+                record.link_shares[number] = each["link_share"]
+        record.inputs = _where(storages, "is_input")
+        record.made = set(_where(storages, "is_made"))
+        record.own = frozenset(range(len(storages))) - record.inputs - record.made
+        record.held = _where(storages, "is_held")
+        record.saved = _where(storages, "is_saved")
+        counted = [each for each in operators if each["counted"] >= 0]
+        record.operators = [
+            OperatorCall(
+                operator=_operator(each["name"], each["overload"]),
+                reads=frozenset(each["reads"]),
+                makes=frozenset(each["makes"]),
+                writes=frozenset(each["writes"]),
+                draws=each["draws"],
+                runs_once=each["runs_once"],
+            )
+            for each in counted
+        ]
+        for number, begin, end in self.call.moments():
+            if number >= 0:
+                record.operators[number].duration_ns = max(1, self._clock.between_ns(begin, end))
+        if verifies:
+            self._verify(record)
+        return record
+
+    def _verify(self, record: BlockRecord) -> None:
+        """Have the call make everything again, and note what comes out differently."""
+        try:
+            different = self.call.verify()
+        except RuntimeError as error:
+            record.refusal = f"computed again right away, it fails: {error}"
+            return
+        for number in different:
+            if number < 0:
+                record.refusal = "a cast of a parameter or an argument comes out differently when it is computed again"
+            else:
+                record.operators[number].differs = True
+
+
+def _where(storages: list[dict[str, Any]], name: str) -> frozenset[int]:
+    return frozenset(number for number, each in enumerate(storages) if each[name])
+
+
+def _operator(name: str, overload: str) -> Any:
+    namespace, _, base = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
+class Recorder:
+    """A context that records and verifies the call of a block that is made inside it, which nothing of is made again.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    inputs : nest of containers
+        The arguments of the call.
+
+    Attributes
+    ----------
+    record : BlockRecord
+        The record of the call, once the context is left.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any) -> None:
+        context = getattr(hook_stack.top_pack_hook(), "__self__", None)
+        self._recording = Recording(module, inputs, context if isinstance(context, core.Context) else None, None)
+        self._mode = OperatorMode(self._recording.call.listener())
+        self._hooks = saved_tensors_hooks(self._recording.call.pack_hook(), core.unpack)
+        self.record = BlockRecord()
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._mode.__exit__(kind, error, traceback)
+        self._hooks.__exit__(kind, error, traceback)
+        self.record = self._recording.end(verifies=kind is None)
+        self._recording.call.settle(True)
+        self._recording.call.finish()

@@ -1,0 +1,207 @@
+"""Blocks that are compiled, or that have compiled modules inside: each is one operator.
+
+No operators are seen in what torch.compile has made, and its kernels allocate past PyTorch's dispatcher. So such a
+block is a whole: all that it saves is kept, or moves, or its compiled call is made again in backward, as
+``torch.utils.checkpoint`` does it.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchoffload._core import core
+from torchoffload._fit.block.record import BlockRecord, Clock, OperatorCall
+from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.machine.agreement import communicated, counts_of_groups
+from torchoffload._fit.machine.operators import storages, tensors
+from torchoffload._pytorch.compiled_calls import compiled_call
+
+__all__ = ["COMPILED_CALL", "WholeRecorder", "call_again", "can_checkpoint", "whole_call"]
+
+_checkpoint: Any = getattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", None)
+_PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args")
+_weak: Any = StorageWeakRef  # the class has no annotations
+
+
+def can_checkpoint() -> bool:
+    """Return whether this version of torch has the checkpoint by which a compiled call is made again."""
+    return (
+        _checkpoint is not None and tuple(inspect.signature(_checkpoint).parameters)[: len(_PARAMETERS)] == _PARAMETERS
+    )
+
+
+class _Numbers:
+    """Numbers for storages. An address names another storage once its storage is gone, so storages are held weakly."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, Any]] = {}
+        self.nbytes: dict[int, int] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._known[storage._cdata] = (len(self._known), _weak(storage))
+            self.nbytes[known[0]] = storage.nbytes()
+        return known[0]
+
+    def of_all(self, value: Any) -> frozenset[int]:
+        return frozenset(self.of(storage) for storage in storages(value))
+
+
+def _hooks_in_force() -> tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]:
+    """Return the pack and the unpack hook that autograd would call; without any, hooks that change nothing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return (core.noop_pack, core.unpack) if hooks is None else hooks
+
+
+class _CompiledCall:
+    """Stands for the call of a block among the operators of its record."""
+
+    __name__ = "compiled_call"
+    namespace = "torchoffload"
+
+    def __str__(self) -> str:
+        return self.__name__
+
+
+COMPILED_CALL = _CompiledCall()
+
+
+class WholeRecorder:
+    """A context that records a call of a block as one operator.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    inputs : nest of containers
+        The arguments of the call.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any) -> None:
+        self.record = BlockRecord()
+        self._numbers = _Numbers()
+        self._state: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+        self._inputs = inputs
+        self.record.nbytes = self._numbers.nbytes
+        self.record.inputs = self._numbers.of_all(inputs)
+        self.record.own = self._numbers.of_all(self._state)
+        self._saved: set[int] = set()
+        self._clock = Clock(next((each.device for each in tensors((inputs, self._state))), torch.device("cpu")))
+
+    def _versions(self) -> list[int]:
+        return [each._version for each in [*self._state, *tensors(self._inputs)] if not each.is_inference()]
+
+    def __enter__(self) -> Self:
+        pack, unpack = _hooks_in_force()
+
+        def note(tensor: torch.Tensor) -> object:
+            self._saved |= self._numbers.of_all(tensor)
+            return pack(tensor)
+
+        # Below a frame that Dynamo has given up it would trace the hook.
+        disable: Any = torch._dynamo.disable
+        self._hooks = saved_tensors_hooks(disable(note), unpack)
+        self._before, self._group_counts = self._versions(), counts_of_groups()
+        self._hooks.__enter__()
+        self._begin = self._clock.now()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        end = self._clock.now()
+        self._hooks.__exit__(*exception)
+        record = self.record
+        record.saved, record.groups = frozenset(self._saved), communicated(self._group_counts)
+        makes = record.saved - record.inputs - record.own
+        record.made = set(makes)
+        # As BatchNorm's statistics: a second call would write to them a second time.
+        if self._versions() != self._before:
+            record.refusal = "it is compiled, and writes to parameters, buffers or arguments: a second call would, too"
+        elif not can_checkpoint():
+            record.refusal = "it is compiled, and this version of torch has another checkpoint than fit knows"
+        record.epochs = dict.fromkeys(record.nbytes, 0) | dict.fromkeys(makes, 1)
+        record.operators.append(
+            OperatorCall(
+                operator=COMPILED_CALL,
+                duration_ns=self._clock.between_ns(self._begin, end),
+                reads=frozenset((number, 0) for number in record.inputs | record.own),
+                makes=makes,
+                writes=frozenset(),
+                draws=False,  # a second call draws what the first one did
+            )
+        )
+
+
+def call_again(
+    checkpoint: Callable[..., Generator[None, None, None]],
+    call: Callable[..., Any],
+    watch: Watch,
+    flat: list[Any],
+    structure: Any,
+) -> Generator[None, None, None]:
+    """Return PyTorch's generator around a call that is made again in backward.
+
+    Parameters
+    ----------
+    checkpoint : callable
+        ``_checkpoint_without_reentrant_generator``.
+    call : callable
+        The compiled call.
+    watch : Watch
+        What is told of the second call.
+    flat, structure : list, TreeSpec
+        The arguments.
+    """
+
+    def forward(*leaves: Any) -> None:
+        positional, keywords = tree_unflatten(list(leaves), structure)
+        begin = watch.now() if watch.times_operators else None
+        call(*positional, **keywords)
+        if watch.times_operators:
+            watch.timed({0: (begin, watch.now())})
+
+    @contextlib.contextmanager
+    def recomputation() -> Iterator[None]:
+        watch.begins_again()
+        try:
+            yield
+        finally:
+            watch.ends_again()
+
+    return checkpoint(forward, True, lambda: (contextlib.nullcontext(), recomputation()), "default", False, True, *flat)
+
+
+def whole_call(
+    module: nn.Module, watch: Watch, args: Any, kwargs: Any, has_returned: Callable[[], bool]
+) -> Generator[None, None, None]:
+    """Return a generator around a call of a compiled block, to be advanced once before and once after the call.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The block.
+    watch : Watch
+        What the call does.
+    args, kwargs : tuple, dict
+        The arguments.
+    has_returned : callable
+        Returns, after the call, whether it returned.
+    """
+    if watch.records:
+        with WholeRecorder(module, (args, kwargs)) as recorder:
+            yield
+        if has_returned():
+            watch.recorded(recorder.record)
+    elif watch.plan is not None and watch.plan.operators == (COMPILED_CALL,):
+        flat, structure = tree_flatten((args, kwargs))
+        yield from call_again(_checkpoint, compiled_call(module), watch, flat, structure)
+    else:
+        yield

@@ -1,0 +1,110 @@
+"""When the backward of what a model returned begins, and when it ends."""
+
+import weakref
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from torchoffload._fit.model.sizes import tensors_in
+
+__all__ = ["Backwards"]
+
+
+class _Listener(Protocol):
+    def backward_begins(self) -> None: ...
+    def backward_ends(self) -> None: ...
+
+
+_MOST_MISSED = 16  # backwards that come before that of an earlier call, as in a pipeline
+
+
+class _Call:
+    """A call of the model whose backward has not ended. It lives as long as the call's graph.
+
+    Attributes
+    ----------
+    number : int
+        How many calls there were before it.
+    missed : int
+        How many backwards have ended since, which were not its own.
+    """
+
+    missed = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Backwards:
+    """Tells a listener of each backward through what a model returned.
+
+    Parameters
+    ----------
+    listener : object
+        Its ``backward_begins()`` and ``backward_ends()`` are called. It is held weakly, since the graph holds this.
+    """
+
+    def __init__(self, listener: _Listener) -> None:
+        self._listener = weakref.ref(listener)
+        self._task = -1  # the graph task that was told of last
+        self._count = 0  # of calls
+        self._open: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._in_backward: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+    @property
+    def has_open_calls(self) -> bool:
+        """Whether there are calls whose backward has not ended, and may come yet.
+
+        None is awaited any more from a call whose output is kept while those of many others are gone through.
+        """
+        return len(self._open) > 0
+
+    def call_begins(self) -> None:
+        """Await no backward of a call any more if those of all later ones have ended, and yet another one begins."""
+        newest = max(self._open, key=lambda call: call.number, default=None)
+        if newest is not None and newest.missed > 0 and newest.number < self._count - 1:
+            self._open.discard(newest)
+
+    def follow(self, output: Any) -> bool:
+        """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
+        call = _Call(self._count)
+        self._count += 1
+        for tensor in tensors_in(output):
+            # A leaf, such as a parameter, would collect a hook in each call.
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._begins, call))  # type: ignore[no-untyped-call]
+                self._open.add(call)
+        return call in self._open
+
+    def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
+        self._in_backward.add(call)
+        self.is_seen()
+
+    def is_seen(self) -> None:
+        """Take notice of a backward, in which this is called."""
+        task, listener = torch._C._current_graph_task_id(), self._listener()
+        if task == self._task or listener is None:
+            return
+        self._task = task
+        listener.backward_begins()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(_end, weakref.ref(self)))
+
+    def end(self) -> None:
+        """Take notice of the end of a backward."""
+        self._open -= self._in_backward
+        self._in_backward.clear()
+        for call in list(self._open):
+            call.missed += 1
+            if call.missed > _MOST_MISSED:
+                self._open.discard(call)
+        listener = self._listener()
+        if listener is not None:
+            listener.backward_ends()
+
+
+def _end(backwards: "weakref.ref[Backwards]") -> None:
+    found = backwards()
+    if found is not None:
+        found.end()

@@ -1,0 +1,204 @@
+"""Where the steps of a fitted model begin and end, and what each of them took."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchoffload._fit.machine.meter import Counts, Meter
+from torchoffload._fit.model.backwards import Backwards
+
+__all__ = ["Clock", "FinishedStep"]
+
+_MOST_OPEN_CALLS = 64
+_STUCK = 20  # calls, and no backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """A step that is over.
+
+    Attributes
+    ----------
+    size : int
+        The bytes of the arguments of its largest call of the model.
+    blocks_bytes, block_count : int
+        The bytes of the arguments of its calls of blocks, and how many calls there were.
+    began, ended : moment
+        When it began, and when its backward ended; None if that did not happen.
+    is_lost : bool
+        Whether it ran out of memory, in forward, in backward or behind it, so that the loop has lost it.
+    has_waited : bool
+        Whether the allocator had to give back what it caches, or an allocation failed that nobody was told of.
+    allocated_bytes : int
+        The most that was allocated on the device until the end of backward, if the clock measures steps.
+    reserved_bytes : int
+        The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
+    base_bytes : int
+        What was allocated when it began.
+    """
+
+    size: int
+    blocks_bytes: int
+    block_count: int
+    began: Any
+    ended: Any
+    is_lost: bool
+    has_waited: bool
+    allocated_bytes: int
+    reserved_bytes: int
+    base_bytes: int
+
+
+class _Listener(Protocol):
+    def step_begins(self, size: int) -> None: ...
+    def step_finished(self, step: FinishedStep) -> None: ...
+    def backward_began(self) -> None: ...
+    def backward_ended(self) -> None: ...
+    def note_stuck(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """The step that has begun."""
+
+    counts: Counts  # as it began
+    began: Any = None
+    ended_counts: Counts | None = None  # as its latest backward ended
+    ended: Any = None
+    size: int = 0
+    call_count: int = 0
+    was_open: bool = False  # a call of it has waited for its backward
+    blocks_bytes: int = 0
+    block_count: int = 0
+    allocated_bytes: int = 0
+
+    def has_lost(self, now: Counts) -> bool:
+        """Return whether an allocation failed that ended the step.
+
+        PyTorch counts those as well that a library has tried and done without, as cuDNN does: backward ends then.
+        """
+        before = self.counts if self.ended_counts is None else self.ended_counts
+        return now.failures > before.failures
+
+
+class Clock:
+    """Emits the steps of a model: a call with gradients, or several before a common backward, and that backward.
+
+    Parameters
+    ----------
+    listener : object
+        It is told of steps and backwards. It holds the clock.
+    meter : Meter
+        The device's clock and memory.
+    agree : callable
+        Returns for each value the largest one of the ranks that decide together.
+    """
+
+    def __init__(self, listener: _Listener, meter: Meter, agree: Callable[..., Any]) -> None:
+        self._listener = listener
+        self._meter = meter
+        self._agree = agree
+        self._backwards = Backwards(self)
+        self._step: _Step | None = None
+        self.measures = False  # whether moments and peaks are wanted, which takes a little time
+        self.has_open_calls = False  # of any rank, at the latest call
+        self._is_in_call = False  # or a call has raised
+        self._follows_blocks = False  # since the model returns nothing that has a backward
+        self._unanswered = 0  # calls since a backward was seen
+        self._was_called = False
+
+    @property
+    def is_backward_seen(self) -> Callable[[], None]:
+        """What to call in a backward, where a block is computed again."""
+        return self._backwards.is_seen
+
+    @property
+    def has_been_called(self) -> bool:
+        """Whether a call with gradients was seen."""
+        return self._was_called
+
+    def forget(self) -> None:
+        """Begin a step with the next call."""
+        self._step = None
+
+    def call_begins(self, size: int) -> int:
+        """Take notice of a call of the model. Returns its size, or that of the largest one of any rank."""
+        counts = self._meter.counts()
+        self._backwards.call_begins()
+        self._unanswered += 1
+        self._was_called = True
+        if self._unanswered == _STUCK:
+            self._listener.note_stuck()
+        step = self._step
+        lost = step is not None and step.has_lost(counts)
+        agreed = self._agree(size, self._backwards.has_open_calls, lost, counts.reserved_bytes)
+        size, is_open, is_lost, reserved_bytes = map(int, agreed)
+        self.has_open_calls = bool(is_open)
+        if step is not None:
+            step.call_count += 1
+            is_full = step.call_count > _MOST_OPEN_CALLS
+            is_over = step.ended_counts is not None and (not self.has_open_calls or is_full)
+            if is_over or is_lost:
+                self._step = None
+                self._listener.step_finished(self._finished(step, counts, bool(is_lost), reserved_bytes))
+            elif is_full or (step.was_open and not self.has_open_calls and step.ended_counts is None):
+                self._step = None  # maybe since no backward comes: begin again
+        if self._step is None:
+            self._listener.step_begins(size)
+            self._step = _Step(counts=self._meter.counts())
+            if self.measures:
+                self._meter.take_peak()
+                self._step.began = self._meter.now()
+        self._step.size = max(self._step.size, size)
+        self._is_in_call = True
+        return size
+
+    def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
+        ended = step.ended_counts
+        return FinishedStep(
+            size=step.size,
+            blocks_bytes=step.blocks_bytes,
+            block_count=step.block_count,
+            began=step.began,
+            ended=step.ended,
+            is_lost=is_lost,
+            has_waited=(ended or counts).waits > step.counts.waits,
+            allocated_bytes=step.allocated_bytes,
+            reserved_bytes=max(reserved_bytes, 0 if ended is None else ended.reserved_bytes),
+            base_bytes=step.counts.allocated_bytes,
+        )
+
+    def block_begins(self, nbytes: int) -> None:
+        """Take notice of a call of a block, which is given so many bytes."""
+        if self._step is not None and self._is_in_call:  # blocks may be called by themselves as well
+            self._step.blocks_bytes += nbytes
+            self._step.block_count += 1
+
+    def follow_block(self, output: Any) -> None:
+        """Take notice of what a block returned, if the model itself returns nothing that has a backward."""
+        if self._follows_blocks and self._is_in_call:
+            self._backwards.follow(output)
+
+    def call_ends(self, output: Any) -> None:
+        """Take notice of what the model returned."""
+        self._is_in_call = False
+        self._follows_blocks = not self._backwards.follow(output)
+        if self._step is not None:
+            self._step.was_open |= self._backwards.has_open_calls
+
+    def backward_begins(self) -> None:
+        """Take notice of a backward, in which this is called."""
+        if self._step is not None:
+            self._listener.backward_began()
+
+    def backward_ends(self) -> None:
+        """Take notice of the end of a backward."""
+        self._unanswered = 0
+        step = self._step
+        if step is None:
+            return
+        self._listener.backward_ended()
+        if self.measures:
+            step.ended = self._meter.now()
+            step.allocated_bytes = max(step.allocated_bytes, self._meter.take_peak())
+        step.ended_counts = self._meter.counts()

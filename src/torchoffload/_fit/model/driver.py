@@ -1,0 +1,189 @@
+"""What a fitted model does from step to step: it is surveyed, plans are tried, and one is followed and watched."""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torchoffload._fit.machine.agreement import Agreement
+from torchoffload._fit.model.clock import FinishedStep
+from torchoffload._fit.model.fitted_model import FittedModel
+from torchoffload._fit.model.phase import Climbing, LeastMemory, Removed, Settled, Surveying
+from torchoffload._fit.model.sizes import argument_bytes
+from torchoffload._fit.plan.climb import Climb
+from torchoffload._fit.plan.scaling import OtherSizes
+from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message
+from torchoffload._fit.survey.survey import Survey
+
+__all__ = ["Driver"]
+
+_GROWN = 0.01  # of the memory: so much more than in the survey is there for good before a step
+
+
+class Driver(FittedModel):
+    """Takes a fitted model from step to step, as the clock tells of them."""
+
+    def call_begins(self, inputs: Any) -> None:
+        """Take notice of a call of the model with gradients, and change its plan if it is time to."""
+        size = self.clock.call_begins(argument_bytes(inputs))
+        if isinstance(self.state, Surveying):
+            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+            self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        elif self._is_too_large(size) or (self._was_refused and self.agreement is None):
+            self._begin_survey()  # beside calls that wait for their backward, or since one had an error in it
+        if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
+            for reset in self._reset_counters:
+                reset()
+        self._follow_size(self.largest_size if self.clock.has_open_calls else size)
+
+    def call_ends(self, output: Any) -> None:
+        """Take notice of what the model returned."""
+        self.clock.call_ends(output)
+
+    def step_begins(self, size: int) -> None:
+        """Take notice of a step that begins with a call of this size."""
+        if not isinstance(self.state, Surveying) and self._is_too_large(size):
+            self._begin_survey()
+        self._block_calls.begin_step(looks_at_all=isinstance(self.state, Surveying))
+        if isinstance(self.state, Surveying):
+            survey = self.state.survey
+            self.budget.is_surveying = not survey.is_known
+            survey.begin_step()
+
+    def backward_began(self) -> None:
+        """Take notice of a backward, in which this is called."""
+        if isinstance(self.state, Surveying):
+            self.state.survey.backward_began()
+
+    def backward_ended(self) -> None:
+        """Take notice of the end of a backward."""
+        if isinstance(self.state, Surveying):
+            self.state.survey.backward_ended()
+
+    def step_finished(self, step: FinishedStep) -> None:
+        """Go on after a step."""
+        self._steps += 1
+        match self.state:
+            case Surveying(survey):
+                self._end_survey_step(survey, step)
+            case Climbing(climb):
+                self._end_trial_step(climb, step)
+            case Settled(trial):
+                self._end_settled_step(trial, step)
+            case LeastMemory():
+                if self._largest(self._differs(step))[0]:
+                    self._survey_again(step)
+            case Removed():
+                pass
+
+    def _end_survey_step(self, survey: Survey, step: FinishedStep) -> None:
+        """Plan if the survey is done, and else let it go on."""
+        if step.is_lost:
+            self._end_lost_survey_step(survey)
+            return
+        is_known = survey.end_step(is_largest=self._seen.note_surveyed(step))
+        self.budget.note_surveyed_step(is_known=is_known)
+        is_known = is_known and not self.budget.waits_for_others
+        self.agreement = Agreement.among(self._group, survey.groups, self.agreement)
+        self._survey_reserved_bytes = step.reserved_bytes
+        self._base_bytes = step.base_bytes
+        is_unknown, last_windows = self._largest(not is_known, survey.window_bytes)
+        if is_unknown:
+            self._watch(survey, int(last_windows))
+        else:
+            self._make_plan(survey, step)
+
+    def _end_lost_survey_step(self, survey: Survey) -> None:
+        """Let the survey go on with less after a step that ran out of memory, or end it with an error."""
+        if self._largest(not survey.takes_less())[0]:
+            survey.give_up()
+            self.state = LeastMemory(None, survey)
+            self.budget.note_surveyed_step(is_known=True)
+            self._watch(survey, 0)
+            self._tell_unfit(
+                f"fit: a step ran out of memory in which the blocks keep as little as they can. {MORE_ROOM}"
+                + ("" if self.may_move else " Or let tensors move: move=True.")
+            )
+            return
+        self.notes.append("a step of the survey ran out of memory: it went on with less")
+        self._watch(survey, 0)
+
+    def _allow_communication(self, survey: Survey, shapes: Any) -> None:
+        """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
+        is_new = shapes != self._known_shapes or survey.is_hindered
+        self._known_shapes = shapes
+        survey.allows_communication = self.agreement is not None and not self._largest(is_new)[0]
+
+    def _end_trial_step(self, climb: Climb, step: FinishedStep) -> None:
+        trial = climb.current
+        assert trial is not None
+        if step.is_lost:  # by a trial, which was our idea: the loop is not to lose the next step
+            climb.note_failure()
+            self.notes.append(failure_message(trial))
+            self._settle(climb)
+        elif self._largest(self._differs(step))[0]:
+            self._survey_again(step)
+        else:
+            taken_s, allocated_bytes, reserved_bytes, has_waited, share = self._largest(
+                self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
+                step.has_waited, min(1.0, self._seen.share_of(step)),
+            )  # fmt: skip
+            is_done = climb.note_step(
+                taken_s, allocated_bytes=int(allocated_bytes), reserved_bytes=int(reserved_bytes),
+                waits_for_memory=bool(has_waited), share=share,
+            )  # fmt: skip
+            if is_done and not self._next_trial(climb):
+                self._settle(climb)
+
+    def _end_settled_step(self, trial: Trial, step: FinishedStep) -> None:
+        """See whether the memory and the calls are what was planned for, after a step of a settled plan."""
+        trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
+        grown = step.base_bytes - self._base_bytes
+        is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
+        has_grown = is_tight and grown > _GROWN * self.budget.memory_bytes and self._surveyed is not None
+        is_lost, has_grown, differs = self._largest(step.is_lost, has_grown, self._differs(step))
+        if differs:
+            self._survey_again(step)
+        elif has_grown:
+            self._plan_beside(int(self._largest(grown)[0]))
+        elif is_lost and self._followed is not trial:
+            self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
+            self.state = Settled(trial, OtherSizes(trial, 0))
+            self._apply(trial)
+        elif is_lost:
+            self._step_down(trial)
+
+    def _survey_again(self, step: FinishedStep) -> None:
+        """Begin a survey because of a step, which may have been the largest of several that take turns."""
+        self._begin_survey()
+        self._seen.note_surveyed(step)
+
+    def _differs(self, step: FinishedStep) -> bool:
+        """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, refused."""
+        return (
+            self._was_refused
+            or self._seen.has_new_state
+            or step.block_count > self._seen.block_count > 0
+            or self._is_too_large(step.blocks_bytes, of=self._seen.blocks_bytes)
+        )
+
+    def _is_too_large(self, size: int, of: int | None = None) -> bool:
+        """Return whether there is no plan for steps of this size."""
+        largest = self.largest_size if of is None else of
+        if size <= largest or largest == 0:
+            return False
+        match self.state:
+            case Settled(_, calls):
+                return calls.trial_for(size / largest) is None
+            case _:
+                return True
+
+    def _follow_size(self, size: int) -> None:
+        """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
+        match self.state:
+            case Settled(_, calls) if self.largest_size:
+                wanted = calls.trial_for(size / self.largest_size)
+                if wanted is not None and wanted is not self._followed:
+                    self._apply(wanted, keeps_cache=True)
+            case _:
+                pass

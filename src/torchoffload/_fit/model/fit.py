@@ -1,0 +1,363 @@
+"""fit: the step that takes the least time in the memory there is."""
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from torchoffload._contexts.accelerator import require_accelerator
+from torchoffload._contexts.amounts import check_margin, parse_memory
+from torchoffload._contexts.disabling import is_disabled
+from torchoffload._contexts.keywords import ContextKeywords
+from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._fit.choosing.chooser import Chooser
+from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
+from torchoffload._fit.machine.allocator import ALLOCATORS, prepare_allocator
+from torchoffload._fit.machine.meter import meter_for
+from torchoffload._fit.model.describe import FrontierPoint, describe, frontier, plot
+from torchoffload._fit.model.driver import Driver
+from torchoffload._fit.model.model_calls import ModelCalls
+from torchoffload._fit.model.phase import Phase
+from torchoffload._fit.model.plan_file import read_plan, write_plan
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.plan.fit_plan import FitPlan
+from torchoffload._fit.plan.step import StepPlan
+from torchoffload._modules.selection import Selector
+from torchoffload._pytorch.tracing import is_not_traced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
+
+_DEFAULT_MARGIN = 0.04
+_OFF = (
+    "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
+    "it and call torchoffload.fit() again."
+)
+
+
+_lock = threading.RLock()
+_calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDictionary()
+
+
+class Fitted:
+    """The handle that ``fit`` returns: the plan of a model, what it predicts, and how to undo it.
+
+    Dropping the handle changes nothing: the model goes on following its plan. Used as a context manager, it removes
+    the hooks at the end of the block.
+    """
+
+    def __init__(self, model: nn.Module, driver: Driver, *, is_off: bool = False) -> None:
+        self._model = weakref.ref(model)
+        self._driver = driver
+        self._is_off = is_off
+
+    @property
+    def phase(self) -> str:
+        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
+
+        With ``TORCHOFFLOAD_DISABLE=1`` in the environment of the call it is "removed" from the beginning.
+        """
+        return self._driver.phase.value
+
+    @property
+    def plan(self) -> FitPlan | None:
+        """The plan that is followed; None as long as none has been chosen."""
+        settled = self._driver.settled
+        if settled is None:
+            return None
+        plan: StepPlan = settled.plan
+        return FitPlan(
+            predicted_s=plan.step_s,
+            measured_s=settled.step_s,
+            predicted_peak_bytes=settled.peak_bytes,
+            reserved_bytes=settled.reserved_bytes,
+            recompute_s=plan.recompute_s,
+            kept_bytes=plan.kept_bytes,
+            moved_bytes=plan.moved_bytes,
+            window_bytes=plan.window_bytes,
+        )
+
+    def frontier(self, count: int = 12) -> tuple[FrontierPoint, ...]:
+        """Return what the step would take in other amounts of memory, as predicted.
+
+        Parameters
+        ----------
+        count : int, default 12
+            The number of amounts, from the least that will do to what the step takes with nothing moved or computed
+            again.
+
+        Returns
+        -------
+        tuple of FrontierPoint
+            From the least memory to the most.
+
+        Raises
+        ------
+        RuntimeError
+            The survey is not done yet: it takes the first steps, three as a rule.
+        """
+        self._check_is_on()
+        return frontier(self._driver.snapshot(), count)
+
+    def report(self) -> str:
+        """Return a text for people: the plan, what each block does, and what more memory would buy."""
+        return _OFF if self._is_off else describe(self._driver.snapshot())
+
+    def _check_is_on(self) -> None:
+        if self._is_off:
+            raise RuntimeError(_OFF)
+
+    def plot_frontier(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of time against memory, with the plan that is followed. It needs matplotlib.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file; its suffix says which format, as matplotlib knows them.
+
+        Raises
+        ------
+        RuntimeError
+            The survey is not done yet.
+        ImportError
+            matplotlib is not installed.
+        """
+        self._check_is_on()
+        plot(self._driver.snapshot(), path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, for ``fit(model, plan=path)`` in a later run of the same training.
+
+        Parameters
+        ----------
+        path : str or os.PathLike
+            The file. It is replaced if it exists.
+
+        Raises
+        ------
+        RuntimeError
+            No plan has been chosen yet.
+        """
+        self._check_is_on()
+        write_plan(self._driver.snapshot(), path)
+
+    def replan(self, memory: float | str) -> None:
+        """Plan for another amount of memory. What the survey showed still holds; plans are tried again.
+
+        Parameters
+        ----------
+        memory : int, float or str
+            As for ``fit``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``memory`` is not valid.
+        RuntimeError
+            The step does not fit, or the handle was removed.
+        """
+        self._check_is_on()
+        driver = self._driver
+        why = driver.why_over
+        if why is not None:
+            raise RuntimeError(f"there is nothing to plan for: {why}. Call torchoffload.fit() again")
+        needs_total = isinstance(memory, float)
+        driver.replan(parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
+
+    def remove(self) -> None:
+        """Remove all hooks from the model. Autograd graphs that are alive stay valid."""
+        model = self._model()
+        with _lock:
+            if self._driver.phase is Phase.REMOVED:
+                return
+            if model is not None and (calls := _calls.pop(model, None)) is not None:
+                calls.remove()
+            self._driver.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        driver = self._driver
+        return f"{type(self).__name__}({driver.model_name}, {driver.block_count} blocks, {self.phase})"
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]} - {torch.device("meta")}
+    on_accelerators = sorted((each for each in devices if each.type != "cpu"), key=str)
+    if len(on_accelerators) > 1:
+        shown = ", ".join(map(str, on_accelerators))
+        raise ValueError(f"model is spread over several devices ({shown}): call fit for the part on each of them")
+    return on_accelerators[0] if on_accelerators else torch.device("cpu")
+
+
+@is_not_traced
+def fit(
+    model: nn.Module,
+    memory: float | str | None = None,
+    *,
+    blocks: Selector | Sequence[Selector] | None = None,
+    recompute: bool = True,
+    move: bool = True,
+    margin: float = _DEFAULT_MARGIN,
+    plan: str | os.PathLike[str] | None = None,
+    on_unfit: Literal["error", "warn"] = "error",
+    allocator: Literal["expandable", "as it is"] = "expandable",
+    group: "ProcessGroup | Literal['auto'] | None" = "auto",
+    **options: Unpack[ContextKeywords],
+) -> Fitted:
+    """Have training steps of ``model`` take the least time that can be found in the memory there is.
+
+    For each block of the model it is chosen which of its operators' outputs are kept on the device, which move to the
+    host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
+    steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
+    more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit
+    for bit, where those of ``torch.utils.checkpoint`` are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module that the training loop calls, on one device.
+    memory : int, float, str, optional
+        What this process may reserve on the device, everything included: weights, gradients, the optimizer. Bytes, a
+        text such as ``"40GiB"``, or a fraction of what the process can have there. Default: all of that, which is what
+        is free and what PyTorch has reserved already.
+    blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
+        The blocks, as ``offload_modules`` takes modules. Default: they are chosen at the first call with gradients, by
+        the bytes that each call of a module saves, so that a step can do with little memory.
+    recompute : bool, default True
+        Whether blocks may be computed again.
+    move : bool, default True
+        Whether anything may move.
+    margin : float, default 0.04
+        The part of the memory that plans leave free, for fragmentation.
+    plan : str or os.PathLike, optional
+        A file that ``Fitted.save`` wrote: its plan is followed, without a survey. ``memory`` is that of the file, if
+        it is not given.
+    on_unfit : {"error", "warn"}, default "error"
+        What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
+        way it runs in the least memory from then on.
+    allocator : {"expandable", "as it is"}, default "expandable"
+        Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
+        of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
+        is set, if the program has set anything itself or has another allocator, and on platforms that have no such
+        segments; ``report()`` says so. What that changes for tensors that are shared with other processes is in the
+        guide.
+    group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
+        The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
+        and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
+        step. None: no block that communicates is computed again, and each rank plans for itself.
+    **options
+        The keyword options of ``OffloadActivations``, except ``model`` and the windows, for what moves.
+
+    Returns
+    -------
+    Fitted
+        A handle: ``report()``, ``plan``, ``frontier()``, ``plot_frontier()``, ``save()``, ``replan()``, ``remove()``.
+
+    Raises
+    ------
+    TypeError
+        An argument has a wrong type, or an option is unknown.
+    ValueError
+        An argument is out of its range, no module matches ``blocks``, ``model`` is fitted already, or is spread over
+        several devices.
+    FileNotFoundError, NotADirectoryError, PermissionError
+        ``disk_dir`` cannot be used, as for ``OffloadActivations``, or there is no file ``plan``.
+    RuntimeError
+        Something may move with ``tier="host"`` on a machine without an accelerator. A training step raises it where
+        the step does not fit, with the least memory that would do.
+
+    Notes
+    -----
+    While it measures it resets PyTorch's statistics of peak memory, and it empties the allocator's cache each time that
+    the plan changes. On a CPU the memory that a step takes is reckoned from sizes and not measured.
+
+    Examples
+    --------
+    >>> fitted = torchoffload.fit(model, memory="40GiB")
+    >>> train(model)
+    >>> print(fitted.report())
+    """
+    check_module("model", model)
+    check_bool("recompute", recompute)
+    check_bool("move", move)
+    check_margin(margin)
+    if on_unfit not in ("error", "warn"):
+        raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
+    if allocator not in ALLOCATORS:
+        raise ValueError(f'allocator must be "expandable" or "as it is", got {short(allocator)}')
+    if group is not None and group != "auto" and not hasattr(group, "rank"):
+        raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
+    windows = [
+        name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options
+    ]
+    if windows:
+        raise TypeError(f"fit chooses the windows itself: leave {windows[0]} out")
+    if move:
+        require_accelerator(OffloadOptions(**options).tier, "fit")
+    meter = meter_for(_device_of(model))
+    saved = None if plan is None else read_plan(plan)
+    if saved is not None and memory is None:
+        memory = saved.memory_bytes
+    if memory is None or isinstance(memory, float):
+        total_bytes = meter.total_bytes()
+        memory = total_bytes if memory is None else memory
+    else:
+        total_bytes = None
+    memory_bytes = parse_memory(memory, total_bytes)
+    chooser = None
+    if blocks is not None:
+        chosen = blocks_of(model, blocks)
+    elif saved is not None and not saved.is_of_several:
+        chosen = blocks_named(model, saved.names)
+    else:
+        is_alone = group is None or not dist.is_initialized() or dist.get_world_size() == 1
+        chooser = Chooser(model, may_move=move, may_scout=move and is_alone, options=dict(options))
+        chosen = chooser.first_blocks()
+    with _lock:
+        if model in _calls:
+            raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
+        for other in _calls.values():
+            for each in chosen:
+                if each.module in other.driver.names:
+                    raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
+        budget = Budget(memory_bytes, float(margin), meter.device, model)
+        try:
+            driver = Driver(
+                model, chosen, meter, budget=budget, may_recompute=recompute, may_move=move, options=dict(options),
+                raises=on_unfit == "error", group=group,
+            )  # fmt: skip
+        except BaseException:
+            budget.end()
+            raise
+        driver.allocator = prepare_allocator(meter.device, allocator)
+        try:
+            if saved is not None:
+                driver.follow_saved(saved)
+        except BaseException:
+            driver.remove()
+            raise
+        is_off = is_disabled()
+        if is_off:
+            driver.remove()
+        else:
+            _calls[model] = ModelCalls(model, driver, chooser)
+    return Fitted(model, driver, is_off=is_off)
+
+
+def fit_by_moving(
+    model: nn.Module, memory: float | str, blocks: Sequence[nn.Module] | None, options: dict[str, Any]
+) -> Fitted:
+    """Plan what blocks of a model keep and move, and compute nothing again, for contexts with ``memory=``."""
+    return fit(model, memory, blocks=blocks, recompute=False, group=None, **options)

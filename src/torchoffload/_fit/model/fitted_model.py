@@ -1,0 +1,445 @@
+"""A fitted model: the phase that it is at, and what is done in going from one phase to the next."""
+
+import abc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from torchoffload._contexts.options import OffloadOptions
+from torchoffload._fit.block.following import Following
+from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.choosing.called_blocks import CalledBlocks
+from torchoffload._fit.machine.agreement import Agreement
+from torchoffload._fit.machine.link import Link, measure_link
+from torchoffload._fit.machine.meter import Meter
+from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
+from torchoffload._fit.model.plan_file import SavedPlan
+from torchoffload._fit.model.seen import Seen
+from torchoffload._fit.model.sizes import BlockCalls
+from torchoffload._fit.model.snapshot import Snapshot
+from torchoffload._fit.model.turns import turns_of, weakly, windows_of
+from torchoffload._fit.model.unseen import unseen_blocks
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes, disagreement, first_plan, next_below
+from torchoffload._fit.plan.scaling import OtherSizes, scaled
+from torchoffload._fit.plan.step import Step, StepPlan, least_plan, survey_plan
+from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message, restricted, unfit_message
+from torchoffload._fit.survey.kinds import Kind
+from torchoffload._fit.survey.planning import surveyed_step
+from torchoffload._fit.survey.survey import Survey
+from torchoffload._modules.selection import Chosen
+from torchoffload._observe.units import human_bytes
+from torchoffload._pytorch.operator_mode import obstacle
+from torchoffload._warnings import warn_user
+
+__all__ = ["FittedModel"]
+
+_MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
+_LEAST_TRIAL_STEPS = 4  # however long the survey was: for its own plan, and one more
+
+
+class FittedModel(abc.ABC):
+    """One fitted model: its phase, and what is done in going from one to the next.
+
+    Parameters
+    ----------
+    model, chosen : nn.Module, list of Chosen
+        The model, and its blocks.
+    meter : Meter
+        The device's clock and memory.
+    budget : Budget
+        What plans may take.
+    may_recompute, may_move : bool
+        What plans may do.
+    options : dict
+        The options of the contexts that move.
+    raises : bool
+        Whether a step that does not fit is an error, or else a warning.
+    group : ProcessGroup or "auto" or None
+        Which ranks make their plans together; "auto": those whose blocks communicate with each other.
+
+    Attributes
+    ----------
+    model, model_name, block_count : weakref.ref of nn.Module, str, int
+        The model, its class, and how many blocks it has.
+    state : State
+        What it is at.
+    step : Step or None
+        What the survey showed, with the times that the trials have shown.
+    trials : list of Trial
+        The plans that are or were tried.
+    called, saved_bytes : CalledBlocks, list of int
+        The blocks that the surveyed step called, and the bytes that each of these calls saved.
+    notes : list of str
+        What did not go as planned.
+    allocator : str
+        What was done about the device's allocator, for people.
+    left_plan_count : int
+        How many calls of blocks called other operators than planned.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: list[Chosen],
+        meter: Meter,
+        *,
+        budget: Budget,
+        may_recompute: bool,
+        may_move: bool,
+        options: dict[str, Any],
+        raises: bool,
+        group: Any = "auto",
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.model_name = type(model).__name__
+        self._following = Following(model, chosen, may_move=may_move, options=options)
+        self.block_count = len(self.names)
+        self._group = group
+        self.agreement: Agreement | None = None
+        self.meter, self.budget = meter, budget
+        self.may_recompute, self.may_move = may_recompute, may_move
+        self._options, self._context_options = options, OffloadOptions(**options)
+        self._raises = raises
+        self.step: Step | None = None
+        self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
+        self._planned_keys: list[Any] = []  # of the kinds, in the same order; none if the plan was read from a file
+        self._was_refused = False  # a block could not be computed again, and the plan is still followed
+        self.saved_bytes: list[int] = []
+        self._surveyed: Step | None = None  # before anything was learned from trials
+        self._own: StepPlan | None = None  # the plan by which the survey ran
+        self._survey_reserved_bytes = 0
+        self.trials: list[Trial] = []
+        self.called = CalledBlocks([], self.names)
+        self._followed: Trial | None = None
+        self.notes: list[str] = []
+        self.allocator = ""
+        self.left_plan_count = 0
+        self.obstacles: dict[int, str] = {}
+        self._link: Link | None = None
+        self._reset_counters: list[Callable[[], None]] = []
+        self._steps = 0  # since the survey began
+        self._base_bytes = 0  # what was allocated before a step, in the survey
+        self._seen = Seen()
+        self._kinds: dict[tuple[Any, ...], Kind] = {}  # of blocks, that were recorded
+        self._known_shapes: Any = None
+        self.clock = Clock(self, meter, self._largest)
+        self._block_calls = BlockCalls(
+            weakly(self._block_begins), weakly(self._look_at_state), weakly(self.clock.follow_block)
+        )
+        self.state: State = Removed(None)
+        try:
+            self._block_calls.watch(self.names)
+            self._begin_survey()
+        except BaseException:  # such as a TorchScript module, which takes no hooks
+            self.remove()
+            raise
+
+    def take_blocks(self, chosen: list[Chosen]) -> None:
+        """Have other blocks from the next step on, and survey them."""
+        model = self.model()
+        assert model is not None
+        self._block_calls.remove()
+        self._following.remove()
+        self._following = Following(model, chosen, may_move=self.may_move, options=self._options)
+        self.block_count = len(self.names)
+        self._block_calls.watch(self.names)
+        self._begin_survey()
+
+    @abc.abstractmethod
+    def step_begins(self, size: int) -> None:
+        """Take notice of a step that begins with a call of this size."""
+
+    @abc.abstractmethod
+    def step_finished(self, step: FinishedStep) -> None:
+        """Go on after a step."""
+
+    @abc.abstractmethod
+    def backward_began(self) -> None:
+        """Take notice of a backward, in which this is called."""
+
+    @abc.abstractmethod
+    def backward_ended(self) -> None:
+        """Take notice of the end of a backward."""
+
+    @property
+    def names(self) -> Mapping[nn.Module, str]:
+        """The names of the blocks."""
+        return self._following.names
+
+    @property
+    def phase(self) -> Phase:
+        """What it is at, by its name."""
+        return self.state.name
+
+    @property
+    def why_over(self) -> str | None:
+        """Why there will be no more steps of the model; None if some may come."""
+        if self.phase is Phase.REMOVED:
+            return "this fit was removed"
+        return "the model does not exist any more" if self.model() is None else None
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of this moment, for the user."""
+        budget = self.budget
+        return Snapshot(
+            model_name=self.model_name,
+            block_count=self.block_count,
+            phase=self.phase,
+            why_over=self.why_over,
+            has_been_called=self.clock.has_been_called,
+            memory_bytes=budget.memory_bytes,
+            device_bytes=budget.device_bytes,
+            room_bytes=0 if self.step is None else budget.room_bytes(self.step),
+            sharer_count=budget.sharer_count,
+            allocator=self.allocator,
+            largest_size=self.largest_size,
+            step=self.step,
+            settled=self.settled,
+            trials=tuple(self.trials),
+            names=tuple(self.called.names),
+            operators=tuple(self.operators),
+            obstacles=dict(self.obstacles),
+            is_of_several=self.agreement is not None,
+            left_plan_count=self.left_plan_count,
+            notes=tuple(self.notes),
+        )
+
+    @property
+    def largest_size(self) -> int:
+        """The bytes of the arguments of the model's largest call."""
+        return self._seen.size
+
+    @property
+    def settled(self) -> Trial | None:
+        """The plan that is followed for good; None while there is none."""
+        match self.state:
+            case Settled(trial) | LeastMemory(trial) | Removed(trial):
+                return trial
+            case _:
+                return None
+
+    def _block_begins(self, nbytes: int) -> None:
+        self.clock.block_begins(nbytes)
+
+    def _look_at_state(self, state: Any) -> None:
+        self._seen.note_state(state, is_surveying=isinstance(self.state, Surveying))
+
+    def _largest(self, *values: float) -> Any:
+        """Return for each value the largest one of the ranks that decide together."""
+        return values if self.agreement is None else self.agreement.largest(*values)
+
+    def _begin_survey(self) -> None:
+        """Begin a survey. The kinds of blocks that are known already are not recorded again."""
+        survey = Survey(
+            cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen, weakly(self.refuse),
+            may_recompute=self.may_recompute, may_agree=self._group is not None, kinds=self._kinds,
+        )  # fmt: skip
+        self.state = Surveying(survey)
+        self._was_refused = False
+        self._known_shapes = None
+        self.trials, self.step, self._surveyed, self._own = [], None, None, None
+        self._followed = None
+        self._seen.forget_sizes()
+        self._steps = self._survey_reserved_bytes = 0
+        self.clock.measures = False
+        self.clock.forget()
+        self.budget.begin_survey()
+        self._watch(survey, survey.window_bytes)
+
+    def _watch(self, survey: Survey, window_bytes: int) -> None:
+        """Have the survey watch the blocks."""
+        blocks = list(self.names)
+        watch = weakly(survey.watch, otherwise=Watch(None))
+        self._following.follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
+        if not survey.is_timing:  # else the host would have to get memory from the device anew while it is timed
+            self.meter.forget_reserved()
+
+    def _make_plan(self, survey: Survey, last: FinishedStep) -> None:
+        """Plan for the largest step of the survey, from what its last one showed."""
+        if self.may_move and self._link is None:
+            self._link = measure_link(self.meter.device, self._context_options)
+        step, keys = surveyed_step(survey, self._link, self._context_options, self.agreement)
+        if 0 < (share := self._seen.share_of(last)) < 1:
+            self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")
+            step = scaled(step, 1 / share)
+            self._survey_reserved_bytes = int(self._survey_reserved_bytes / share)
+        self._surveyed = self.step = step
+        self._own = survey_plan(step, survey.window_bytes)
+        kinds, self._planned_keys = [self._kinds[key] for key in keys], keys
+        self.operators = [kind.operators for kind in kinds]
+        self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
+        self.called = CalledBlocks(survey.called_modules, self.names)
+        self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
+        if self.may_recompute and (why := obstacle()) is not None:
+            self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
+        self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
+        survey.forget_tensors()
+        self.choose()
+
+    def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
+        """Note which blocks fit does nothing in, and warn of it once."""
+        if unseen is None or unseen[0] in self.notes:
+            return
+        text, is_worth_a_warning = unseen
+        self.notes.append(text)
+        if is_worth_a_warning:
+            warn_user(f"torchoffload: {text}")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def note_stuck(self) -> None:
+        """Warn, once, that steps begin and do not end."""
+        text = (
+            f"the backward of none of the last calls of {self.model_name} was seen, so that fit does nothing. It sees "
+            "a backward through tensors that the model returns, and through its blocks"
+        )
+        if text not in self.notes:
+            self.notes.append(text)
+            warn_user(f"torchoffload: {text}.")
+
+    def replan(self, memory_bytes: int) -> None:
+        """Plan for another amount of memory."""
+        self.budget.give(memory_bytes)
+        if self._surveyed is not None:
+            self._steps = 0
+            self.choose()
+
+    def _room(self, step: Step) -> Room:
+        budget = self.budget
+        return Room(
+            budget.reservable_bytes, budget.room_bytes(step), self.meter.measures_memory, max(1, budget.sharer_count)
+        )
+
+    def choose(self, *, raises: bool = True) -> None:
+        """Find plans for what the survey showed, and try them. ``raises``: if none fits, and if the user wants it."""
+        step = cast(Step, self._surveyed)
+        _ = self.called.modules  # which is an error if one of them is gone
+        self.budget.share(self.agreement, self.meter)
+        room = self._room(step)
+        own = first_plan(step, room, self._own, ran_bytes=self._survey_reserved_bytes)
+        if own is None:
+            self._follow_least(step, raises=raises)
+            return
+        steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
+        climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=self._survey_reserved_bytes)
+        self.trials = climb.trials
+        self.state = Climbing(climb)
+        self.clock.measures = True
+        if not self._next_trial(climb):
+            self._settle(climb)
+
+    def _follow_least(self, step: Step, *, raises: bool) -> None:
+        plan = least_plan(step)
+        trial = Trial(step, plan)
+        self.state = LeastMemory(trial)
+        self._apply(trial)
+        self._tell_unfit(unfit_message(step, plan, self.budget), raises=raises)
+
+    def _tell_unfit(self, message: str, *, raises: bool = True) -> None:
+        self.notes.append(message)
+        if self._raises and raises:
+            raise RuntimeError(message)
+        warn_user(f"torchoffload: {message} It runs in the least memory.")
+
+    def _next_trial(self, climb: Climb) -> bool:
+        """Try the next plan. Returns whether there is one."""
+        trial = climb.take_next()
+        if trial is not None:
+            self._apply(trial)
+            self.clock.forget()
+        return trial is not None
+
+    def _settle(self, climb: Climb) -> None:
+        """Follow the best plan of a climb; the one of the least memory if even the survey's own has failed."""
+        step = self.step = climb.step
+        trial = climb.best or Trial(step, least_plan(step))
+        plan_bytes = allowed_bytes(climb.room, climb.trials) if climb.best is not None else 0
+        told = disagreement(climb)
+        self.notes += [each for each in told if each not in self.notes]
+        self._follow_settled(trial.with_times(step), max(plan_bytes, trial.peak_bytes))
+
+    def _follow_settled(self, trial: Trial, plan_bytes: int) -> None:
+        if self._followed is None or trial.plan.calls != self._followed.plan.calls:
+            self._apply(trial)
+        self._followed = trial
+        self.clock.measures = False
+        self.state = Settled(trial, OtherSizes(trial, plan_bytes))
+
+    def _plan_beside(self, nbytes: int) -> None:
+        """Plan anew beside more that is there for good than in the survey, as an optimizer's state that came later."""
+        self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
+        self._base_bytes += nbytes
+        self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
+        self._survey_reserved_bytes += nbytes
+        self._own = None
+        self.trials = []
+        self._steps = 0
+        self.choose(raises=False)
+
+    def _step_down(self, trial: Trial) -> None:
+        """Follow a plan that takes less, after a step ran out of memory under one that had settled: without trials."""
+        self.notes.append(failure_message(trial))
+        below = next_below(self.trials, trial)
+        if below is not None:
+            self._follow_settled(below, below.peak_bytes)
+            return
+        self.state = LeastMemory(trial)
+        self._tell_unfit(f"fit: {failure_message(trial)}, and no plan takes less. {MORE_ROOM}")
+
+    def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
+        self._followed = trial
+        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left), weakly(self._refuse_planned))
+        self._reset_counters = [turns.reset for turns in watches.values()]
+        if self.agreement is not None:
+            self.agreement.check_same(repr(trial.does))
+        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, self.called.modules))
+        if not keeps_cache:
+            self.meter.forget_reserved()
+
+    def follow_saved(self, saved: SavedPlan) -> None:
+        """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
+        if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
+            self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
+            return
+        self.called = CalledBlocks(saved.modules(self.names), self.names)
+        self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
+        self._seen.size = saved.largest_size
+        self.operators, self._planned_keys = [tuple(operators) for operators in saved.operators], []
+        if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
+            self.choose()
+            return
+        trial = Trial(saved.step, saved.plan, saved.step_s)
+        self.trials = [trial]
+        self._follow_settled(trial, self.budget.room_bytes(trial.step))
+
+    def count_left(self) -> None:
+        """Count a call of a block that called another operator than planned."""
+        self.left_plan_count += 1
+
+    def refuse(self, key: tuple[Any, ...], message: str) -> None:
+        """Have no block of a kind computed again from the next step on, since one could not be in its backward.
+
+        Nor those of kinds that are told apart by their arguments alone.
+        """
+        self._was_refused = True
+        for other, kind in self._kinds.items():
+            if other[0] == key[0]:
+                kind.refuse(message)
+        self._note(message)
+        self.clock.forget()  # the step's backward has ended by an error
+
+    def _refuse_planned(self, kind: int, message: str) -> None:
+        self.refuse(self._planned_keys[kind] if self._planned_keys else (None,), message)
+
+    def remove(self) -> None:
+        """Take everything away."""
+        self.state = Removed(self.settled)
+        self.budget.end()
+        self._block_calls.remove()
+        self._following.remove()

@@ -1,0 +1,202 @@
+"""The calls of a fitted model, by whichever of its modules the training loop calls.
+
+As a rule that is the model. But a loop may also call what the model stands in (DDP), a module inside of it, as
+``model.loss(x)`` does, or the blocks one after the other. So there are hooks on the model, on the modules that have
+blocks inside, and on the blocks. The outermost call of any of these is a call of the model.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchoffload._fit.choosing.chooser import Chooser
+from torchoffload._fit.model.backwards import Backwards
+from torchoffload._fit.model.driver import Driver
+from torchoffload._pytorch.compiled_calls import add_call_hooks, called_modules, keep_call_hooks, remove_call_hooks
+from torchoffload._pytorch.module_hooks import has_returned
+from torchoffload._pytorch.tracing import is_transformed
+from torchoffload._warnings import warn_user
+
+__all__ = ["ModelCalls"]
+
+
+class _Outermost(threading.local):
+    """The outermost call of this thread: the module, and the frame that runs as long as the call does."""
+
+    module: nn.Module | None = None
+    frame: FrameType | None = None
+
+
+class ModelCalls:
+    """Tells the driver and the chooser of a model of its calls.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model. It is held weakly.
+    driver : Driver
+        What is told.
+    chooser : Chooser or None
+        What chooses the blocks; None if they are given.
+
+    Attributes
+    ----------
+    driver : Driver
+        The same.
+    """
+
+    def __init__(self, model: nn.Module, driver: Driver, chooser: Chooser | None) -> None:
+        self._model = weakref.ref(model)
+        self.driver, self._chooser = driver, chooser
+        self._outermost = _Outermost()
+        # Of calls of other modules than the model: they are one call, until the backward of the first of them ends.
+        self._of_parts = Backwards(self)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: Mapping[nn.Module, str] = {}
+        self._was_traced = False
+        self._install(model)
+
+    def _install(self, model: nn.Module) -> None:
+        """Have hooks on the model and on all that a loop may call instead of it."""
+        self._names = self.driver.names
+        wanted = {model, *_with_inside(model, self._names)}
+        for module in set(self._modules) - wanted:
+            self._uninstall(module)
+        for module in wanted:
+            if module is model or module not in _calls:
+                remove_call_hooks(module, _enter, _leave)
+                add_call_hooks(module, _enter, _leave, outermost=True)
+                _calls[module] = self
+                self._modules.add(module)
+
+    def _uninstall(self, module: nn.Module) -> None:
+        self._modules.discard(module)
+        if _calls.get(module) is self:
+            del _calls[module]
+            remove_call_hooks(module, _enter, _leave)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for module in list(self._modules):
+            self._uninstall(module)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> None:
+        """Take notice of the beginning of a call of the model or of a part of it."""
+        outermost, model = self._outermost, self._model()
+        if outermost.module is not None:
+            # A call that was left by a KeyboardInterrupt is still noted: PyTorch runs no hook then.
+            may_have_ended = module is model or module is outermost.module
+            if not may_have_ended or not _has_ended(outermost.frame):
+                return
+            outermost.module = outermost.frame = None
+        if model is None or not _is_training_call():
+            return
+        outermost.module, outermost.frame = module, frame
+        try:
+            self._begins(model, module, args, kwargs, frame)
+        except BaseException:
+            outermost.module = outermost.frame = None
+            raise
+
+    def _begins(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> None:
+        for block in self._names:
+            keep_call_hooks(block)
+        if module is not model and self._of_parts.has_open_calls:
+            return
+        chooser = self._chooser
+        if chooser is None:
+            self.driver.call_begins((args, kwargs))
+            return
+        if not chooser.takes_call(self.driver, module, args, kwargs, frame):
+            self.driver.call_begins((args, kwargs))
+            chooser.agree(self.driver)
+        if self._names is not self.driver.names:
+            self._install(model)
+
+    def leave(self, module: nn.Module, output: Any, *, has_returned: bool) -> None:
+        """Take notice of the end of a call, whose output is None if forward has raised."""
+        outermost, model = self._outermost, self._model()
+        if outermost.module is not module or model is None:
+            return
+        outermost.module = outermost.frame = None
+        if module is not model:
+            self._of_parts.follow(output)
+        if self._chooser is None or not self._chooser.has_taken_call(self.driver, has_returned=has_returned):
+            self.driver.call_ends(output)
+        elif self._names is not self.driver.names:
+            self._install(model)
+
+    def backward_begins(self) -> None:
+        """Take notice of a backward of a part."""
+
+    def backward_ends(self) -> None:
+        """Take notice of the end of a backward of a part."""
+
+    def note_traced(self) -> None:
+        """Warn, once, that the model is a part of a compiled region."""
+        if not self._was_traced:
+            self._was_traced = True
+            name = self.driver.model_name
+            warn_user(
+                f"torchoffload: a call of {name} became a part of a region of torch.compile, in which fit sees no "
+                "blocks: it does nothing there. Compile the blocks instead, each by itself (block.compile())."
+            )
+
+
+_calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDictionary()
+
+
+def _with_inside(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield blocks, and the modules around them, as far as their calls can be seen."""
+    chosen = set(blocks)
+    for module in called_modules(model):
+        if module in chosen or not chosen.isdisjoint(module.modules()):
+            yield module
+
+
+def _is_training_call() -> bool:
+    return torch.is_grad_enabled() and not is_transformed() and torch._C._current_graph_task_id() == -1
+
+
+def _has_ended(frame: FrameType | None) -> bool:
+    if frame is None:
+        return True
+    try:
+        frame.clear()
+    except RuntimeError:  # Python refuses to clear a frame that is running
+        return False
+    return True
+
+
+def _note_traced(identity: int) -> None:
+    """Called by Dynamo while it traces a call, of which nothing of ours runs later."""
+    for module, calls in list(_calls.items()):
+        if id(module) == identity and calls._model() is module and torch.is_grad_enabled():
+            calls.note_traced()
+
+
+# Dynamo calls it with constants, as it traces, and puts the constant that it returns into the graph.
+_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    if torch.compiler.is_compiling():
+        _note_traced(id(module))
+        return
+    calls = _calls.get(module)  # None for a copy
+    if calls is not None:
+        calls.enter(module, args, kwargs or {}, sys._getframe(1))
+
+
+def _leave(module: nn.Module, _args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    calls = _calls.get(module)
+    if calls is not None:
+        calls.leave(module, output, has_returned=has_returned(output, sys._getframe(1)))

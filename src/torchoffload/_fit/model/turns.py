@@ -1,0 +1,112 @@
+"""What each call of a block does under a plan."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchoffload._fit.block.following import Windows
+from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.plan.trials import Trial
+
+__all__ = ["Turns", "turns_of", "weakly", "windows_of"]
+
+
+class _Followed(Watch):
+    """What one call of a block does under a plan.
+
+    Parameters
+    ----------
+    plan : BlockPlan or None
+        The plan; None if nothing is computed again.
+    tell : callable
+        Called where forward calls another operator than planned.
+    refuse : callable
+        Called with a message where the call cannot be computed again in its backward.
+    """
+
+    def __init__(self, plan: BlockPlan | None, tell: Callable[[], None], refuse: Callable[[str], None]) -> None:
+        super().__init__(plan)
+        self._tell, self._refuse = tell, refuse
+
+    def left_plan(self) -> None:
+        """Tell that forward called another operator than planned."""
+        self._tell()
+
+    def refused(self, message: str) -> None:
+        """Tell that the call cannot be computed again."""
+        self._refuse(message)
+
+
+class Turns:
+    """What each call of one block does, in the order of the calls of one step."""
+
+    def __init__(self, followed: list[_Followed]) -> None:
+        self._followed = followed
+        self._next = 0
+
+    def reset(self) -> None:
+        """Begin with the first call again: a step begins."""
+        self._next = 0
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> Watch:
+        turn = self._followed[self._next % len(self._followed)]
+        self._next += 1
+        return turn
+
+
+def turns_of(
+    trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
+) -> tuple[dict[nn.Module, Turns], list[nn.Module]]:
+    """Return what each block does that computes something again, and the blocks of which something moves.
+
+    Parameters
+    ----------
+    trial : Trial
+        The plan.
+    modules : iterable of nn.Module
+        The block of each call of the step.
+    tell : callable
+        Called where a block calls another operator than planned.
+    refuse : callable
+        Called with the number of a kind and a message, where a block cannot be computed again in its backward.
+    """
+    followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
+    moving: dict[nn.Module, None] = {}
+    for module, call, planned in zip(modules, trial.step.calls, trial.plan.calls, strict=True):
+        kind = trial.step.kinds[call.kind]
+        plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
+        followed[module].append(_Followed(plan, tell, partial(refuse, call.kind)))
+        if planned.moves:
+            moving[module] = None
+    turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
+    return turns, list(moving)
+
+
+def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, Windows]:
+    """Return the windows of each block; the smallest of its calls, where it is called several times in a step."""
+    windows: dict[nn.Module, Windows] = {}
+    calls = trial.plan.calls
+    for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
+        after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
+        own = Windows(call.offload_bytes, after_bytes, call.reload_bytes)
+        windows[module] = Windows(*map(min, own, windows.get(module, own)))
+    return windows
+
+
+def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return a function that calls a method and does not hold its object; it returns ``otherwise`` once that is gone.
+
+    What is held by the hooks of a model must not hold the model, since the tables of hooks hold it until then.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        return otherwise if found is None else found(*arguments)
+
+    return call

@@ -1,0 +1,97 @@
+"""What steps that were timed tell of the times of plans that were not."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from torchoffload._fit.plan.step import Step, StepPlan
+
+__all__ = ["Belief", "Beliefs"]
+
+# How computing again and the link may differ from what the survey measured. The survey times operators one by one, and
+# the link alone: in a step both have others beside them.
+_AGAIN = (0.4, 0.7, 1.0, 1.5, 2.5)
+_RATES = (0.5, 0.7, 0.85, 1.0)
+_LEAST_PACE, _MOST_PACE = 0.1, 10.0
+_ROUNDS = 4  # until the pace of a belief is found; each begins with the pace of the one before
+_NEAR = 0.005
+_NOISE = 0.04  # by which steps under one plan differ
+_LIKELY = 1.5  # a belief is likely that is no more doubtful than the best one by this
+
+
+@dataclasses.dataclass(frozen=True)
+class Belief:
+    """One explanation of the times that were measured.
+
+    Attributes
+    ----------
+    again : float
+        How many times as long computing again takes as the survey measured, beside what all takes.
+    rate : float
+        What part of the rate that was measured the link has in a step.
+    pace : float
+        How many times as long all takes that is computed.
+    doubt : float
+        How badly it explains the times, and how far it is from the survey's.
+    """
+
+    again: float
+    rate: float
+    pace: float = 1.0
+    doubt: float = 0.0
+
+    def of(self, step: Step) -> Step:
+        """Return a surveyed step with the times that it has if this is true."""
+        return step.with_times(pace=self.pace, again=self.again, rate=self.rate)
+
+
+class Beliefs:
+    """What may be true of the times of a step, given the plans that were timed.
+
+    Parameters
+    ----------
+    step : Step
+        What the survey showed.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        rates = _RATES if step.may_move else (1.0,)
+        self._all = [Belief(again, rate) for again, rate in itertools.product(_AGAIN, rates)]
+        self._all = [self._explaining(belief, []) for belief in self._all]
+
+    @property
+    def best(self) -> Belief:
+        """The belief that explains the times best."""
+        return min(self._all, key=lambda belief: belief.doubt)
+
+    @property
+    def likely(self) -> list[Belief]:
+        """Those that explain them nearly as well."""
+        most = self.best.doubt + _LIKELY
+        return [belief for belief in self._all if belief.doubt <= most]
+
+    def learn(self, timed: Sequence[tuple[StepPlan, float]]) -> None:
+        """Take notice of plans and of how long steps took under them."""
+        self._all = [self._explaining(belief, timed) for belief in self._all]
+
+    def _explaining(self, belief: Belief, timed: Sequence[tuple[StepPlan, float]]) -> Belief:
+        """Return a belief with the pace at which it explains the times best."""
+        misses = [0.0]
+        for _ in range(_ROUNDS if timed else 0):
+            step = belief.of(self._step)
+            misses = [math.log(taken_s / max(plan.timed_as(step).step_s, 1e-12)) for plan, taken_s in timed]
+            change = sum(misses) / len(misses)
+            if abs(change) < _NEAR:
+                break
+            pace = min(max(belief.pace * math.exp(change), _LEAST_PACE), _MOST_PACE)
+            belief = dataclasses.replace(belief, pace=pace)
+        miss = math.sqrt(sum(each * each for each in misses) / len(misses)) / _NOISE
+        far = sum(abs(math.log2(each)) for each in (belief.again, belief.rate, belief.pace))
+        return dataclasses.replace(belief, doubt=miss + far)
+
+    def predicted_s(self, plan: StepPlan) -> tuple[float, float, float]:
+        """Return how long a step takes under a plan: the least that is likely, by the best belief, and the most."""
+        times = [plan.timed_as(belief.of(self._step)).step_s for belief in self.likely]
+        return min(times), plan.timed_as(self.best.of(self._step)).step_s, max(times)

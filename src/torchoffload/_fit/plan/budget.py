@@ -1,0 +1,124 @@
+"""What a fitted model may take on its device, beside others that are fitted there."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from torchoffload._fit.machine.agreement import Agreement
+from torchoffload._fit.machine.meter import Meter
+from torchoffload._fit.plan.step import Step, least_plan
+from torchoffload._observe.units import human_bytes
+
+__all__ = ["Budget"]
+
+_ANY_BYTES = 1 << 62
+# One model may be trained less often than another one, as a generator is whose critic takes five steps for each of its.
+_PATIENCE = 8
+_budgets: "weakref.WeakSet[Budget]" = weakref.WeakSet()
+
+
+class Budget:
+    """The memory that one fitted model plans for.
+
+    Parameters
+    ----------
+    memory_bytes : int
+        What the process may reserve on the device.
+    margin : float
+        The part of it that is left for fragmentation.
+    device : torch.device
+        The device.
+    model : nn.Module
+        The model. It is held weakly: one that is gone shares nothing with others.
+
+    Attributes
+    ----------
+    device_bytes : int
+        What the process could have of the device when the plan was made.
+    sharer_count : int
+        How many models of the process were fitted on the device when the plan was made, this one among them.
+    is_surveying : bool
+        Whether the model's survey has begun and not ended.
+    """
+
+    def __init__(self, memory_bytes: int, margin: float, device: torch.device, model: nn.Module) -> None:
+        self.memory_bytes = memory_bytes
+        self.margin = margin
+        self.device_bytes = _ANY_BYTES
+        self.sharer_count = 1
+        self.is_surveying = False
+        self._idle_steps = 0  # steps of others that were surveyed since this model's latest one
+        self._device = device
+        self._model = weakref.ref(model)
+        _budgets.add(self)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What all plans of the process together may allocate."""
+        return int(self.reservable_bytes * (1 - self.margin))
+
+    @property
+    def reservable_bytes(self) -> int:
+        """What the process may reserve, and has."""
+        return min(self.memory_bytes, self.device_bytes)
+
+    @property
+    def limit(self) -> str:
+        """What limits plans, in words."""
+        if self.device_bytes < self.memory_bytes:
+            return f"{human_bytes(self.device_bytes)}, all that the device has left for this process,"
+        return human_bytes(self.memory_bytes)
+
+    def room_bytes(self, step: Step) -> int:
+        """Return what a plan of the step may allocate.
+
+        Each of several models was surveyed while the others were in their least memory: what there is beyond that is
+        divided among them.
+        """
+        if self.sharer_count == 1:
+            return self.usable_bytes
+        needed = step.peak_bytes(least_plan(step))
+        return min(self.usable_bytes, needed + max(0, self.usable_bytes - needed) // self.sharer_count)
+
+    def begin_survey(self) -> None:
+        """Begin a survey, which others wait for once its first step has begun."""
+        self._idle_steps = 0
+
+    def note_surveyed_step(self, *, is_known: bool) -> None:
+        """Take notice of the end of a step of the survey; ``is_known``: it showed all there is to know."""
+        self.is_surveying = not is_known
+        self._idle_steps = 0
+        for other in self._others():
+            other._idle_steps += 1
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether to go on with the survey, in the least memory, for the sake of another model's survey.
+
+        A model that takes no more steps is not waited for.
+        """
+        return any(other.is_surveying and other._idle_steps <= _PATIENCE for other in self._others())
+
+    def _others(self) -> list["Budget"]:
+        others = [each for each in _budgets if each is not self and each._device == self._device]
+        return [each for each in others if each._model() is not None]
+
+    def share(self, agreement: Agreement | None, meter: Meter) -> None:
+        """Take notice of what the device has, of the other models on it and of other ranks, before a plan is made."""
+        self.sharer_count = 1 + len(self._others())
+        self.device_bytes = meter.total_bytes() if meter.measures_memory else _ANY_BYTES
+        if agreement is not None:
+            given, had, self.margin, count = agreement.largest(
+                -self.memory_bytes, -self.device_bytes, self.margin, self.sharer_count
+            )
+            self.memory_bytes, self.device_bytes, self.sharer_count = int(-given), int(-had), int(count)
+
+    def give(self, memory_bytes: int) -> None:
+        """Take another amount of memory."""
+        self.memory_bytes = memory_bytes
+
+    def end(self) -> None:
+        """Leave what there is to the others."""
+        self.is_surveying = False
+        _budgets.discard(self)

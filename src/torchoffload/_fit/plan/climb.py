@@ -1,0 +1,321 @@
+"""Plans that are tried one after the other, each of which takes more memory than the one before."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from torchoffload._fit.plan.beliefs import Beliefs
+from torchoffload._fit.plan.scaling import scaled
+from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, survey_plan
+from torchoffload._fit.plan.trials import Trial
+
+__all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
+
+_STEPS_OF_PLAN = 2  # memory is reserved in the first one, and so the second one is timed
+_STEPS_OF_OTHER_SIZES = 12
+_LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
+_MOST_SLOWNESS = 1.3  # a plan of which a step takes so many times as long as the survey's own has no second step
+_CAUTIOUS_SLOWNESS = 1.15  # which is tried only if it takes no longer than this, whatever is true of the times
+_LEAST_GAIN = 0.01
+_UNKNOWN_GAIN = 0.1
+_DISAGREEMENT = 1.25  # by which what the survey measured and what its plan takes may differ without being told
+# What is reserved grows with what is allocated by 1.0 to 1.43 times as much, as measured on eight models. What is known
+# of this one is its growth between the plans that ran, to which something is added.
+_MOST_GROWTH = 1.5
+_LEAST_GROWTH = 1.05
+_SAFE_GROWTH = 0.15
+_SAFE_PART = 0.04  # by which plans differ that are predicted to allocate as much, in what is reserved for them
+_AFTER_WAITING = 0.94  # of what a plan took under which the allocator had too little room
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What plans may take.
+
+    Attributes
+    ----------
+    reserved_bytes : int
+        What may be reserved on the device.
+    allocated_bytes : int
+        What may be allocated there, as predicted.
+    is_measured : bool
+        Whether what is reserved can be asked for.
+    sharers : int
+        How many models climb in the same memory.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int
+    is_measured: bool
+    sharers: int = 1
+
+    def holds(self, trial: Trial) -> bool:
+        """Return whether a plan that was tried has kept to it, as far as that is measured."""
+        if self.is_measured:
+            return not trial.has_failed and trial.reserved_bytes <= self.reserved_bytes
+        return not trial.has_failed and trial.peak_bytes <= self.allocated_bytes
+
+
+def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
+    """Return what the next plan may be predicted to allocate, after those that were tried.
+
+    What was allocated and reserved is known for the plans that ran. What the next plan allocates is predicted no better
+    than for these. And what is reserved grows with what is allocated. So the next plan takes more than the largest of
+    these, by no more than what is left then, also if it grows as fast as was ever seen.
+    """
+    tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
+    ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
+    at_ease = [each for each in ran if not each.waits_for_memory] or ran[:1]
+    if not at_ease:
+        return 0
+    most, last = room.allocated_bytes, at_ease[-1]
+    if room.is_measured:
+        left = room.reserved_bytes - last.reserved_bytes - int(_SAFE_PART * last.reserved_bytes)
+        most = min(most, _taken_bytes(last) + int(left / room.sharers / _growth(at_ease)))
+        most -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
+    for each in tried:
+        if not room.holds(each) and each.peak_bytes > last.peak_bytes:
+            most = min(most, (each.peak_bytes + last.peak_bytes) // 2)
+        elif each.waits_for_memory and each is not last:
+            most = min(most, max(last.peak_bytes, int(each.peak_bytes * _AFTER_WAITING)))
+    return most
+
+
+def _taken_bytes(trial: Trial) -> int:
+    """Return what a plan allocates, as measured, or else as predicted."""
+    return trial.allocated_bytes or trial.peak_bytes
+
+
+def _growth(ran: list[Trial]) -> float:
+    """Return how fast what is reserved may grow with what is allocated, by the plans that ran, the smallest first."""
+    first, last = ran[0], ran[-1]
+    allocated = _taken_bytes(last) - _taken_bytes(first)
+    if allocated <= 0.02 * _taken_bytes(last):
+        return _MOST_GROWTH
+    seen = (last.reserved_bytes - first.reserved_bytes) / allocated
+    return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
+
+
+def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
+    """Return the plan that is tried first; None if none fits.
+
+    It is that of the survey. One whose windows are smaller, or whose blocks keep what has room, may fit where that does
+    not. What was measured counts more than what is reckoned: steps of the survey did run.
+
+    Parameters
+    ----------
+    step : Step
+        What the survey showed.
+    room : Room
+        What plans may take.
+    own : StepPlan or None
+        The plan by which the survey ran.
+    ran_bytes : int
+        What was reserved for that; 0 if it is not known.
+    """
+    least_windows = survey_plan(step)
+    for plan in (own or least_windows, least_windows):
+        if step.peak_bytes(plan) <= room.allocated_bytes:
+            return plan
+    least = least_plan(step)
+    if step.peak_bytes(least) <= room.allocated_bytes:
+        return least
+    return least_windows if room.is_measured and 0 < ran_bytes <= room.reserved_bytes else None
+
+
+def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
+    """Return what to follow once a plan has failed that had run before: one that takes less; None if none does."""
+    ran = []
+    for each in trials:
+        each.has_failed |= each.peak_bytes >= failed.peak_bytes
+        if each.step_s is not None and not each.has_failed:
+            ran.append(each)
+    if ran:
+        return min(ran, key=lambda each: each.step_s or 0.0).with_times(failed.step)
+    least = Trial(failed.step, least_plan(failed.step))
+    return least if least.peak_bytes < failed.peak_bytes else None
+
+
+def disagreement(climb: "Climb") -> list[str]:
+    """Return what to tell of how the times that the survey measured differ from what its own plan took."""
+    taken = climb.disagreement
+    if taken is None or 1 / _DISAGREEMENT <= taken <= _DISAGREEMENT:
+        return []
+    return [
+        f"the survey's own plan took {taken:.2f} times what its measured times say: what was planned then goes by what "
+        "steps took under the plans that were tried"
+    ]
+
+
+class Climb:
+    """The trials of plans for one surveyed step.
+
+    The first plan is the survey's own, which is known to run; no plan that is slower is ever settled on. Each later one
+    takes as much memory as ``allowed_bytes`` says, and it is the fastest by what the plans before it have shown.
+
+    Parameters
+    ----------
+    step : Step
+        What the survey showed.
+    own : StepPlan
+        The plan by which the survey ran.
+    room : Room
+        What plans may take.
+    steps : int
+        How many steps may be taken.
+    known : sequence of Trial
+        Plans of the same step that were tried before.
+    own_reserved_bytes : int
+        What the survey's steps have reserved.
+
+    Attributes
+    ----------
+    trials : list of Trial
+        The plans that were tried.
+    current : Trial or None
+        The one that is tried now.
+    """
+
+    def __init__(
+        self, step: Step, own: StepPlan, room: Room, steps: int, known: Iterable[Trial] = (),
+        own_reserved_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        self.room = room
+        self.trials = list(known)
+        self.current: Trial | None = None
+        self._surveyed = step
+        self._beliefs = Beliefs(step)
+        own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes)
+        self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
+        self._steps = steps
+        self._taken = self._others = 0  # steps of the current plan, and steps of other sizes
+        self._learn()
+
+    @property
+    def own(self) -> Trial:
+        """The survey's own plan."""
+        return self._own
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest of the plans that ran and kept to the room; the survey's own if none did; None if it failed."""
+        timed = [each for each in self.trials if each.step_s is not None and self.room.holds(each)]
+        if timed:
+            return min(timed, key=lambda each: each.step_s or 0.0)
+        return None if self._own.has_failed else self._own
+
+    @property
+    def step(self) -> Step:
+        """The surveyed step, with the times that explain those of the plans that were tried."""
+        return self._beliefs.best.of(self._surveyed)
+
+    @property
+    def disagreement(self) -> float | None:
+        """What the survey's own plan took, over what was predicted for it from the survey; None if it was not timed."""
+        predicted_s = self._own.plan.timed_as(self._surveyed).step_s
+        return None if self._own.step_s is None or predicted_s <= 0 else self._own.step_s / predicted_s
+
+    def take_next(self) -> Trial | None:
+        """Go on to the next plan; None if there is none that is worth a trial."""
+        self._taken = self._others = 0
+        self.current = self._next()
+        if self.current is not None and self.current not in self.trials:
+            self.trials.append(self.current)
+        return self.current
+
+    def _next(self) -> Trial | None:
+        own_s = self._own.step_s
+        if own_s is None:
+            return None if self._own.has_failed else self._own
+        if self._steps < _STEPS_OF_PLAN or any(each.has_failed for each in self.trials):
+            return None
+        fastest_s = min((each.step_s for each in self.trials if each.step_s and self.room.holds(each)), default=own_s)
+        memory_bytes = allowed_bytes(self.room, self.trials)
+        step = self.step
+        done = [each.does for each in self.trials]
+        found: list[tuple[float, float, Trial]] = []  # with the time by the best belief, and the least that is likely
+        for plan in self._plans(step, memory_bytes):
+            least_s, best_s, most_s = self._beliefs.predicted_s(plan)
+            trial = Trial(step, plan)
+            if most_s <= _CAUTIOUS_SLOWNESS * own_s and trial.does not in done:
+                found.append((best_s, least_s, trial))
+        if not found:
+            return None
+        best_s, _, trial = min(found, key=lambda each: each[0])
+        wanted_s = fastest_s * (1 - _LEAST_GAIN)
+        if best_s <= wanted_s or self._would_gain(step, wanted_s, memory_bytes):
+            return trial
+        # The steps so far may be explained in several ways, of which one says that there is much to gain.
+        _, least_s, trial = min(found, key=lambda each: each[1])
+        return trial if least_s <= fastest_s * (1 - _UNKNOWN_GAIN) else None
+
+    def _plans(self, step: Step, memory_bytes: int) -> list[StepPlan]:
+        """Return plans that are best in a memory: by what is believed, with less doubt, and without moving anything."""
+        steps = [step]
+        if step.may_move:
+            if self.room.is_measured:  # large pieces that the allocator can join are worth a little time
+                steps[0] = dataclasses.replace(step, leaves_room=True)
+            slowest = min(belief.rate for belief in self._beliefs.likely)
+            steps.append(step.with_times(rate=slowest / self._beliefs.best.rate))
+            steps.append(dataclasses.replace(step, may_move=False))
+        plans = [plan_step(each, memory_bytes, timed_as=step) for each in steps]
+        return [plan for plan in plans if plan is not None]
+
+    def _would_gain(self, step: Step, wanted_s: float, memory_bytes: int) -> bool:
+        """Return whether the climb has a way to go to a plan that is faster, of which the next one is a part."""
+        if memory_bytes >= self.room.allocated_bytes:
+            return False
+        plan = plan_step(step, self.room.allocated_bytes)
+        return plan is not None and plan.step_s <= wanted_s
+
+    def note_step(
+        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool, share: float = 1.0
+    ) -> bool:
+        """Note a step of the current plan. Returns whether that was its last one.
+
+        Parameters
+        ----------
+        step_s : float
+            What it took.
+        allocated_bytes, reserved_bytes : int
+            The most that was allocated and reserved.
+        waits_for_memory : bool
+            Whether the allocator had to give back what it caches.
+        share : float
+            Its size, of that of the step that was surveyed. What that one would have taken is reckoned.
+        """
+        trial = self.current
+        assert trial is not None
+        if share < _LEAST_SHARE:  # it says too little
+            self._others += 1
+            trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
+            return self._others > _STEPS_OF_OTHER_SIZES
+        if share < 1:
+            fixed = sum(self._surveyed.fixed.values())
+            allocated_bytes, reserved_bytes = (
+                int(fixed + max(0, each - fixed) / share) if each else 0 for each in (allocated_bytes, reserved_bytes)
+            )
+            less_s = trial.plan.timed_as(scaled(trial.step, share)).step_s
+            step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
+        self._steps -= 1
+        self._taken += 1
+        trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
+        trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
+        is_slow = self._own.step_s is not None and step_s > _MOST_SLOWNESS * self._own.step_s
+        if self._taken < _STEPS_OF_PLAN and not is_slow:
+            return False
+        trial.waits_for_memory = waits_for_memory
+        trial.step_s = step_s if trial.step_s is None else min(trial.step_s, step_s)
+        self._learn()
+        return True
+
+    def note_failure(self) -> None:
+        """Note that a step of the current plan ran out of memory."""
+        assert self.current is not None
+        self.current.has_failed = True
+
+    def _learn(self) -> None:
+        timed = [each for each in self.trials if each.step_s is not None and 0 < each.step_s < math.inf]
+        telling = [each for each in timed if not each.waits_for_memory] or timed
+        if telling:
+            self._beliefs.learn([(each.plan, each.step_s or 0.0) for each in telling])

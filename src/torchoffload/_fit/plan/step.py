@@ -1,0 +1,328 @@
+"""A step made of blocks, as it was surveyed, and the plan for it that the core finds: bytes, times, and what moves."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchoffload._core import core
+from torchoffload._fit.block.graph import BlockPlan
+
+__all__ = [
+    "Call",
+    "CallPlan",
+    "Kind",
+    "Output",
+    "Step",
+    "StepPlan",
+    "Way",
+    "least_plan",
+    "plan_step",
+    "survey_plan",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Something that a block may keep from its forward.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        The sizes of its storages in bytes. Each moves by itself.
+    ready_s : float
+        When it is there, in seconds from the start of the block's forward.
+    operators : tuple of int
+        The numbers of the operators that make it.
+    may_move : bool
+        Whether it may move.
+    link_share : float
+        The part of its bytes that the link carries, which is less than 1 where they are coded.
+    """
+
+    sizes: tuple[int, ...]
+    ready_s: float
+    operators: tuple[int, ...] = ()
+    may_move: bool = True
+    link_share: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a block.
+
+    Attributes
+    ----------
+    recompute_s : float
+        How much longer it takes than a call that computes nothing again.
+    kept : tuple of int
+        The numbers of the outputs that it keeps.
+    input_bytes : int
+        What it keeps of its arguments.
+    plan : BlockPlan or None
+        How its recomputation goes; None if nothing is computed again.
+    """
+
+    recompute_s: float
+    kept: tuple[int, ...]
+    input_bytes: int
+    plan: BlockPlan | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block is called as it is."""
+        return self.plan is None
+
+    def plan_with(self, outputs: Sequence[Output], moved: Iterable[int]) -> BlockPlan | None:
+        """Return the plan, in which the outputs of these numbers move."""
+        if self.plan is None:
+            return None
+        moving = {operator for number in moved for operator in outputs[number].operators}
+        return replace(self.plan, moved=self.plan.kept & moving)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Blocks that do the same.
+
+    Attributes
+    ----------
+    forward_s, backward_s : float
+        How long they take; backward without what is computed again.
+    outputs : tuple of Output
+        What they may keep.
+    ways : tuple of Way
+        The ways to run one, from the least bytes to the least time: the corners of a convex hull.
+    input_link_share : float
+        The part of the bytes of their arguments that the link carries.
+    """
+
+    forward_s: float
+    backward_s: float
+    outputs: tuple[Output, ...]
+    ways: tuple[Way, ...]
+    input_link_share: float = 1.0
+
+    def with_times(self, pace: float, again: float) -> "Kind":
+        """Return the same kind, of which all takes ``pace`` times as long, and computing again ``again`` times that."""
+        return replace(
+            self,
+            forward_s=self.forward_s * pace,
+            backward_s=self.backward_s * pace,
+            outputs=tuple(replace(output, ready_s=output.ready_s * pace) for output in self.outputs),
+            ways=tuple(replace(way, recompute_s=way.recompute_s * pace * again) for way in self.ways),
+        )
+
+    def kept_bytes(self, way: Way) -> int:
+        """Return the bytes that a way keeps."""
+        return way.input_bytes + sum(self.outputs[number].nbytes for number in way.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a block.
+
+    Attributes
+    ----------
+    kind : int
+        The number of its kind.
+    forward_bytes, backward_bytes : int
+        The most on the device while its forward and its backward run, where nothing is kept in any block.
+    """
+
+    kind: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as it was surveyed. Note [Memory of a step of blocks] in ``joint_plan.h`` says what the bytes are.
+
+    Attributes
+    ----------
+    kinds, calls : tuple
+        The kinds of blocks, and the calls in the order of forward.
+    head_s, loss_s, end_s : float
+        What it takes outside of the blocks: in forward, between forward and backward, and at the end.
+    loss_bytes : int
+        The most on the device between the forward of the last block and its backward.
+    other_bytes : int
+        The most on the device outside of forward and backward.
+    fixed : dict of str to int
+        What takes memory whatever the plan is, for messages.
+    least_moved_bytes, tier_bytes : int
+        What is smaller does not move; what the tier has room for.
+    may_move : bool
+        Whether anything may move.
+    leaves_room : bool
+        Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
+    out_bytes_per_s, in_bytes_per_s, latency_s : float
+        The time of a copy is what the link carries / rate + latency.
+    """
+
+    kinds: tuple[Kind, ...]
+    calls: tuple[Call, ...]
+    head_s: float = 0.0
+    loss_s: float = 0.0
+    end_s: float = 0.0
+    loss_bytes: int = 0
+    other_bytes: int = 0
+    fixed: dict[str, int] = field(default_factory=dict)
+    least_moved_bytes: int = 1
+    tier_bytes: int = 2**62
+    may_move: bool = True
+    leaves_room: bool = False
+    out_bytes_per_s: float = 1.0
+    in_bytes_per_s: float = 1.0
+    latency_s: float = 0.0
+
+    def peak_bytes(self, plan: "StepPlan") -> int:
+        """Return the most that is on the device under a plan, outside of forward and backward as well."""
+        return max(plan.peak_bytes, self.other_bytes)
+
+    def with_more(self, nbytes: int) -> "Step":
+        """Return the same step beside so many bytes that are on the device all the time."""
+        name = "other tensors, as the optimizer's"
+        return replace(
+            self,
+            calls=tuple(
+                Call(call.kind, call.forward_bytes + nbytes, call.backward_bytes + nbytes) for call in self.calls
+            ),
+            loss_bytes=self.loss_bytes + nbytes,
+            other_bytes=self.other_bytes + nbytes,
+            fixed=self.fixed | {name: self.fixed.get(name, 0) + nbytes},
+        )
+
+    def with_times(self, *, pace: float = 1.0, again: float = 1.0, rate: float = 1.0) -> "Step":
+        """Return the same step with other times.
+
+        Parameters
+        ----------
+        pace : float
+            How many times as long all takes that is computed.
+        again : float
+            How many times as long computing again takes besides.
+        rate : float
+            What part of its rate the link has.
+        """
+        return replace(
+            self,
+            kinds=tuple(kind.with_times(pace, again) for kind in self.kinds),
+            head_s=self.head_s * pace,
+            loss_s=self.loss_s * pace,
+            end_s=self.end_s * pace,
+            out_bytes_per_s=self.out_bytes_per_s * rate,
+            in_bytes_per_s=self.in_bytes_per_s * rate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """What one call of a block does.
+
+    Attributes
+    ----------
+    way : int
+        The number of the way among those of its kind.
+    moved : tuple of int
+        The numbers of the outputs that move.
+    moves : bool
+        Whether anything moves. If so, the arguments of a block that is computed again do.
+    offload_bytes, reload_bytes : int
+        The offload window while its forward runs, and the reload window while its backward runs.
+    """
+
+    way: int
+    moved: tuple[int, ...]
+    moves: bool
+    offload_bytes: int = 0
+    reload_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What each block of a step does, and what the step takes then, as predicted.
+
+    Attributes
+    ----------
+    calls : tuple of CallPlan
+        In the order of forward.
+    step_s : float
+        Forward and backward, in seconds.
+    recompute_s : float
+        How much of it is spent on computing again.
+    peak_bytes : int
+        The most memory that is allocated on the device.
+    loss_bytes : int
+        What the blocks have on the device at the loss.
+    kept_bytes, moved_bytes : int
+        What the blocks keep on the device, and what moves.
+    window_bytes : int
+        The most that the offload window and the reload window of any call have; 0 if nothing moves.
+    loss_window_bytes : int
+        The offload window at the loss.
+    forward_spare_bytes, backward_spare_bytes : int
+        What the windows leave of the room that they could have while a block's forward and its backward run.
+    """
+
+    calls: tuple[CallPlan, ...]
+    step_s: float
+    recompute_s: float
+    peak_bytes: int
+    loss_bytes: int
+    kept_bytes: int
+    moved_bytes: int
+    window_bytes: int
+    loss_window_bytes: int
+    forward_spare_bytes: int
+    backward_spare_bytes: int
+
+    def timed_as(self, step: Step) -> "StepPlan":
+        """Return the same plan with the times that it has in a step of other times and the same bytes."""
+        step_s, recompute_s = core.joint_plan_times(step, self)
+        return replace(self, step_s=step_s, recompute_s=recompute_s)
+
+
+def _as_plan(found: dict[str, Any]) -> StepPlan:
+    calls = tuple(CallPlan(way, tuple(moved), *more) for way, moved, *more in found.pop("calls"))
+    return StepPlan(calls=calls, **found)
+
+
+def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) -> StepPlan | None:
+    """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none.
+
+    ``timed_as``: the step whose times the plan is given, where ``step`` assumes other times of the same blocks.
+    """
+    if step.other_bytes > memory_bytes:
+        return None
+    found = core.joint_plan(step, max(memory_bytes, 0))
+    if found is None:
+        return None
+    plan = _as_plan(found)
+    return plan if timed_as is None else plan.timed_as(timed_as)
+
+
+def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
+    """Return the plan by which a survey runs its steps: the least bytes in each block, and all moves that can."""
+    return _as_plan(core.least_joint_plan(step, window_bytes))
+
+
+def least_plan(step: Step) -> StepPlan:
+    """Return the plan of the least memory, to within a thousandth."""
+    plan = survey_plan(step)
+    # In less memory than with everything moved some things may stay, where there is room at that moment.
+    low = max((max(call.forward_bytes, call.backward_bytes) for call in step.calls), default=0)
+    high = plan.peak_bytes
+    while high - low > high // 1000 + 1:
+        middle = (low + high) // 2
+        found = core.joint_plan(step, middle)
+        if found is None or found["peak_bytes"] >= high:
+            low = middle
+        else:
+            plan, high = _as_plan(found), found["peak_bytes"]
+    return plan

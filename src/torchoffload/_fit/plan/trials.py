@@ -1,0 +1,105 @@
+"""Plans that were tried, what they took, and what is said of them."""
+
+import dataclasses
+from typing import Any
+
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.plan.step import Call, CallPlan, Step, StepPlan, Way
+from torchoffload._observe.units import human_bytes
+
+__all__ = ["MORE_ROOM", "Trial", "failure_message", "restricted", "unfit_message"]
+
+
+MORE_ROOM = "Give a smaller batch, smaller blocks (blocks=), or leave more of the device to this process."
+
+
+@dataclasses.dataclass
+class Trial:
+    """A plan, and what it took when it was tried.
+
+    Attributes
+    ----------
+    step : Step
+        What the plan was made from, with the times that it is predicted to take.
+    plan : StepPlan
+        The plan.
+    step_s : float or None
+        The least time of the steps that were timed; None while there is none.
+    allocated_bytes : int
+        The most that was allocated on the device in a step; 0 where this cannot be asked for.
+    reserved_bytes : int
+        The most that was reserved on the device at the end of a step; likewise.
+    has_failed : bool
+        Whether a step under the plan ran out of memory.
+    waits_for_memory : bool
+        Whether PyTorch's allocator had to give back what it caches in the step that was timed, which takes time.
+    """
+
+    step: Step
+    plan: StepPlan
+    step_s: float | None = None
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    has_failed: bool = False
+    waits_for_memory: bool = False
+
+    @property
+    def does(self) -> Any:
+        """What the blocks do, as a value to compare."""
+        ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
+        moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
+        windows = [(planned.offload_bytes, planned.reload_bytes) for planned in self.plan.calls]
+        return [(way.is_plain, way.kept) for way in ways], moves, windows, self.plan.loss_window_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is on the device, as predicted."""
+        return self.step.peak_bytes(self.plan)
+
+    @property
+    def again_count(self) -> int:
+        """How many calls of blocks compute something again."""
+        calls = zip(self.step.calls, self.plan.calls, strict=True)
+        return sum(not self._way(call, planned).is_plain for call, planned in calls)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is computed again, and nothing moves."""
+        return not self.again_count and not self.plan.moved_bytes
+
+    def with_times(self, step: Step) -> "Trial":
+        """Return the same trial of the same step with other times."""
+        return dataclasses.replace(self, step=step, plan=self.plan.timed_as(step))
+
+    def _way(self, call: Call, planned: CallPlan) -> Way:
+        return self.step.kinds[call.kind].ways[planned.way]
+
+
+def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
+    """Return a step in which nothing is computed again, or nothing moves."""
+    if not may_recompute:
+        kinds = [dataclasses.replace(kind, ways=tuple(way for way in kind.ways if way.is_plain)) for kind in step.kinds]
+        step = dataclasses.replace(step, kinds=tuple(kinds))
+    return step if may_move else dataclasses.replace(step, may_move=False)
+
+
+def failure_message(trial: Trial) -> str:
+    """Say that a step ran out of memory under a plan."""
+    return f"a step ran out of memory under a plan that was predicted to take {human_bytes(trial.peak_bytes)}"
+
+
+def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
+    """Say how much memory a step needs at least, and what takes it."""
+    needed = step.peak_bytes(least)
+    suggestion = needed / (1 - budget.margin)
+    parts = dict(step.fixed)
+    fixed = sum(parts.values())
+    parts["at the loss"] = max(0, step.loss_bytes - fixed)
+    parts["one block computed again"] = max(0, max((call.backward_bytes for call in step.calls), default=0) - fixed)
+    parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
+    told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
+    return (
+        f"fit: {budget.limit} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"{budget.margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
+        f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
+    )

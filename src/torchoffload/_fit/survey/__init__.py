@@ -1,0 +1,1 @@
+"""Steps that are measured, and the kinds of blocks that they show."""

@@ -1,0 +1,488 @@
+"""The survey: steps in the least memory, in which blocks are recorded and times and memory are measured."""
+
+import itertools
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.block.record import BlockRecord
+from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.machine.meter import Meter, unique_bytes
+from torchoffload._fit.machine.operators import storages, tensors
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.survey.kinds import Kind, kind_of_call
+from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind
+
+__all__ = ["Survey"]
+
+_MOST_RECORDING_STEPS = 4
+_MOST_SMALLER_STEPS = 4
+_weak: Any = StorageWeakRef  # the class has no annotations
+
+TIMED_CALLS = 2  # of each kind; the second one, since with the first one's backward that of the model's head ends
+
+
+class SurveyedCall(Watch):
+    """One call of a block in a surveyed step.
+
+    Attributes
+    ----------
+    key : tuple
+        What tells its kind.
+    input_bytes : int
+        The bytes of its arguments that no earlier call of the step was given, too.
+    forward_bytes, backward_bytes : int
+        The most on the device while it runs.
+    began, returned, began_again, computed_again : moment
+        When its forward begins and ends, and when its recomputation begins and ends; None while that has not happened.
+    backward_s : float or None
+        From ``computed_again`` to the next block's recomputation; None while it is not known.
+    forward_host_s, again_host_s, backward_host_s : float
+        What the host takes to enqueue the forward, the recomputation, and the block's backward.
+    """
+
+    def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
+        super().__init__(survey.least_plan(key))
+        self.records = key not in survey.kinds
+        self._module = weakref.ref(module)
+        self.key = key
+        self.input_bytes = survey.note_inputs(inputs)
+        self.forward_bytes = self.backward_bytes = 0
+        self.returned: Any = None
+        self.began_again: Any = None
+        self.computed_again: Any = None
+        self.backward_s: float | None = None
+        self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
+        self.moments: dict[int, tuple[Any, Any]] = {}
+        self._survey = survey
+        self.times_operators = survey.is_timing and not self.records and survey.count_of_kind(key) < TIMED_CALLS
+        self.began = survey.mark(self._note_forward)
+        self._host_s = time.perf_counter()
+
+    @property
+    def module(self) -> nn.Module:
+        """The block."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def _note_forward(self, peak: int) -> None:
+        self.forward_bytes = max(self.forward_bytes, peak)
+
+    def _note_backward(self, peak: int) -> None:
+        self.backward_bytes = max(self.backward_bytes, peak)
+
+    def recorded(self, record: BlockRecord) -> bool:
+        """Note what the call did, for all blocks of the kind."""
+        self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
+        return self._survey.least_plan(self.key) is not None
+
+    def ended(self) -> None:
+        """Note the end of forward."""
+        self.forward_host_s = time.perf_counter() - self._host_s
+        # What comes next is this call's, if another one follows; else it is the loss's.
+        self.returned = self._survey.mark(self._note_forward)
+
+    def left_plan(self) -> None:
+        """Note that the block is not what its kind is."""
+        self._survey.differs(self.module)
+
+    def begins_again(self) -> None:
+        """Note the beginning of the block's backward."""
+        now = time.perf_counter()
+        self._survey.backward_is_seen()
+        before = self._survey.last_again
+        if before is not None:
+            before.backward_host_s = now - before._host_s
+        self._survey.last_again = self
+        self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
+        if self.times_operators and self.plan is not None:
+            # So that operators follow each other on the device as they do where the host is far ahead.
+            self._survey.meter.keep_host_ahead(len(self.plan.operators))
+        self._host_s = time.perf_counter()
+
+    def ends_again(self) -> None:
+        """Note the end of the recomputation."""
+        self.computed_again = self._survey.meter.now()
+        now = time.perf_counter()
+        self.again_host_s = now - self._host_s
+        self._host_s = now
+
+    def now(self) -> Any:
+        """Return this moment on the device."""
+        return self._survey.meter.now()
+
+    def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
+        """Note when the operators of the replay began and ended."""
+        self.moments = moments
+
+    def refused(self, message: str) -> None:
+        """Note that the kind cannot be computed again."""
+        self._survey.refuse(self.key, message)
+
+
+class _LeastMemory(NamedTuple):
+    """What a step took in which nothing was on its way: the most bytes in each call, at the loss, and elsewhere."""
+
+    calls: list[tuple[tuple[Any, ...], int, int]]  # the key, and the most in forward and in backward
+    loss_bytes: int
+    other_bytes: int
+
+    @classmethod
+    def of(cls, calls: list[SurveyedCall], loss_bytes: int, other_bytes: int) -> "_LeastMemory":
+        return cls([(each.key, each.forward_bytes, each.backward_bytes) for each in calls], loss_bytes, other_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of the whole step."""
+        in_calls = (max(forward, backward) for _, forward, backward in self.calls)
+        return max(self.loss_bytes, self.other_bytes, *in_calls)
+
+    def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
+        """Return the bytes of each call, by its identity; of a later step's calls where they are others than here."""
+        if [each.key for each in calls] == [key for key, _, _ in self.calls]:
+            pairs = zip(calls, self.calls, strict=True)
+            return {id(call): (forward, backward) for call, (_, forward, backward) in pairs}
+        return {id(call): (call.forward_bytes, call.backward_bytes) for call in calls}
+
+
+class Survey:
+    """Watches steps in the least memory until each block is known, and then says what a step takes.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    meter : Meter
+        The device's clock and memory.
+    budget : Budget
+        What the process may take.
+    backward_is_seen : callable
+        Called in a backward, where a block is computed again.
+    refuse : callable
+        Called in a backward with what tells a kind and a message, where a block cannot be computed again.
+    may_recompute, may_agree : bool
+        Whether blocks may be computed again, and whether those may that communicate with other ranks.
+    kinds : dict of tuple to Kind, optional
+        The kinds of blocks that are known already. Those that are found are added.
+
+    Attributes
+    ----------
+    allows_communication : bool
+        Whether blocks that communicate are computed again now. All ranks have to do the same.
+    kinds : dict of tuple to Kind
+        What is known of each kind of block.
+    calls : list of SurveyedCall
+        The calls of the step, in the order of forward.
+    is_known : bool
+        Whether the latest step has shown all there is to know.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        budget: Budget,
+        backward_is_seen: Callable[[], None],
+        refuse: Callable[[tuple[Any, ...], str], None],
+        *,
+        may_recompute: bool,
+        may_agree: bool,
+        kinds: dict[tuple[Any, ...], Kind] | None = None,
+    ) -> None:
+        self.backward_is_seen, self.refuse = backward_is_seen, refuse
+        self.meter, self._budget = meter, budget
+        self.may_recompute, self.may_agree = may_recompute, may_agree
+        self.allows_communication = False
+        self.kinds: dict[tuple[Any, ...], Kind] = {} if kinds is None else kinds
+        self.calls: list[SurveyedCall] = []
+        self.last_again: SurveyedCall | None = None
+        self.is_known = False
+        self._model = weakref.ref(model)
+        self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
+        self._recording_steps = 0
+        self._has_given_up = self._has_no_windows = False
+        self._smaller_steps = 0  # that were not counted since a larger one had been seen
+        self._least: _LeastMemory | None = None
+        self._sink: Callable[[int], None] = self._note_other
+        self._clear()
+
+    def _clear(self) -> None:
+        self.calls = []
+        self.last_again = None
+        self._new_kinds = False
+        self._inputs: dict[int, Any] = {}
+        self._loss_bytes = 0
+        self._began: Any = None
+        self._began_bytes = 0  # on the device, without gradients
+        self._has_backward_begun = False
+        self._ended: Any = None
+
+    # What calls of blocks tell.
+
+    def watch(self, module: nn.Module, inputs: Any) -> Watch:
+        """Return what a call of a block is to do."""
+        has_no_values = any(map(is_lazy, _state(module)))
+        if self._began is None or has_no_values:
+            return Watch(None)  # the model itself was not called, or its parameters do not exist yet
+        key = kind_of_call(module, inputs)
+        if module in self._different:
+            key = (*key, id(module))
+        # As in pipelines: behind the first backward, in the least memory all the same.
+        if self._ended is not None or self._has_given_up:
+            return Watch(self.least_plan(key))
+        call = SurveyedCall(self, module, key, inputs)
+        self.calls.append(call)
+        return call
+
+    def least_plan(self, key: tuple[Any, ...]) -> BlockPlan | None:
+        """Return how a block of the kind runs in the least memory, as far as that is known and may be."""
+        kind = self.kinds.get(key)
+        return None if kind is None or not self._may_compute_again(kind) else kind.least
+
+    def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
+        """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
+        peak = self.meter.take_peak()
+        if begins_backward and not self._has_backward_begun:
+            self._has_backward_begun = True
+            self._note_loss(peak)
+        else:
+            self._sink(peak)
+        self._sink = sink
+        return self.meter.now()
+
+    def _note_loss(self, peak: int) -> None:
+        self._loss_bytes = max(self._loss_bytes, peak)
+
+    def _note_other(self, peak: int) -> None:
+        self._other_bytes = peak
+
+    def note_inputs(self, inputs: Any) -> int:
+        """Return the bytes of arguments that no earlier call of this step was given."""
+        nbytes = 0
+        for storage in storages(inputs):
+            known = self._inputs.get(storage._cdata)
+            if known is None or known.expired():
+                self._inputs[storage._cdata] = _weak(storage)
+                nbytes += storage.nbytes()
+        return nbytes
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether the step is one whose times are wanted, and no longer the least memory."""
+        return self._least is not None or not self.meter.measures_memory
+
+    @property
+    def window_bytes(self) -> int:
+        """The windows of the next step: none where memory is measured, and else two blocks' inputs.
+
+        So the next block's input comes while a block's backward runs, whose time is not that of the copy then. Where
+        there is no room for two, it is one.
+        """
+        if not self.is_timing or self._has_no_windows:
+            return 0
+        input_bytes = max((call.input_bytes for call in self.calls), default=0)
+        has_room = self._least is None or self._least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
+        return 2 * input_bytes if has_room else input_bytes
+
+    def _may_compute_again(self, kind: Kind) -> bool:
+        return self.allows_communication or not kind.groups
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of ranks in which blocks communicate, in the order in which they were seen."""
+        return list(dict.fromkeys(group for kind in self.kinds.values() for group in kind.groups))
+
+    @property
+    def is_hindered(self) -> bool:
+        """Whether a block that communicates cannot be computed again here."""
+        return any(kind.groups and kind.obstacle is not None for kind in self.kinds.values())
+
+    def count_of_kind(self, key: tuple[Any, ...]) -> int:
+        """Return how many calls of the kind this step had so far."""
+        return sum(call.key == key for call in self.calls)
+
+    def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
+        """Note what a kind of block does."""
+        self.kinds[key] = kind
+        self._new_kinds = True
+
+    def differs(self, module: nn.Module) -> None:
+        """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
+        if module not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._different.add(module)
+            self._new_kinds = True
+
+    # What the step tells.
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._clear()
+        self._other_bytes = 0
+        self._began_bytes = self.meter.counts().allocated_bytes - self._bytes_of_gradients()
+        self._began = self.mark(self._note_other)
+
+    def _bytes_of_gradients(self) -> int:
+        model = self._model()
+        return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
+
+    def backward_began(self) -> None:
+        """Note that a backward of the step begins."""
+        if not self._has_backward_begun:
+            self.mark(self._note_loss, begins_backward=True)
+
+    def backward_ended(self) -> None:
+        """Take notice of the end of a backward. What is called behind the first one is not surveyed."""
+        self._ended = self.mark(self._note_other)
+
+    def takes_less(self) -> bool:
+        """Take notice of a step that ran out of memory. Returns whether the next one can take less."""
+        could_take_less = self._new_kinds or self.window_bytes > 0  # a kind that was recorded is not recorded again
+        self._has_no_windows = True
+        self._least = None
+        return could_take_less
+
+    def give_up(self) -> None:
+        """Record and measure nothing any more."""
+        self._has_given_up = True
+
+    def end_step(self, *, is_largest: bool = True) -> bool:
+        """Return whether the step shows all there is to know. Called when the next step is about to begin.
+
+        ``is_largest``: whether no step before it was larger. The largest one is what is planned for.
+        """
+        self._sink(self.meter.take_peak())  # the optimizer's
+        self.is_known = False
+        if self._ended is None:
+            return False
+        is_new = self._new_kinds or not self.calls
+        if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
+            self._recording_steps += 1
+            self._least = None
+            return False
+        if not is_largest and self._smaller_steps < _MOST_SMALLER_STEPS:
+            self._smaller_steps += 1
+            return False
+        if not self.is_timing:
+            self._least = _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
+            return False
+        self.is_known = True
+        return True
+
+    @property
+    def called_modules(self) -> list[nn.Module]:
+        """The block of each call that ``measured`` tells of."""
+        return [call.module for call in self._known_calls()]
+
+    def _known_calls(self) -> list[SurveyedCall]:
+        return [call for call in self.calls if call.returned is not None and call.key in self.kinds]
+
+    def measured(self) -> tuple[Measured, list[tuple[Any, ...]]]:
+        """Return what the step took, and the keys of its kinds by their numbers."""
+        calls = self._known_calls()
+        keys = list(dict.fromkeys(call.key for call in calls))
+        between = self.meter.between_s
+        again = [call for call in calls if call.computed_again is not None]
+        again.sort(key=lambda call: between(self._began, call.began_again))
+        for call, following in itertools.pairwise(again):
+            call.backward_s = between(call.computed_again, following.began_again)
+        if again:
+            again[-1].backward_s = between(again[-1].computed_again, self._ended)
+        kinds = [self._kind(key, [call for call in calls if call.key == key]) for key in keys]
+        numbers = {key: number for number, key in enumerate(keys)}
+        returned_s = between(self._began, calls[-1].returned) if calls else 0.0
+        end_s = between(self._began, self._ended)
+        if again:
+            loss_s = between(calls[-1].returned, again[0].began_again)
+            rest_s = max(0.0, (again[-1].backward_s or 0.0) - kinds[numbers[again[-1].key]].backward_s)
+        else:
+            loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
+            rest_s = 0.0
+        least = self._least or _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
+        measured = Measured(
+            kinds=tuple(kinds),
+            calls=tuple(self._calls(calls, numbers, least)),
+            times_s=(between(self._began, calls[0].began) if calls else end_s, loss_s, rest_s),
+            loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
+            other_bytes=max(least.other_bytes, self._other_bytes),
+            fixed=self._fixed(),
+        )
+        return measured, keys
+
+    def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
+        kind, between = self.kinds[key], self.meter.between_s
+        timed = [call for call in calls if call.moments]
+        for call in timed[-1:]:
+            kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
+        forward_s = statistics.median(between(call.began, call.returned) for call in calls)
+        if kind.obstacle is None and self.meter.measures_memory:  # of the device alone, where the host is ahead
+            forward_s = min(forward_s, kind.duration_s)
+        # The first call may be given what all share, too, or what another block was given before.
+        input_bytes = max(call.input_bytes for call in calls[1:] or calls)
+        backward_s = self._backward_s(timed[-1:], calls)
+        if backward_s is None:
+            backward_s = 2 * forward_s if kind.saves else 0.0
+        return kind.measured(forward_s, backward_s, self._host_s(calls), input_bytes)
+
+    def _backward_s(self, timed: list[SurveyedCall], calls: list[SurveyedCall]) -> float | None:
+        """Return how long the device takes for a backward; None if none was seen.
+
+        A device that waits for the host takes longer. So the least of what two kinds of calls took is right: in those
+        whose operators are timed the host is kept ahead, and in the others the device is not interrupted.
+        """
+        others = [call for call in calls if not call.moments]
+        seen = [[call.backward_s for call in group if call.backward_s is not None] for group in (timed, others)]
+        return min((statistics.median(each) for each in seen if each), default=None)
+
+    def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
+        """Return what the host takes for a call of these that is computed again; 0 where it is what computes."""
+        again = [call for call in calls[TIMED_CALLS:] or calls if call.again_host_s > 0]
+        if not again or self.meter.device.type == "cpu":
+            return HostTimes(0.0, 0.0)
+        # The least: once as much is enqueued as the device takes, the host waits for the device.
+        return HostTimes(
+            min(call.forward_host_s for call in again),
+            min(call.again_host_s + call.backward_host_s for call in again),
+        )
+
+    def _calls(
+        self, calls: list[SurveyedCall], numbers: dict[tuple[Any, ...], int], least: "_LeastMemory"
+    ) -> Iterator[tuple[int, int, int | None]]:
+        measured = least.for_calls(self.calls)
+        for call in calls:
+            number = numbers[call.key]
+            if self.meter.measures_memory:
+                forward_bytes, backward_bytes = measured[id(call)]
+                yield number, forward_bytes, None if call.began_again is None else backward_bytes
+            else:
+                base = self._reckoned_bytes()
+                yield number, base, base + self.kinds[call.key].saved_bytes + call.input_bytes
+
+    def _fixed(self) -> dict[str, int]:
+        model = self._model()
+        assert model is not None
+        weights = unique_bytes([*model.parameters(), *model.buffers()])
+        trained = [each for each in model.parameters() if each.requires_grad]
+        gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor what is here
+        others = self._began_bytes - weights
+        return {"weights": weights, "gradients": gradients, "other tensors, as the optimizer's": max(0, others)}
+
+    def _reckoned_bytes(self) -> int:
+        return sum(self._fixed().values())
+
+    def forget_tensors(self) -> None:
+        """Forget the calls, and with them all that they hold."""
+        self._clear()
+
+
+def _state(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
