@@ -289,7 +289,7 @@ void Engine::change_windows(TapeId tape, WindowBytes windows) {
   if (is_inherited() || !ledger_.is_open(tape)) return;
   windows_.set_limits_from(tape, ledger_.tape(tape).end_save(), windows);
   if (backend_.streams.is_capturing()) return;
-  if (windows_.waiting_bytes() > 0) flush_pending();  // fewer copies may wait for room now
+  flush_pending();  // a copy that has not begun counts in no window, and fewer may wait for room now
   drain_window(windows.offload_bytes, windows_.kept_bytes(tape));
 }
 

@@ -33,9 +33,16 @@ class Saves(nn.Module):
         return x + torch.sin(torch.exp(x.expand(self.units * 16, -1)).sum(0))
 
 
-def offloaded(windows: Sequence[Windows]) -> tuple[nn.Sequential, torchoffload.OffloadedModules]:
+class SavesLast(Saves):
+    """Saves a tensor in its last operator that saves anything, so that no later save begins the copy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.exp(x.expand(self.units * 16, -1)).sum(0)
+
+
+def offloaded(windows: Sequence[Windows], kind: type[Saves] = Saves) -> tuple[nn.Sequential, torchoffload.OffloadedModules]:
     """Blocks that save 1, 2, 3, ... units, each with windows of its own."""
-    model = nn.Sequential(*(Saves(number + 1) for number in range(len(windows))))
+    model = nn.Sequential(*(kind(number + 1) for number in range(len(windows))))
     handle = torchoffload.offload_modules(model, list(model), min_offload_size=UNIT, learn=False)
     core.set_module_windows(handle._offloading.context, [(0, 0, 0), *windows])
     return model, handle
@@ -83,6 +90,21 @@ def test_no_more_is_on_its_way_out_than_the_window_of_the_moment(
 ):
     with device_under_test.scope():
         assert waits(windows) == wanted
+
+
+def test_the_last_copy_of_a_block_counts_in_the_window_of_a_block_that_moves_nothing(device_under_test: Device):
+    """No save comes behind it at which its copy would begin, and until then nothing counts its bytes."""
+    with device_under_test.scope():
+        model, handle = offloaded([(LARGE, LARGE, 0), (0, 0, 0), (0, 0, 0)], SavesLast)
+        handle._offloading.moving = frozenset([1])
+        found: list[int] = []
+        for block in model:
+            block.forward = noting(block.forward, found)
+        before = torchoffload.stats()
+        loss = model(leaf()).sum()
+        assert [count - before.window_waits for count in found] == [0, 1, 1]
+        loss.backward()
+        handle.remove()
 
 
 def reloads(windows: Sequence[Windows]) -> list[list[int]]:

@@ -63,7 +63,7 @@ class _Bound:
         self.memory.before(number)
         mib = [kind.kept_bytes(way) / MIB for way in kind.ways]
         kept = total(dict(zip(stays, mib, strict=True)), dict(zip(moves, mib, strict=True)))
-        self.memory.after(number, total(kept, times(-1, placed.moved)))
+        self.memory.after(number, total(kept, times(-1, placed.moved)), placed.moved)
         return placed
 
     def _no_earlier(self, later: int, *parts: Terms) -> None:

@@ -5,6 +5,7 @@ Bytes are counted in pages or MiB, and times in ns or ms, so that the numbers th
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,14 +173,6 @@ def kept_of(step: Step, kind: Kind, plan: CallPlan) -> int:
     return kind.kept_bytes(kind.ways[plan.way]) - sum(each.nbytes for each in moved_of(step, kind, plan))
 
 
-def going_out_until(step: Step, number: int) -> int:
-    """The bytes that go out at least between the end of forward and the backward of a call."""
-    passed_s = step.loss_s
-    for behind in reversed(range(number + 1, len(step.calls))):
-        passed_s += of_call(step, behind).backward_s
-    return int(passed_s * step.out_bytes_per_s)
-
-
 class Windows(NamedTuple):
     """The windows of a plan, by call and at the loss, and its peak."""
 
@@ -202,15 +195,15 @@ def windows_of(
         kept.append(kept[-1] + kept_of(step, kind, plan))
         moved.append(moved[-1] + sum(each.nbytes for each in moved_of(step, kind, plan)))
     most = min(most, moved[-1])
-    out = [going_out_until(step, number) for number in range(len(plans))]
+    behind = [moved[-1] - moved[number] for number in range(len(plans))]  # these leave the window at the loss first
     in_forward = [memory_bytes - call.forward_bytes - kept[number + 1] for number, call in enumerate(step.calls)]
     in_backward = [memory_bytes - call.backward_bytes - kept[number] for number, call in enumerate(step.calls)]
-    room_at_loss = min([memory_bytes - step.loss_bytes - kept[-1], *map(sum, zip(in_backward, out, strict=True))])
+    room_at_loss = min([memory_bytes - step.loss_bytes - kept[-1], *map(sum, zip(in_backward, behind, strict=True))])
     if min([room_at_loss, *in_forward, *in_backward]) < 0:
         return None
     at_loss = min(most, room_at_loss)
-    left = [max(0, at_loss - passed) for passed in out]
-    rooms = [max(0, room - going_out - spare[1]) for room, going_out in zip(in_backward, left, strict=True)]
+    held = [max(0, at_loss - passed) for passed in behind]
+    rooms = [max(0, room - held_bytes - spare[1]) for room, held_bytes in zip(in_backward, held, strict=True)]
     offload = [min(most, max(0, room - spare[0]), moved[number + 1]) for number, room in enumerate(in_forward)]
     binding = [room if moved[number] > room else most for number, room in enumerate(rooms)]
     # What a call itself asks for counts in its window until it is there, and is part of what was measured.
@@ -218,7 +211,7 @@ def windows_of(
     moments = [step.loss_bytes + kept[-1] + at_loss]
     for number, call in enumerate(step.calls):
         moments.append(call.forward_bytes + kept[number + 1] + offload[number])
-        moments.append(call.backward_bytes + kept[number] + left[number] + min(reload[number], moved[number]))
+        moments.append(call.backward_bytes + kept[number] + held[number] + min(reload[number], moved[number]))
     return Windows(offload, reload, at_loss, max(moments))
 
 
@@ -292,22 +285,34 @@ class MemoryRows:
         self._program, self._step, self._memory_bytes = program, step, memory_bytes
         self._windows, self._loss_window = windows, loss_window
         self._kept: dict[int, float] = {}
+        self._in_backward: list[Terms] = []  # by call: what is held in its backward, with its reload window
+        self._moved: list[Terms] = []
 
     def before(self, number: int) -> None:
-        taken_bytes = self._step.calls[number].backward_bytes
-        ahead = [self._windows[number][1]] if self._windows else []
-        self._fits(taken_bytes, *ahead)
-        self._fits(taken_bytes - going_out_until(self._step, number), *ahead, self._loss_window)
+        held = self._with_windows(self._windows[number][1] if self._windows else None)
+        self._in_backward.append(held)
+        self._fits(self._step.calls[number].backward_bytes, held)
 
-    def after(self, number: int, kept: Terms) -> None:
+    def after(self, number: int, kept: Terms, moved: Terms = MappingProxyType({})) -> None:
         self._kept = total(self._kept, kept)
-        self._fits(self._step.calls[number].forward_bytes, self._windows[number][0] if self._windows else None)
+        self._moved.append(moved)
+        held = self._with_windows(self._windows[number][0] if self._windows else None)
+        self._fits(self._step.calls[number].forward_bytes, held)
 
     def at_loss(self) -> None:
-        self._fits(self._step.loss_bytes, self._loss_window)
+        """What the calls behind one have moved leaves the window of the loss before its backward, or is not in it."""
+        self._fits(self._step.loss_bytes, self._with_windows(self._loss_window))
+        if self._loss_window is None:
+            return
+        in_window = {self._loss_window: 1.0}
+        for call, held, moved in reversed(list(zip(self._step.calls, self._in_backward, self._moved, strict=True))):
+            in_window = total(in_window, times(-1, moved))
+            self._fits(call.backward_bytes, total(held, in_window))
 
-    def _fits(self, taken_bytes: int, *windows: int | None) -> None:
-        held = total(self._kept, {window: 1.0 for window in windows if window is not None})
+    def _with_windows(self, window: int | None) -> dict[int, float]:
+        return dict(self._kept) if window is None else total(self._kept, {window: 1.0})
+
+    def _fits(self, taken_bytes: int, held: Terms) -> None:
         self._program.at_most(held, (self._memory_bytes - taken_bytes) / MIB)
 
 

@@ -17,6 +17,12 @@ constexpr uint64_t kMostMemory = std::numeric_limits<uint64_t>::max() / 4;
 // Of records that are asked for at the same moment the one that was made last comes first, as in backward.
 constexpr double kBetweenAsksS = 1e-9;
 
+// What of the offload window at the loss is still held in a backward: sources leave it in the order of their copies, or
+// as backward asks for them, and so those of the last calls, which moved `behind_bytes`, take their part of it first.
+uint64_t held_in_backward(uint64_t loss_window_bytes, uint64_t behind_bytes) {
+  return loss_window_bytes - std::min(loss_window_bytes, behind_bytes);
+}
+
 int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes) {
   const uint64_t memory = std::min(memory_bytes, kMostMemory);
   return static_cast<int64_t>(memory) - static_cast<int64_t>(taken_bytes) - static_cast<int64_t>(window_bytes);
@@ -83,22 +89,9 @@ uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
   return nbytes;
 }
 
-BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step), left_s_(step.calls.size()) {
-  check(step);
-  double left_s = step.loss_s;
-  for (size_t call = step.calls.size(); call-- > 0;) {
-    left_s_[call] = left_s;
-    left_s += kind_of(call).backward_s;
-  }
-}
+BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step) { check(step); }
 
 // ---- bytes ----
-
-uint64_t BlockPlans::still_going_out(size_t call, uint64_t loss_window_bytes) const {
-  const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
-  const auto window_bytes = static_cast<double>(loss_window_bytes);
-  return out_bytes < window_bytes ? loss_window_bytes - static_cast<uint64_t>(out_bytes) : 0;
-}
 
 std::vector<uint32_t> BlockPlans::movable(const BlockKind& kind, const BlockWay& way) const {
   std::vector<uint32_t> outputs;
@@ -134,15 +127,18 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
   }
   // What may still be kept, by all moments that are behind the call in question; negative: it does not fit.
   int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
+  uint64_t behind_bytes = 0;  // what the call in question moves, and those behind it
   for (size_t call = ways.size(); call-- > 0;) {
     const BlockWay& way = kind_of(call).ways[ways[call]];
     before_bytes -= may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
     room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
     const int64_t own_room = room - static_cast<int64_t>(before_bytes);
-    room -= static_cast<int64_t>(place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]));
+    const uint64_t kept = place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]);
+    room -= static_cast<int64_t>(kept);
+    behind_bytes += kept_bytes(kind_of(call), way) - kept;
     const uint64_t ahead_bytes = call > 0 ? window_bytes : 0;
-    room = std::min(
-        room, left(memory_bytes, step_.calls[call].backward_bytes, still_going_out(call, window_bytes) + ahead_bytes));
+    const uint64_t held_bytes = held_in_backward(window_bytes, behind_bytes) + ahead_bytes;
+    room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, held_bytes));
     if (room < 0) return std::nullopt;
   }
   plan.window_bytes = window.value_or(0);
@@ -193,23 +189,25 @@ uint64_t BlockPlans::kept_of(size_t call, const CallPlan& placed) const {
 
 bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   uint64_t kept = 0, all = 0;
-  std::vector<uint64_t> before;  // what the calls before each one keep, and what all do
+  std::vector<uint64_t> before, moved{0};  // what the calls before each one keep and move, and what all do
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     before.push_back(kept);
     kept += kept_of(call, plan.calls[call]);
     all += kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
+    moved.push_back(all - kept);
   }
   before.push_back(kept);
   plan.kept_bytes = kept;
   plan.moved_bytes = all - kept;
   if (plan.moved_bytes == 0) plan.window_bytes = 0;
-  if (!set_windows(plan, before, memory_bytes) || plan.moved_bytes > step_.tier_bytes) return false;
+  if (!set_windows(plan, before, moved, memory_bytes) || plan.moved_bytes > step_.tier_bytes) return false;
   plan.loss_bytes = kept + plan.loss_window_bytes;
   plan.blocks_bytes = 0;
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     const BlockCall& taken = step_.calls[call];
     const CallWindows& windows = plan.windows[call];
-    const uint64_t in_backward = windows.ahead_bytes + still_going_out(call, plan.loss_window_bytes);
+    const uint64_t in_backward =
+        windows.ahead_bytes + held_in_backward(plan.loss_window_bytes, plan.moved_bytes - moved[call]);
     plan.blocks_bytes = std::max({plan.blocks_bytes, taken.forward_bytes + before[call + 1] + windows.offload_bytes,
                                   taken.backward_bytes + before[call] + in_backward});
   }
@@ -217,42 +215,36 @@ bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   return true;
 }
 
-bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& before, uint64_t memory_bytes) const {
+bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& before, const std::vector<uint64_t>& moved,
+                             uint64_t memory_bytes) const {
   const size_t count = plan.calls.size();
-  const auto window_bytes = static_cast<int64_t>(std::min(plan.window_bytes, kMostMemory));
-  std::vector<int64_t> moved(count + 1, 0);  // of the calls before each one, and of all
-  for (size_t call = 0; call < count; ++call) {
-    const uint64_t all = kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
-    moved[call + 1] = moved[call] + static_cast<int64_t>(all - (before[call + 1] - before[call]));
-  }
+  const uint64_t window_bytes = std::min(plan.window_bytes, kMostMemory);
   plan.windows.assign(count, {});
-  const auto window_within = [&](int64_t moved_bytes, int64_t room) {
-    return static_cast<uint64_t>(std::min({window_bytes, moved_bytes, room}));
+  const auto window_within = [&](uint64_t moved_bytes, int64_t room) {
+    return std::min({window_bytes, moved_bytes, static_cast<uint64_t>(room)});
   };
   const auto without = [](int64_t room, uint64_t spare_bytes) {
     return std::max<int64_t>(0, room - static_cast<int64_t>(std::min(spare_bytes, kMostMemory)));
   };
-  // At the loss there is room for what is on its way out in the backwards behind it, too.
+  // At the loss there is room for what is held of the window in the backwards behind it, too.
   int64_t at_loss = left(memory_bytes, step_.loss_bytes, before[count]);
   for (size_t call = 0; call < count; ++call) {
     const int64_t in_forward = left(memory_bytes, step_.calls[call].forward_bytes, before[call + 1]);
     const int64_t in_backward = left(memory_bytes, step_.calls[call].backward_bytes, before[call]);
     if (in_forward < 0 || in_backward < 0) return false;
     plan.windows[call].offload_bytes = window_within(moved[call + 1], without(in_forward, plan.forward_spare_bytes));
-    const double out_bytes = left_s_[call] * step_.link.out_bytes_per_s;
-    at_loss =
-        std::min(at_loss, in_backward + static_cast<int64_t>(std::min(out_bytes, static_cast<double>(kMostMemory))));
+    at_loss = std::min(at_loss, in_backward + static_cast<int64_t>(moved[count] - moved[call]));
   }
   if (at_loss < 0) return false;
   plan.loss_window_bytes = window_within(moved[count], at_loss);
   int64_t most = kMostMemory;  // that leaves room in the backwards that follow
   for (size_t call = 0; call < count; ++call) {
-    const uint64_t going_out = still_going_out(call, plan.loss_window_bytes);
-    const int64_t room = without(left(memory_bytes, step_.calls[call].backward_bytes, before[call] + going_out),
+    const uint64_t held_bytes = held_in_backward(plan.loss_window_bytes, moved[count] - moved[call]);
+    const int64_t room = without(left(memory_bytes, step_.calls[call].backward_bytes, before[call] + held_bytes),
                                  plan.backward_spare_bytes);
-    if (moved[call] > room) most = std::min(most, room);
+    if (static_cast<int64_t>(moved[call]) > room) most = std::min(most, room);
     // What the call itself asks for counts in the window until it is there, and is part of what was measured.
-    plan.windows[call].reload_bytes = static_cast<uint64_t>(std::min({window_bytes, moved[call + 1], most}));
+    plan.windows[call].reload_bytes = window_within(moved[call + 1], most);
     plan.windows[call].ahead_bytes = window_within(moved[call], most);
   }
   return true;

@@ -47,12 +47,12 @@ class BlockPlans {
   std::vector<uint64_t> movable_sizes(const std::vector<uint32_t>& ways) const;
 
  private:
-  // What of so many bytes on their way out at the loss still is while the backward of a call runs.
-  uint64_t still_going_out(size_t call, uint64_t loss_window_bytes) const;
   struct Copies;
   Copies copies_of(const JointPlan& plan) const;
-  // Sets the windows of a plan. `before`: what the calls before each one keep. Returns whether it fits.
-  bool set_windows(JointPlan& plan, const std::vector<uint64_t>& before, uint64_t memory_bytes) const;
+  // Sets the windows of a plan. `before` and `moved`: the bytes that the calls before each one keep and move, and at the
+  // end those of all. Returns whether the plan fits.
+  bool set_windows(JointPlan& plan, const std::vector<uint64_t>& before, const std::vector<uint64_t>& moved,
+                   uint64_t memory_bytes) const;
   // The outputs that a way keeps and that may move, the ones that are made last first.
   std::vector<uint32_t> movable(const BlockKind& kind, const BlockWay& way) const;
   bool moves_input(const BlockWay& way) const;
@@ -63,7 +63,6 @@ class BlockPlans {
   uint64_t kept_of(size_t call, const CallPlan& placed) const;
 
   const StepOfBlocks& step_;
-  std::vector<double> left_s_;  // by call: at least so long after forward does its backward begin
 };
 
 }  // namespace torchoffload
