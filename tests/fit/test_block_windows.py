@@ -40,7 +40,9 @@ class SavesLast(Saves):
         return x + torch.exp(x.expand(self.units * 16, -1)).sum(0)
 
 
-def offloaded(windows: Sequence[Windows], kind: type[Saves] = Saves) -> tuple[nn.Sequential, torchoffload.OffloadedModules]:
+def offloaded(
+    windows: Sequence[Windows], kind: type[Saves] = Saves
+) -> tuple[nn.Sequential, torchoffload.OffloadedModules]:
     """Blocks that save 1, 2, 3, ... units, each with windows of its own."""
     model = nn.Sequential(*(kind(number + 1) for number in range(len(windows))))
     handle = torchoffload.offload_modules(model, list(model), min_offload_size=UNIT, learn=False)

@@ -159,9 +159,11 @@ def test_larger_and_smaller_batches(device_under_test: Device, budget: float | N
                     take_budget(handle, budget)
                 train(run, handle, model, steps=1, batch=lambda _, size=size: run.tensor(size, 8, WIDTH))
                 phases.append(None if handle is None else handle.phase)
+                if handle is not None and step == 28:  # times of tiny steps may favour another plan than keeping all
+                    keeps_all = handle.plan.moved_bytes == 0 and handle.plan.recompute_s == 0
             if handle is not None:
                 assert phases[28] == "settled"
-                assert phases[29] == ("settled" if budget is None else "survey")
+                assert phases[29] == ("settled" if budget is None and keeps_all else "survey")
                 assert phases[-1] in ("settled", "least memory")
         return
 
