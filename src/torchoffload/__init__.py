@@ -24,7 +24,6 @@ from torchoffload._contexts.offload_activations import (
     trim,
 )
 from torchoffload._contexts.options import OffloadOptions
-from torchoffload._contexts.within_memory import set_planner as _set_planner
 from torchoffload._core import build_info as _build_info
 from torchoffload._modules.offload_modules import OffloadedModules, offload_modules
 from torchoffload._observe.host_memory import HostMemory, host_memory
@@ -51,14 +50,6 @@ else:
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
-
-def _plan_within_memory(*arguments: _Any) -> _Any:
-    from torchoffload._fit.model.fit import fit_by_moving
-
-    return fit_by_moving(*arguments)
-
-
-_set_planner(_plan_within_memory)
 
 __version__ = _build_info.version
 

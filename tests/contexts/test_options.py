@@ -61,6 +61,29 @@ def test_an_unknown_option_is_named_with_the_one_that_it_resembles():
         OffloadActivations(teir="disk")
     with pytest.raises(TypeError, match="max_stash"):
         OffloadActivations(max_stash=5)
+    with pytest.raises(
+        TypeError, match=r"^offload_modules got an unknown option: fracton \(did you mean fraction\?\)$"
+    ):
+        offload_modules(MODULE, "*", fracton=0.5)
+    with pytest.raises(TypeError, match=r"^fit got an unknown option: teir \(did you mean tier\?\)$"):
+        torchoffload.fit(MODULE, "1GiB", teir="disk")
+    with pytest.raises(TypeError, match=r"^fit got an unknown option: block \(did you mean blocks\?\)$"):
+        torchoffload.fit(MODULE, "1GiB", block="layers.*")
+    with pytest.raises(TypeError, match=r"^get_act_offloading_ctx_manager got .*: warn_if_no_haed \(did you mean warn"):
+        torchoffload.get_act_offloading_ctx_manager(MODULE, warn_if_no_haed=False)
+
+
+@pytest.mark.parametrize("value", ["40GiB", 0.5, None])
+def test_an_amount_of_memory_is_refused_in_favour_of_fit(value):
+    told = r"takes no memory=\. Call torchoffload\.fit\(model, memory=\.\.\., recompute=False\) instead"
+    with pytest.raises(TypeError, match=f"^OffloadActivations {told}"):
+        OffloadActivations(model=MODULE, memory=value)
+    with pytest.raises(TypeError, match=f"^get_act_offloading_ctx_manager {told}"):
+        torchoffload.get_act_offloading_ctx_manager(MODULE, memory=value)
+    with pytest.raises(
+        TypeError, match=r"^offload_modules takes .*fit\(model, memory=\.\.\., blocks=modules, recompute"
+    ):
+        offload_modules(MODULE, "*", memory=value)
 
 
 @pytest.mark.parametrize("name", ["use_pin_memory", "use_streams"])

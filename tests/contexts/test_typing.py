@@ -32,14 +32,15 @@ torchoffload.get_act_offloading_ctx_manager(model, teir="disk")  # wrong: Unexpe
 torchoffload.get_act_offloading_ctx_manager(model, True, False)  # wrong: expected "Never"
 
 torchoffload.offload_modules(model, "layers.*", fraction=0.5, tier="disk")
-torchoffload.offload_modules(model, "layers.*", memory="40GiB", tier="disk").report()
-torchoffload.offload_modules(model, "layers.*", tier="dsik")  # wrong: No overload variant
-torchoffload.offload_modules(model, "layers.*", teir="disk")  # wrong: overload
-torchoffload.offload_modules(model, "layers.*", fraction=0.5, memory="40GiB")  # wrong: No overload variant
+torchoffload.offload_modules(model, "layers.*", tier="dsik")  # wrong: expected "Literal['host', 'disk']"
+torchoffload.offload_modules(model, "layers.*", teir="disk")  # wrong: Unexpected keyword argument "teir"
+torchoffload.offload_modules(model, "layers.*", memory="40GiB")  # wrong: Unexpected keyword argument "memory"
+torchoffload.OffloadActivations(model=model, memory="40GiB")  # wrong: expected "Never"
 
 torchoffload.fit(model, "40GiB", tier="disk", on_unfit="warn")
 torchoffload.fit(model, "40GiB", tier="dsik")  # wrong: expected "Literal['host', 'disk']"
 torchoffload.fit(model, "40GiB", teir="disk")  # wrong: Unexpected keyword argument "teir"
+torchoffload.fit(model, "40GiB", reload_window_bytes=0)  # wrong: Unexpected keyword argument "reload_window_bytes"
 torchoffload.fit(model, "40GiB", on_unfit="raise")  # wrong: expected "Literal['error', 'warn']"
 
 install(tier="disk", learn=False)

@@ -2,14 +2,16 @@
 
 import ast
 import inspect
+import pydoc
 import re
 from dataclasses import fields
 from typing import Unpack, get_type_hints
 
 import torchoffload
 from places import ROOT
-from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords, MovingKeywords
 from torchoffload._contexts.options import OffloadOptions, keywords_for_core
+from torchoffload._fit.model.options import FitKeywords, FitOptions
 
 OPTIONS = {field.name for field in fields(OffloadOptions)}
 OF_MODULES = {"fraction", "only_inputs"}  # what offload_modules tells the core of; the rest it carries out by itself
@@ -25,7 +27,7 @@ def members_of(struct: str) -> set[str]:
 
 def test_a_context_takes_the_options_by_their_names():
     parameters = set(inspect.signature(torchoffload.OffloadActivations).parameters)
-    assert parameters - {"model", "memory", "unknown"} == OPTIONS
+    assert parameters - {"model"} == OPTIONS
 
 
 def test_the_core_is_given_the_options_by_their_names():
@@ -48,6 +50,33 @@ def test_the_core_keeps_the_options_under_their_names():
 
 def test_offload_modules_names_its_options_as_the_core_does():
     assert set(inspect.signature(torchoffload.offload_modules).parameters) >= OF_MODULES
+
+
+def test_help_lists_the_options_of_each_function_by_name():
+    of_fit = {"blocks", "memory", "model"} | FitKeywords.__optional_keys__ | MovingKeywords.__optional_keys__
+    for function, names in (
+        (torchoffload.fit, of_fit),
+        (torchoffload.offload_modules, {"model", "modules"} | ModuleKeywords.__optional_keys__),
+        (
+            torchoffload.get_act_offloading_ctx_manager,
+            {"model", "enable_activation_offloading", "warn_if_no_head"} | OPTIONS,
+        ),
+    ):
+        shown = inspect.signature(function)
+        assert set(shown.parameters) == names
+        for name in OPTIONS & names:
+            assert shown.parameters[name].default == OffloadOptions.__dataclass_fields__[name].default
+            assert f"{name}: " in pydoc.render_doc(function)
+
+
+def test_the_options_of_fit_are_those_that_it_checks():
+    checked = {field.name for field in fields(FitOptions)}
+    assert checked - {"memory", "moving"} == FitKeywords.__optional_keys__
+    defaults = {name: field.default for name, field in FitOptions.__dataclass_fields__.items()}
+    shown = inspect.signature(torchoffload.fit).parameters
+    assert {name: shown[name].default for name in FitKeywords.__optional_keys__ | {"memory"}} == {
+        name: defaults[name] for name in FitKeywords.__optional_keys__ | {"memory"}
+    }
 
 
 def test_every_option_is_documented_by_its_name():

@@ -200,7 +200,7 @@ def test_nothing_stays_at_the_loss_because_it_was_learned(device_under_test: Dev
     with device_under_test.scope():
         model = nn.Sequential(*(Saves(number + 1) for number in range(4)))
         chosen = [Chosen(str(number), block) for number, block in enumerate(model)]
-        following = Following(model, chosen, may_move=True, options={"min_offload_size": UNIT})
+        following = Following(model, chosen, may_move=True, options=torchoffload.OffloadOptions(min_offload_size=UNIT))
         windows = {block: BlockWindows(LARGE, 0 if block is model[3] else LARGE, LARGE) for block in model}
         following.follow({}, list(model), LARGE, windows)
         for _ in range(6):

@@ -15,7 +15,7 @@ from devices import Device
 from fitted_models import Model, options_of
 from gradients import Run, execute
 from planned_blocks import BLOCKS, WIDTH
-from torchoffload._contexts.amounts import parse_memory
+from torchoffload._contexts.amounts import parse_amount
 from torchoffload._fit.block.graph import MOST_OPERATORS
 
 pytestmark = pytest.mark.devices("disk")
@@ -30,13 +30,13 @@ STEPS = 18
     ],
 )  # fmt: skip
 def test_amounts_of_memory(text: Any, nbytes: int):
-    assert parse_memory(text, None) == nbytes
+    assert parse_amount(text).nbytes == nbytes
 
 
 def test_the_message_shows_what_was_given():
     for given in ("0GiB", "0.4B"):
         with pytest.raises(ValueError, match=f"got '{given}'"):
-            parse_memory(given, None)
+            parse_amount(given)
 
 
 class NeverCalled(nn.Module):

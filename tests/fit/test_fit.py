@@ -101,6 +101,30 @@ def test_without_computing_again(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
 
 
+def test_chosen_blocks_move_as_much_as_has_to_and_compute_nothing_again(device_under_test: Device):
+    """With room for all nothing moves once the plan is settled, and with the least all moves that can."""
+    plans: dict[str, Any] = {}
+
+    def program(run: Run):
+        model = run.module(lambda: Model(BLOCKS["transformer"]))
+        with fitted(run, device_under_test, model, blocks="net.blocks.[0-2]", recompute=False) as handle:
+            train(run, handle, model, steps=20)
+            if handle is not None:
+                plans["all"] = handle.plan
+                take_budget(handle, 0.0)
+            train(run, handle, model, steps=20)
+            if handle is not None:
+                assert handle.phase == "settled", handle.report()
+                plans["least"] = handle.plan
+                assert "3 blocks" in handle.report()
+                assert "net.blocks.3" not in handle.report()
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+    assert plans["all"].moved_bytes == 0
+    assert plans["least"].moved_bytes > 0
+    assert plans["all"].recompute_s == plans["least"].recompute_s == 0
+
+
 def test_without_moving(device_under_test: Device):
     def program(run: Run):
         model = run.module(lambda: Model(BLOCKS["transformer"]))

@@ -185,7 +185,7 @@ def test_off_it_moves_nothing(pl, tmp_path: Path, device_under_test: Device, mon
 
 @pytest.mark.devices("disk")
 def test_bad_input(device_under_test: Device):
-    with pytest.raises(TypeError, match="unknown option 'tir'"):
+    with pytest.raises(TypeError, match=r"^OffloadActivationsCallback got an unknown option: tir \(did you mean tier"):
         OffloadActivationsCallback(tir="disk")
     with pytest.raises(TypeError, match=r"^fraction: an option of offload_modules, so say which by modules="):
         OffloadActivationsCallback(fraction=0.5, tier="disk")

@@ -31,7 +31,7 @@ assert is_loaded()
         "from torchoffload import fit, Fitted, FitPlan, FrontierPoint",
         "assert torchoffload.fit is torchoffload.fit and torchoffload.fit.__name__ == 'fit'",
         "from torchoffload import *; fit, Fitted",
-        "torchoffload.offload_modules(torch.nn.Sequential(torch.nn.Tanh()), '0', tier='disk', memory='1GiB')",
+        "torchoffload.fit(torch.nn.Sequential(torch.nn.Tanh()), '1GiB', tier='disk')",
     ],
 )
 def test_the_modules_of_fit_are_imported_when_it_is_asked_for(asks: str):

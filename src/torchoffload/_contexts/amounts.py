@@ -1,10 +1,12 @@
 """Amounts of memory as users write them."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torchoffload._contexts.options import described, short
 
-__all__ = ["check_margin", "parse_memory"]
+__all__ = ["Amount", "check_margin", "parse_amount"]
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
@@ -12,29 +14,82 @@ _MOST_BYTES = 1 << 62  # more than any device has; sums of it are within what th
 _ALLOWED = 'a number of bytes, a text such as "40GiB", a fraction of the device above 0 and at most 1, or None'
 
 
-def parse_memory(memory: object, total_bytes: int | None) -> int:
-    """Return an amount of memory in bytes; ``total_bytes`` is what a fraction is a part of.
+@dataclass(frozen=True)
+class Amount:
+    """An amount of memory that was checked.
+
+    Attributes
+    ----------
+    given : int, float or str
+        The amount as the user wrote it.
+    nbytes : int or None
+        The bytes; None for a fraction, which is resolved against a device's memory.
+    has_unit : bool
+        Whether the user wrote a unit, so that the number cannot have been meant in another one.
+    """
+
+    given: float | str
+    nbytes: int | None
+    has_unit: bool
+
+    def in_bytes(self, total_bytes: Callable[[], int]) -> int:
+        """Return the amount in bytes; ``total_bytes`` is asked only if the amount is a fraction."""
+        return self.nbytes if self.nbytes is not None else max(1, int(float(self.given) * total_bytes()))
+
+
+def _refusal(memory: float | str, advice: str = "") -> ValueError:
+    return ValueError(f"memory must be {_ALLOWED}, got {short(memory)}" + (f": {advice}" if advice else ""))
+
+
+def _of_text(text: str) -> Amount:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)(%?)\s*", text)
+    if found is None:
+        raise _refusal(text)
+    number, unit, percent = found.groups()
+    if percent:
+        raise _refusal(
+            text,
+            f"a percentage is written as a fraction, memory={float(number) / 100:g}. A CPU has no total to take a "
+            'fraction of: there, give an amount such as memory="8GiB"',
+        )
+    if unit.lower() not in _UNITS:
+        full = f"{unit[0].upper()}iB"
+        advice = f'write memory="{number}{full}"' if len(unit) <= 2 and full.lower() in _UNITS else ""
+        raise _refusal(text, f"there is no unit {unit!r}" + (f", {advice}" if advice else ""))
+    nbytes = int(min(float(number) * _UNITS[unit.lower()], _MOST_BYTES))
+    if nbytes < 1:
+        raise _refusal(text)
+    return Amount(text, nbytes, has_unit=bool(unit))
+
+
+def _of_float(fraction: float) -> Amount:
+    if 0 < fraction <= 1:
+        return Amount(fraction, None, has_unit=True)
+    if not 1 < fraction < _MOST_BYTES:
+        raise _refusal(fraction)
+    advice = "a float is a fraction of what the process can have on the device"
+    if fraction >= 1 << 20:
+        raise _refusal(fraction, f"{advice}. For bytes write an int, memory={int(fraction)}")
+    raise _refusal(fraction, f'{advice}. For GiB write a text, memory="{fraction:g}GiB"')
+
+
+def parse_amount(memory: object) -> Amount:
+    """Return an amount of memory, checked.
 
     Raises
     ------
     TypeError, ValueError
-        It is no amount.
+        It is no amount. The message says what to write.
     """
     if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
         raise TypeError(f"memory must be {_ALLOWED}, got {described(memory)}")
-    nbytes = None
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory)
-        if found is not None and found[2].lower() in _UNITS:
-            nbytes = int(min(float(found[1]) * _UNITS[found[2].lower()], _MOST_BYTES))
-    elif isinstance(memory, int):
-        nbytes = memory
-    elif 0 < memory <= 1:
-        assert total_bytes is not None
-        nbytes = int(memory * total_bytes)
-    if nbytes is None or nbytes < 1:
-        raise ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
-    return min(nbytes, _MOST_BYTES)
+        return _of_text(memory)
+    if isinstance(memory, float):
+        return _of_float(memory)
+    if memory < 1:
+        raise _refusal(memory)
+    return Amount(memory, min(memory, _MOST_BYTES), has_unit=False)
 
 
 def check_margin(margin: object) -> None:

@@ -8,7 +8,16 @@ import os
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-__all__ = ["Compress", "ContextKeywords", "DiskDir", "ModuleKeywords", "OnFull", "OwnKeywords", "Tier"]
+__all__ = [
+    "Compress",
+    "ContextKeywords",
+    "DiskDir",
+    "ModuleKeywords",
+    "MovingKeywords",
+    "OnFull",
+    "OwnKeywords",
+    "Tier",
+]
 
 Tier = Literal["host", "disk"]
 OnFull = Literal["keep", "error", "disk"]
@@ -17,29 +26,39 @@ Compress = Literal["auto"] | bool
 
 
 class SharedKeywords(TypedDict, total=False):
-    """The options that torchtune and TRL have under the same names."""
+    """The options that torchtune and TRL have under the same names, except that of the offload window."""
 
     use_pin_memory: bool
     use_streams: bool
-    max_fwd_stash_size: int | None
     min_offload_size: int | None
 
 
-class OwnKeywords(TypedDict, total=False):
-    """The options of a context that torchoffload alone has, except ``model``: functions that take these know it."""
+class TierKeywords(TypedDict, total=False):
+    """Where the saved tensors go, and how they get there: options that torchoffload alone has."""
 
     tier: Tier
     disk_dir: DiskDir | None
     budget_bytes: int | None
     on_full: OnFull
-    offload_window_bytes: int | None
-    reload_window_bytes: int | None
     learn: bool
     compress: Compress
 
 
+class MovingKeywords(SharedKeywords, TierKeywords, total=False):
+    """The options of ``fit`` for the tensors that move: those of a context, except the windows, which plans choose."""
+
+
+class OwnKeywords(TierKeywords, total=False):
+    """The options of a context that torchoffload alone has, except ``model``: functions that take these know it."""
+
+    offload_window_bytes: int | None
+    reload_window_bytes: int | None
+
+
 class ContextKeywords(SharedKeywords, OwnKeywords, total=False):
     """The options of ``OffloadActivations``, except ``model``."""
+
+    max_fwd_stash_size: int | None
 
 
 class ModuleKeywords(ContextKeywords, total=False):

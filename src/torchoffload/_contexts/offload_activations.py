@@ -17,10 +17,9 @@ from torchoffload._contexts.options import (
     check_bool,
     check_module,
     keywords_for_core,
-    refuse_renamed,
     refuse_unknown,
 )
-from torchoffload._contexts.within_memory import PlannedModel, WithinMemory
+from torchoffload._contexts.signatures import shows_options
 from torchoffload._core import core
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
@@ -94,11 +93,6 @@ class OffloadActivations(saved_tensors_hooks):
         that were seen to wait for the link, unless they were timed to take no less time so, and leaves out tensors
         that did not get smaller. Slots stay as large as the tensors. What is saved before the device's kernels are
         ready, which no step waits for, is copied as it is.
-    memory : int, float, str, optional
-        What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
-        fraction of what it can have there. Then only what is saved in the blocks of ``model``, which has to be given,
-        stays or moves, by a plan of ``fit(model, memory, recompute=False)``. The first steps are measured. Default:
-        everything moves.
 
     Attributes
     ----------
@@ -117,10 +111,6 @@ class OffloadActivations(saved_tensors_hooks):
     ``model`` out. ``TORCHOFFLOAD_DISABLE=1`` in the environment, which is read at each entry, makes every context a
     no-op.
 
-    With ``memory`` the model follows the plan from the first entry on, also in calls outside of the context. All
-    contexts for the model share the plan, which is for the memory of the one that was entered last, and
-    ``fitted.remove()`` ends it. Entering raises ValueError if ``fit`` was called for the model.
-
     Examples
     --------
     >>> with torchoffload.OffloadActivations():
@@ -129,6 +119,7 @@ class OffloadActivations(saved_tensors_hooks):
     """
 
     @is_not_traced
+    @shows_options()
     def __init__(
         self,
         use_pin_memory: bool = True,
@@ -145,11 +136,9 @@ class OffloadActivations(saved_tensors_hooks):
         reload_window_bytes: int | None = None,
         learn: bool = True,
         compress: Compress = False,
-        memory: float | str | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_renamed(unknown)
-        refuse_unknown(type(self).__name__, unknown)
+        refuse_unknown(type(self).__name__, unknown, (*OffloadOptions.__dataclass_fields__, "model"))
         for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
             check_bool(name, value, "; did you mean model=model?" if isinstance(value, nn.Module) else "")
         self.options = OffloadOptions(
@@ -168,25 +157,14 @@ class OffloadActivations(saved_tensors_hooks):
         )
         if model is not None:
             check_module("model", model)
-        keywords = self.options.as_keywords()
-        self._within = None if memory is None else WithinMemory(memory, model, keywords)
         self._model = None if model is None else weakref.ref(model)
         self._model_lock = threading.Lock()
         self._model_was_read = model is None
         self._context = core.Context(**keywords_for_core(self.options), warn=warn_user)
         super().__init__(self._context.pack, core.unpack)
 
-    @property
-    def fitted(self) -> PlannedModel | None:
-        """The handle of ``fit`` with the plan for ``memory``; None before the first entry, and without ``memory``."""
-        return None if self._within is None else self._within.planned
-
     def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns None
         if is_disabled():
-            hook_stack.push(self, hook_stack.Role.CONTEXT, None)
-            return self
-        if self._within is not None:
-            self._within.begin()
             hook_stack.push(self, hook_stack.Role.CONTEXT, None)
             return self
         self._open()
@@ -236,12 +214,8 @@ class OffloadActivations(saved_tensors_hooks):
         model = self._live_model()
         return 0 if model is None else heads.remove_head_hooks(model)
 
-    def _keywords(self) -> dict[str, Any]:
-        within = {} if self._within is None else {"memory": self._within.memory}
-        return self.options.as_keywords() | within
-
     def _again(self, model: nn.Module | None) -> "OffloadActivations":
-        return type(self)(model=model, **self._keywords())
+        return type(self)(model=model, **self.options.as_keywords())
 
     def __copy__(self) -> "OffloadActivations":
         return self._again(self._live_model())
@@ -253,13 +227,11 @@ class OffloadActivations(saved_tensors_hooks):
         return self._again(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._within is not None:
-            raise TypeError("a context with memory= cannot be pickled, since its model is left out: make another one")
         return _restore, (type(self), self.options.as_keywords())
 
     def __repr__(self) -> str:
         defaults = {name: field.default for name, field in OffloadOptions.__dataclass_fields__.items()}
-        given = {name: value for name, value in self._keywords().items() if value != defaults.get(name)}
+        given = {name: value for name, value in self.options.as_keywords().items() if value != defaults.get(name)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
@@ -299,12 +271,12 @@ class NoOpManager(saved_tensors_hooks):
 
 
 @is_not_traced
+@shows_options(ContextKeywords.__optional_keys__)
 def get_act_offloading_ctx_manager(
     model: nn.Module,
     enable_activation_offloading: bool = True,
     *misplaced: Never,
     warn_if_no_head: bool = True,
-    memory: float | str | None = None,
     **options: Unpack[ContextKeywords],
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Make a context for the forward of ``model`` that leaves the model's output head on the device.
@@ -321,8 +293,6 @@ def get_act_offloading_ctx_manager(
         With False the result is a ``contextlib.nullcontext``: the model runs as if torchoffload were not there.
     warn_if_no_head : bool, default True
         Give a UserWarning if no output head is found.
-    memory : int, float, str, optional
-        As for ``OffloadActivations``. The head gets no hooks then, since it is no block.
     **options
         The other keyword options of ``OffloadActivations``, except ``model``.
 
@@ -344,6 +314,7 @@ def get_act_offloading_ctx_manager(
             "get_act_offloading_ctx_manager takes (model, enable_activation_offloading) and keyword options, got "
             f"{len(misplaced)} more positional arguments. {_TRL_HINT}"
         )
+    refuse_unknown("get_act_offloading_ctx_manager", options, (*OffloadOptions.__dataclass_fields__, "warn_if_no_head"))
     check_module("model", model)
     try:
         check_bool("enable_activation_offloading", enable_activation_offloading)
@@ -352,9 +323,7 @@ def get_act_offloading_ctx_manager(
     check_bool("warn_if_no_head", warn_if_no_head)
     if not enable_activation_offloading:
         return contextlib.nullcontext()
-    manager = OffloadActivations(model=model, memory=memory, **options)
-    if memory is not None:
-        return manager
+    manager = OffloadActivations(model=model, **options)
     if heads.install_head_hooks(model) == 0 and warn_if_no_head:
         warn_user(
             f"torchoffload: no output head was found in {type(model).__name__}. If it has one, what that saves is "

@@ -28,7 +28,6 @@ __all__ = [
     "file_system_of",
     "is_in_ram",
     "keywords_for_core",
-    "refuse_renamed",
     "refuse_unknown",
     "short",
 ]
@@ -68,19 +67,30 @@ def check_bool(name: str, value: object, hint: str = "") -> None:
         raise TypeError(f"{name} must be True or False, got {described(value)}{hint}")
 
 
-def refuse_renamed(options: Iterable[str]) -> None:
-    """Raise TypeError for a name that an option had in an earlier version; the message has its present name."""
-    for name in options:
-        if name in _RENAMED:
+def refuse_unknown(taker: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError if a name that was given is not known; the message has the known name that it resembles.
+
+    Parameters
+    ----------
+    taker : str
+        The function or class that the options were given to, for the message.
+    given, known : iterable of str
+        The names that were given, and those that ``taker`` has.
+    """
+    all_known = set(known)
+    unknown = sorted(set(given) - all_known)
+    for name in unknown:
+        if name in _RENAMED:  # as it was called in an earlier version
             raise TypeError(f"{name} was renamed {_RENAMED[name]}: it means the same, for the tier that is used")
-
-
-def refuse_unknown(taker: str, unknown: Iterable[str]) -> None:
-    """Raise TypeError if ``unknown`` has any name; the message has the option that each of them resembles."""
-    known = (*OffloadOptions.__dataclass_fields__, "model")
+    if "memory" in unknown:
+        blocks = ", blocks=modules" if taker == "offload_modules" else ""
+        raise TypeError(
+            f"{taker} takes no memory=. Call torchoffload.fit(model, memory=...{blocks}, recompute=False) instead: it "
+            "keeps what there is room for, and moves the rest"
+        )
     names = []
-    for name in sorted(unknown):
-        similar = difflib.get_close_matches(name, known, n=1)
+    for name in unknown:
+        similar = difflib.get_close_matches(name, all_known, n=1)
         names.append(f"{name} (did you mean {similar[0]}?)" if similar else name)
     if names:
         raise TypeError(f"{taker} got an unknown option: {', '.join(names)}")

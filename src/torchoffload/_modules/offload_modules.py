@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, Unpack, cast, overload
+from typing import Self, Unpack
 
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
 from torchoffload._contexts.heads import find_heads
-from torchoffload._contexts.keywords import ContextKeywords
+from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.offload_activations import OffloadActivations
-from torchoffload._contexts.options import OffloadOptions, check_bool, described, short
-from torchoffload._contexts.within_memory import PlannedModel, plan_within_memory
+from torchoffload._contexts.options import OffloadOptions, check_bool, described, refuse_unknown, short
+from torchoffload._contexts.signatures import shows_options
 from torchoffload._modules.hooks import Offloading, Part, install, uninstall
 from torchoffload._modules.selection import Chosen, Selector, choose, without_last
 from torchoffload._observe.module_stats import ModuleStats, note_source
@@ -89,31 +89,8 @@ def _parts(model: nn.Module, chosen: list[Chosen], offloading: Offloading) -> li
     return parts + [(head, Part(offloading, is_head=True)) for head in heads]
 
 
-@overload
-def offload_modules(
-    model: nn.Module,
-    modules: Selector | Sequence[Selector],
-    *,
-    fraction: float | None = None,
-    keep_last: int | None = None,
-    only_inputs: bool = False,
-    memory: None = None,
-    **options: Unpack[ContextKeywords],
-) -> OffloadedModules: ...
-
-
-@overload
-def offload_modules(
-    model: nn.Module,
-    modules: Selector | Sequence[Selector],
-    *,
-    keep_last: int | None = None,
-    memory: float | str,
-    **options: Unpack[ContextKeywords],
-) -> PlannedModel: ...
-
-
 @is_not_traced
+@shows_options(ContextKeywords.__optional_keys__)
 def offload_modules(
     model: nn.Module,
     modules: Selector | Sequence[Selector],
@@ -121,9 +98,8 @@ def offload_modules(
     fraction: float | None = None,
     keep_last: int | None = None,
     only_inputs: bool = False,
-    memory: float | str | None = None,
     **options: Unpack[ContextKeywords],
-) -> OffloadedModules | PlannedModel:
+) -> OffloadedModules:
     """Move what is saved inside chosen modules of ``model``, whenever ``model`` is called with gradients enabled.
 
     Parameters
@@ -143,19 +119,13 @@ def offload_modules(
         Leave out this many of the chosen modules at the end of the model, with which backward begins. Default: none.
     only_inputs : bool, default False
         Move only the inputs of the chosen modules. That is what a checkpointed block holds until it is computed again.
-    memory : int, float, str, optional
-        What this process may reserve on the device, everything included: bytes, a text such as ``"40GiB"``, or a
-        fraction of what it can have there. What is saved in the chosen modules stays or moves then by a plan, as
-        ``fit(model, memory, blocks=modules, recompute=False)`` makes it; ``fraction`` and ``only_inputs`` have no place
-        beside it. Default: everything moves.
     **options
         The other keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
-    OffloadedModules, or Fitted with ``memory``
-        A handle. Its ``remove()`` undoes everything. The ``stats()`` of the first one returns what each module moved,
-        the ``report()`` of the other one what the plan is.
+    OffloadedModules
+        A handle. Its ``remove()`` undoes everything, and its ``stats()`` returns what each module moved.
 
     Raises
     ------
@@ -181,14 +151,10 @@ def offload_modules(
     >>> print(torchoffload.report())
     >>> handle.remove()
     """
+    refuse_unknown("offload_modules", options, ModuleKeywords.__optional_keys__)
     _check_fraction(fraction)
     check_bool("only_inputs", only_inputs)
     chosen = without_last(choose(model, modules), keep_last)
-    if memory is not None:
-        if fraction is not None or only_inputs:
-            name = "only_inputs" if only_inputs else "fraction"
-            raise TypeError(f"with memory= a plan chooses what moves: leave {name} out")
-        return cast(PlannedModel, plan_within_memory(model, memory, [each.module for each in chosen], dict(options)))
     manager = OffloadActivations(model=model, **options)
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)

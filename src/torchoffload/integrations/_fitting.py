@@ -1,16 +1,13 @@
 """What the integrations share where ``memory=`` asks for ``torchoffload.fit`` instead of ``offload_modules``."""
 
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import Any
 
 from torch import nn
 
-import torchoffload
-from torchoffload._contexts.amounts import check_margin, parse_memory
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
-from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed, short
-from torchoffload._fit.model.fit import Fitted
+from torchoffload._fit.model.fit import Fitted, fit_with
+from torchoffload._fit.model.options import FitKeywords, FitOptions
 from torchoffload._modules.selection import choose
 from torchoffload.integrations._trainers import (
     innermost_model,
@@ -21,28 +18,7 @@ from torchoffload.integrations._trainers import (
     wrapped_in,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = [
-    "ContextOrFitKeywords",
-    "FitKeywords",
-    "ModuleOrFitKeywords",
-    "SurveyWatch",
-    "asks_for_fit",
-    "fit_inner_model",
-]
-
-
-class FitKeywords(TypedDict, total=False):
-    """The options of ``fit`` that nothing else has, except ``memory`` and ``blocks``."""
-
-    recompute: bool
-    move: bool
-    margin: float
-    plan: str | os.PathLike[str] | None
-    on_unfit: Literal["error", "warn"]
-    group: "ProcessGroup | Literal['auto'] | None"
+__all__ = ["ContextOrFitKeywords", "ModuleOrFitKeywords", "SurveyWatch", "fit_inner_model", "fit_options"]
 
 
 class ModuleOrFitKeywords(ModuleKeywords, FitKeywords, total=False):
@@ -55,8 +31,6 @@ class ContextOrFitKeywords(ContextKeywords, FitKeywords, total=False):
 
 _OF_FIT: frozenset[str] = FitKeywords.__optional_keys__
 _OF_MODULES = ModuleKeywords.__optional_keys__ - ContextKeywords.__optional_keys__
-_WINDOWS = frozenset({"offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size"})
-_ALL_OPTIONS = (ContextKeywords.__optional_keys__ - _WINDOWS) | _OF_FIT
 
 _STEPS_TO_A_PLAN = 16  # a survey takes three or so
 
@@ -65,11 +39,13 @@ def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
-def asks_for_fit(memory: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether ``fit`` is asked for: by ``memory``, or by the option ``plan``. If so, check the options.
+def fit_options(taker: str, memory: Any, options: Mapping[str, Any]) -> FitOptions | None:
+    """Return the options of ``fit``, checked, if ``memory`` or the option ``plan`` asks for it; None otherwise.
 
     Parameters
     ----------
+    taker : str
+        The function or class that was given the options, for messages.
     memory : int, float, str or None
         As for ``fit``.
     options : mapping of str to value
@@ -84,26 +60,13 @@ def asks_for_fit(memory: Any, options: Mapping[str, Any]) -> bool:
     if memory is None and options.get("plan") is None:
         if given := _OF_FIT.intersection(options):
             raise TypeError(f"{_listed(given)}: of torchoffload.fit, which memory= asks for: give memory=, too")
-        return False
-    refuse_renamed(options)
+        return None
     if given := _OF_MODULES.intersection(options):
         raise TypeError(
             f"{_listed(given)}: of offload_modules, and with memory= or plan= torchoffload.fit chooses what moves: "
             "leave that out, or memory= and plan="
         )
-    if given := _WINDOWS.intersection(options):
-        raise TypeError(f"{_listed(given)}: with memory= or plan= torchoffload.fit chooses the windows: leave that out")
-    if given := frozenset(options) - _ALL_OPTIONS:
-        raise TypeError(f"unknown option {min(given)!r}: the options with memory= are {_listed(_ALL_OPTIONS)}")
-    if memory is not None:
-        parse_memory(memory, 1 << 40)  # of what a fraction is a part is known when training begins
-    for name in ("recompute", "move"):
-        check_bool(name, options.get(name, True))
-    check_margin(options.get("margin", 0.0))
-    if (on_unfit := options.get("on_unfit", "error")) not in ("error", "warn"):
-        raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
-    OffloadOptions(**{name: value for name, value in options.items() if name not in _OF_FIT})
-    return True
+    return FitOptions.of(taker, memory, options, also=frozenset({"modules", "enabled"}))
 
 
 def _check_can_be_fitted(model: nn.Module, inner: nn.Module) -> None:
@@ -136,9 +99,7 @@ def _warn_of_caches(inner: nn.Module) -> None:
         )
 
 
-def fit_inner_model(
-    model: nn.Module, memory: Any, modules: Any, options: Mapping[str, Any], *, called: nn.Module | None = None
-) -> Fitted:
+def fit_inner_model(model: nn.Module, modules: Any, options: FitOptions, *, called: nn.Module | None = None) -> Fitted:
     """Call ``torchoffload.fit`` for the innermost model.
 
     What an integration had installed on it before is removed first.
@@ -147,12 +108,10 @@ def fit_inner_model(
     ----------
     model : torch.nn.Module
         The model, with or without wrappers.
-    memory : int, float, str or None
-        As for ``fit``.
     modules : optional
         The blocks, as for ``fit``; names are those of the model inside its wrappers.
-    options : dict
-        The other options of ``fit``.
+    options : FitOptions
+        The options of ``fit``.
     called : torch.nn.Module, optional
         The module that training calls, if that is another one. The model is in it.
 
@@ -163,11 +122,11 @@ def fit_inner_model(
     """
     inner = innermost_model(model)
     _check_can_be_fitted(model, inner)
-    if options.get("recompute", True):
+    if options.recompute:
         _warn_of_caches(inner)
     blocks = None if modules is None else [each.module for each in choose(inner, names_in(inner, modules))]
     fitted_one = _called_by_training(model) if called is None else called
-    return install_once(inner, lambda: torchoffload.fit(fitted_one, memory, blocks=blocks, **cast("Any", options)))
+    return install_once(inner, lambda: fit_with(fitted_one, blocks, options))
 
 
 def _called_by_training(model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchoffload
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
-from torchoffload._contexts.options import OffloadOptions, check_module, refuse_renamed
+from torchoffload._contexts.options import OffloadOptions, check_module, refuse_unknown
 from torchoffload._observe.stats import OffloadStats, at_reset
 from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 from torchoffload._warnings import warn_user
@@ -57,11 +57,13 @@ def missing_package(module: str, package: str) -> ImportError:
     return ImportError(f"torchoffload.integrations.{module} needs {package}: pip install {package}")
 
 
-def check_options(options: Mapping[str, Any], *, for_modules: bool = True) -> None:
+def check_options(taker: str, options: Mapping[str, Any], *, for_modules: bool = True) -> None:
     """Refuse wrong options when they are given, instead of when training begins.
 
     Parameters
     ----------
+    taker : str
+        The function or class that was given the options, for messages.
     options : mapping of str to value
         Options of ``OffloadActivations`` and, with ``for_modules``, of ``offload_modules``.
     for_modules : bool, default True
@@ -72,10 +74,8 @@ def check_options(options: Mapping[str, Any], *, for_modules: bool = True) -> No
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         An option is wrong, as for ``OffloadActivations``, or unknown.
     """
-    refuse_renamed(options)
+    refuse_unknown(taker, options, _ALL_OPTIONS | {"memory", "modules", "enabled"})
     of_contexts = {name: value for name, value in options.items() if name not in _OF_MODULES}
-    for name in sorted(options.keys() - _ALL_OPTIONS):
-        raise TypeError(f"unknown option {name!r}: the options are {', '.join(sorted(_ALL_OPTIONS))}")
     if not for_modules and len(of_contexts) < len(options):
         given = ", ".join(sorted(options.keys() & _OF_MODULES))
         raise TypeError(f"{given}: an option of offload_modules, so say which by modules=")

@@ -15,7 +15,7 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload._fit.model.fit import Fitted
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, asks_for_fit, fit_inner_model
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_options
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -149,12 +149,12 @@ def offload_prepared(
             f"{type(model).__name__}: call offload_prepared once for each model"
         )
     check_bool("enabled", enabled)
-    fits = asks_for_fit(memory, options)
-    if not fits:
-        check_options(options)
-    if not enabled or (fits and is_disabled()):
+    of_fit = fit_options("offload_prepared", memory, options)
+    if of_fit is None:
+        check_options("offload_prepared", options)
+    if not enabled or (of_fit is not None and is_disabled()):
         return PreparedOffloading(accelerator, None)
-    if fits:
-        return PreparedOffloading(accelerator, fit_inner_model(model, memory, modules, options))
+    if of_fit is not None:
+        return PreparedOffloading(accelerator, fit_inner_model(model, modules, of_fit))
     require_accelerator(options.get("tier", "host"), "offload_prepared")
     return PreparedOffloading(accelerator, offload_inner_model(model, modules, cast("ModuleKeywords", options)))

@@ -21,7 +21,8 @@ from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload._fit.choosing.structure import find_blocks
 from torchoffload._fit.model.fit import Fitted
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, asks_for_fit, fit_inner_model
+from torchoffload._fit.model.options import FitOptions
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_options
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -107,7 +108,7 @@ _last_steps: "weakref.WeakKeyDictionary[nn.Module, TrainingStep]" = weakref.Weak
 class _FittedSteps:
     """``torchoffload.fit`` for the training steps of a LightningModule."""
 
-    def __init__(self, strategy: Any, pl_module: Any, memory: Any, modules: Any, options: ModuleOrFitKeywords) -> None:
+    def __init__(self, strategy: Any, pl_module: Any, modules: Any, options: FitOptions) -> None:
         if not getattr(pl_module, "automatic_optimization", True):
             raise ValueError(
                 "memory= is for automatic optimization, where backward follows training_step: with manual "
@@ -124,7 +125,7 @@ class _FittedSteps:
                 "computed again: training_step as a whole may not"
             )
         self._step = _last_steps[pl_module] = TrainingStep(pl_module, strategy.training_step)
-        self.fitted = fit_inner_model(pl_module, memory, modules, options, called=self._step)
+        self.fitted = fit_inner_model(pl_module, modules, options, called=self._step)
         self._step_handle = _StepHandle(strategy, functools.partial(_instead, self._step))
 
     def remove(self) -> None:
@@ -187,12 +188,11 @@ class OffloadActivationsCallback(Callback):
     ) -> None:
         super().__init__()
         check_bool("enabled", enabled)
-        self._fits = asks_for_fit(memory, options)
-        if not self._fits:
-            check_options(options, for_modules=modules is not None)
+        self._of_fit = fit_options(type(self).__name__, memory, options)
+        if self._of_fit is None:
+            check_options(type(self).__name__, options, for_modules=modules is not None)
         self.enabled = enabled
         self.modules = modules
-        self.memory = memory
         self.options = options
         self.fitted: Fitted | None = None
         self._handle: Handle | None = None
@@ -208,7 +208,7 @@ class OffloadActivationsCallback(Callback):
         """Install offloading. What an earlier run left behind is removed first."""
         self.remove()
         self.fitted = None
-        if not self.enabled or (self._fits and is_disabled()):
+        if not self.enabled or (self._of_fit is not None and is_disabled()):
             return
         strategy = getattr(trainer, "strategy", None)
         if not isinstance(pl_module, nn.Module) or not callable(getattr(strategy, "training_step", None)):
@@ -216,13 +216,12 @@ class OffloadActivationsCallback(Callback):
                 "OffloadActivationsCallback of torchoffload.integrations.lightning is for Lightning's Trainer, with a "
                 f"strategy that runs training_step: got {type(trainer).__name__} with {type(pl_module).__name__}"
             )
-        self._handle = self._fit(strategy, pl_module) if self._fits else self._offload(strategy, pl_module)
+        if self._of_fit is not None:
+            self._handle = fitted_steps = _FittedSteps(strategy, pl_module, self.modules, self._of_fit)
+            self.fitted = fitted_steps.fitted
+        else:
+            self._handle = self._offload(strategy, pl_module)
         self._totals.start()
-
-    def _fit(self, strategy: Any, pl_module: nn.Module) -> Handle:
-        handle = _FittedSteps(strategy, pl_module, self.memory, self.modules, self.options)
-        self.fitted = handle.fitted
-        return handle
 
     def _offload(self, strategy: Any, pl_module: nn.Module) -> Handle:
         require_accelerator(self.options.get("tier", "host"), type(self).__name__)

@@ -16,9 +16,10 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload._fit.model.fit import Fitted
+from torchoffload._fit.model.options import FitOptions
 from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, SurveyWatch, asks_for_fit, fit_inner_model
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, SurveyWatch, fit_inner_model, fit_options
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -167,12 +168,11 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         super().__init__()
         if not isinstance(enabled, str):
             check_bool("enabled", enabled)
-        self._fits = asks_for_fit(memory, options)
-        if not self._fits:
-            check_options(options)
+        self._of_fit = fit_options(type(self).__name__, memory, options)
+        if self._of_fit is None:
+            check_options(type(self).__name__, options)
         self.enabled = enabled
         self.modules = modules
-        self.memory = memory
         self.options = options
         self.fitted: Fitted | None = None
         self._handle: Handle | None = None
@@ -216,8 +216,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
                 "OffloadActivationsCallback is for transformers.Trainer, which gives callbacks its model: got "
                 f"model={type(model).__name__} in on_train_begin"
             )
-        if self._fits:
-            self._handle = self.fitted = self._fit(args, model)
+        if self._of_fit is not None:
+            self._handle = self.fitted = self._fit(args, model, self._of_fit)
             self._survey = SurveyWatch()
             return
         if getattr(args, "activation_offloading", False):
@@ -230,7 +230,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         self._handle = install(model)
         self._saved_before = torchoffload.stats().handles
 
-    def _fit(self, args: TrainingArguments, model: nn.Module) -> Fitted:
+    def _fit(self, args: TrainingArguments, model: nn.Module, options: FitOptions) -> Fitted:
         if getattr(args, "activation_offloading", False):
             raise ValueError(
                 "args.activation_offloading is on, and with memory= torchoffload.fit chooses what moves: set "
@@ -251,7 +251,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
                 "memory= is for one device in each process, and this one would use several by DataParallel: start the "
                 "training with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one device"
             )
-        return fit_inner_model(model, self.memory, self.modules, self.options)
+        return fit_inner_model(model, self.modules, options)
 
     def _require_accelerator(self) -> None:
         require_accelerator(self.options.get("tier", "host"), type(self).__name__)

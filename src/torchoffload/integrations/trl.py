@@ -22,15 +22,11 @@ import torchoffload
 from torchoffload import OffloadActivations
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ContextKeywords, OwnKeywords
-from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_renamed
+from torchoffload._contexts.options import OffloadOptions, check_bool, refuse_unknown
 from torchoffload._fit.model.fit import Fitted
+from torchoffload._fit.model.options import FitOptions
 from torchoffload._observe.idle import advise_if_idle
-from torchoffload.integrations._fitting import (
-    ContextOrFitKeywords,
-    SurveyWatch,
-    asks_for_fit,
-    fit_inner_model,
-)
+from torchoffload.integrations._fitting import ContextOrFitKeywords, SurveyWatch, fit_inner_model, fit_options
 from torchoffload.integrations._trainers import missing_package, quiet_other_ranks
 
 __all__ = ["FittedContext", "Installation", "get_act_offloading_ctx_manager", "install"]
@@ -104,12 +100,10 @@ class FittedContext:
         What ``fit`` returned; None before the first step.
     """
 
-    def __init__(
-        self, model: nn.Module, memory: Any, modules: Any, options: Any, note: Callable[[Fitted], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, modules: Any, options: FitOptions, note: Callable[[Fitted], None]) -> None:
         self.fitted: Fitted | None = None
         self._model = model
-        self._fit = functools.partial(fit_inner_model, memory=memory, modules=modules, options=options)
+        self._fit = functools.partial(fit_inner_model, modules=modules, options=options)
         self._note = note
         self._survey = SurveyWatch()
         self._is_removed = False
@@ -156,11 +150,11 @@ class _OffloadingFunction:
         return self.func(*args, **kwargs)
 
 
-def _fitting(memory: Any, modules: Any, options: ContextOrFitKeywords) -> _OffloadingFunction:
+def _fitting(modules: Any, options: FitOptions) -> _OffloadingFunction:
     """Return the function for ``install`` with ``memory``."""
 
     def make(model: nn.Module) -> FittedContext:
-        return FittedContext(model, memory, modules, options, note)
+        return FittedContext(model, modules, options, note)
 
     def note(fitted: Fitted) -> None:
         function.fitted = fitted
@@ -255,11 +249,11 @@ def install(
         An option is wrong.
     """
     global _stock, _in_place
-    fits = asks_for_fit(memory, options)
-    if modules is not None and not fits:
+    of_fit = fit_options("install", memory, options)
+    if modules is not None and of_fit is None:
         raise TypeError("modules: the blocks of torchoffload.fit, which memory= asks for: give memory=, too")
-    if not fits:
-        refuse_renamed(options)
+    if of_fit is None:
+        refuse_unknown("install", options, ContextKeywords.__optional_keys__ | {"memory", "modules"})
         OffloadOptions(**cast("ContextKeywords", options))
     try:
         importlib.import_module("trl")
@@ -271,8 +265,8 @@ def install(
     except (ModuleNotFoundError, AttributeError) as error:
         version = getattr(sys.modules["trl"], "__version__", "unknown")
         raise ImportError(f"trl {version} has no {_HOME}.{_NAME}: torchoffload works with trl 1.0 and later") from error
-    if fits:
-        function = _fitting(memory, modules, options)
+    if of_fit is not None:
+        function = _fitting(modules, of_fit)
     else:
         ours: dict[str, Any] = {"min_offload_size": None, "max_fwd_stash_size": None}
         given = ours | cast("dict[str, Any]", options)

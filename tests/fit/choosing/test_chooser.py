@@ -299,7 +299,7 @@ def test_ranks_that_have_chosen_different_blocks_take_those_of_the_structure(dif
 
     model, driver = Hierarchical(), Driver()
     driver.notes = []
-    chooser = Chooser(model, may_move=True, may_scout=False, options={})
+    chooser = Chooser(model, may_move=True, may_scout=False, options=torchoffload.OffloadOptions())
     chooser.first_blocks()
     chooser.agree(driver)
     assert driver.taken == (innermost_blocks(model) if differ else None)

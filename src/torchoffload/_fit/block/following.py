@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.block.blocks import unplan_block, watch_block
 from torchoffload._fit.block.replay import Watch
@@ -43,7 +44,7 @@ class Following:
         The model, and its blocks.
     may_move : bool
         Whether anything may move.
-    options : dict
+    options : OffloadOptions
         The options of the contexts that move.
 
     Attributes
@@ -52,12 +53,12 @@ class Following:
         The names of the blocks.
     """
 
-    def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: OffloadOptions) -> None:
         # Held weakly: what is held by a model's hooks must not hold the model.
         self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
         self._model = weakref.ref(model)
-        self._options = options
-        self._handle = offload_modules(model, list(self.names), **options) if may_move else None
+        self._keywords = options.as_keywords()
+        self._handle = offload_modules(model, list(self.names), **self._keywords) if may_move else None
 
     def follow(
         self,
@@ -83,7 +84,7 @@ class Following:
             # Blocks with windows of their own follow a plan, which has no room for what would stay because of what was
             # learned: a context whose windows have 0 bytes keeps nothing of that kind.
             size = 0 if windows else window_bytes
-            options = self._options | {"offload_window_bytes": size, "reload_window_bytes": size}
+            options = self._keywords | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
             if windows:
                 anywhere = Windows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))

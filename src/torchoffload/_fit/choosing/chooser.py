@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks
@@ -74,11 +75,11 @@ class Chooser:
         The model. It is held weakly.
     may_move, may_scout : bool
         Whether anything may move, and whether a call may be a scouting call.
-    options : mapping
+    options : OffloadOptions
         The options of the contexts that move.
     """
 
-    def __init__(self, model: nn.Module, *, may_move: bool, may_scout: bool, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, *, may_move: bool, may_scout: bool, options: OffloadOptions) -> None:
         self._model = weakref.ref(model)
         self._may_scout, self._options = may_scout, options
         self._share_that_stays = SHARE_THAT_STAYS if may_move else 1.0

@@ -1,6 +1,5 @@
 """A scouting call: a real call of a model in which all that autograd saves moves, and tells in which module it was."""
 
-from collections.abc import Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.choosing.call_tree import CallTree
 from torchoffload._fit.choosing.collector import Collector
@@ -32,17 +32,17 @@ class Scouting:
         The model, whose call has begun.
     arguments : tuple
         The positional and the keyword arguments of the call.
-    options : mapping
+    options : OffloadOptions
         The options of the context that moves.
     frame : FrameType
         The Python frame that runs as long as the call does.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any, options: Mapping[str, Any], frame: FrameType) -> None:
+    def __init__(self, model: nn.Module, arguments: Any, options: OffloadOptions, frame: FrameType) -> None:
         self._model = model
         self._collector = Collector(model)
         windows = {"offload_window_bytes": 0, "reload_window_bytes": 0}
-        manager = OffloadActivations(model=model, **(dict(options) | windows))
+        manager = OffloadActivations(model=model, **(options.as_keywords() | windows))
         called = list(called_modules(model))
         inside = [each for each in called if each is not model and each._compiled_call_impl is None]
         handles = self._collector.watch(dict(zip(inside, inside, strict=True)))

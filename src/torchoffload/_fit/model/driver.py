@@ -84,7 +84,7 @@ class Driver(FittedModel):
         is_known = survey.end_step(is_largest=self._seen.note_surveyed(step))
         self.budget.note_surveyed_step(is_known=is_known)
         is_known = is_known and not self.budget.waits_for_others
-        self.agreement = Agreement.among(self._group, survey.groups, self.agreement)
+        self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
         self._survey_reserved_bytes = step.reserved_bytes
         self._base_bytes = step.base_bytes
         is_unknown, last_windows = self._largest(not is_known, survey.window_bytes)

@@ -11,19 +11,21 @@ from torch import distributed as dist
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
-from torchoffload._contexts.amounts import check_margin, parse_memory
+from torchoffload._contexts.amounts import parse_amount
 from torchoffload._contexts.disabling import is_disabled
-from torchoffload._contexts.keywords import ContextKeywords
-from torchoffload._contexts.options import OffloadOptions, check_bool, check_module, described, short
+from torchoffload._contexts.keywords import MovingKeywords
+from torchoffload._contexts.options import check_module
+from torchoffload._contexts.signatures import shows_options
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
-from torchoffload._fit.machine.allocator import ALLOCATORS, prepare_allocator
-from torchoffload._fit.machine.meter import meter_for
+from torchoffload._fit.machine.allocator import prepare_allocator
+from torchoffload._fit.machine.meter import Meter, meter_for
 from torchoffload._fit.model.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.model.driver import Driver
 from torchoffload._fit.model.model_calls import ModelCalls
+from torchoffload._fit.model.options import DEFAULT_MARGIN, FitOptions
 from torchoffload._fit.model.phase import Phase
-from torchoffload._fit.model.plan_file import read_plan, write_plan
+from torchoffload._fit.model.plan_file import SavedPlan, read_plan, write_plan
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.fit_plan import FitPlan
 from torchoffload._fit.plan.step import StepPlan
@@ -33,9 +35,8 @@ from torchoffload._pytorch.tracing import is_not_traced
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["FitPlan", "Fitted", "fit", "fit_by_moving"]
+__all__ = ["FitPlan", "Fitted", "fit", "fit_with"]
 
-_DEFAULT_MARGIN = 0.04
 _OFF = (
     "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
     "it and call torchoffload.fit() again."
@@ -168,8 +169,7 @@ class Fitted:
         why = driver.why_over
         if why is not None:
             raise RuntimeError(f"there is nothing to plan for: {why}. Call torchoffload.fit() again")
-        needs_total = isinstance(memory, float)
-        driver.replan(parse_memory(memory, driver.meter.total_bytes() if needs_total else None))
+        driver.replan(parse_amount(memory).in_bytes(driver.meter.total_bytes))
 
     def remove(self) -> None:
         """Remove all hooks from the model. Autograd graphs that are alive stay valid."""
@@ -202,6 +202,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @is_not_traced
+@shows_options(MovingKeywords.__optional_keys__)
 def fit(
     model: nn.Module,
     memory: float | str | None = None,
@@ -209,12 +210,12 @@ def fit(
     blocks: Selector | Sequence[Selector] | None = None,
     recompute: bool = True,
     move: bool = True,
-    margin: float = _DEFAULT_MARGIN,
+    margin: float = DEFAULT_MARGIN,
     plan: str | os.PathLike[str] | None = None,
     on_unfit: Literal["error", "warn"] = "error",
     allocator: Literal["expandable", "as it is"] = "expandable",
     group: "ProcessGroup | Literal['auto'] | None" = "auto",
-    **options: Unpack[ContextKeywords],
+    **options: Unpack[MovingKeywords],
 ) -> Fitted:
     """Have training steps of ``model`` take the least time that can be found in the memory there is.
 
@@ -290,40 +291,36 @@ def fit(
     >>> print(fitted.report())
     """
     check_module("model", model)
-    check_bool("recompute", recompute)
-    check_bool("move", move)
-    check_margin(margin)
-    if on_unfit not in ("error", "warn"):
-        raise ValueError(f'on_unfit must be "error" or "warn", got {short(on_unfit)}')
-    if allocator not in ALLOCATORS:
-        raise ValueError(f'allocator must be "expandable" or "as it is", got {short(allocator)}')
-    if group is not None and group != "auto" and not hasattr(group, "rank"):
-        raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')
-    windows = [
-        name for name in ("offload_window_bytes", "reload_window_bytes", "max_fwd_stash_size") if name in options
-    ]
-    if windows:
-        raise TypeError(f"fit chooses the windows itself: leave {windows[0]} out")
-    if move:
-        require_accelerator(OffloadOptions(**options).tier, "fit")
+    own: dict[str, Any] = {
+        "recompute": recompute, "move": move, "margin": margin, "plan": plan, "on_unfit": on_unfit,
+        "allocator": allocator, "group": group,
+    }  # fmt: skip
+    return fit_with(model, blocks, FitOptions.of("fit", memory, own | dict(options), also=frozenset({"blocks"})))
+
+
+def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, options: FitOptions) -> Fitted:
+    """Call ``fit`` with options that were checked before.
+
+    Parameters
+    ----------
+    model, blocks
+        As for ``fit``.
+    options : FitOptions
+        The options.
+    """
+    if options.move:
+        require_accelerator(options.moving.tier, "fit")
     meter = meter_for(_device_of(model))
-    saved = None if plan is None else read_plan(plan)
-    if saved is not None and memory is None:
-        memory = saved.memory_bytes
-    if memory is None or isinstance(memory, float):
-        total_bytes = meter.total_bytes()
-        memory = total_bytes if memory is None else memory
-    else:
-        total_bytes = None
-    memory_bytes = parse_memory(memory, total_bytes)
+    saved = None if options.plan is None else read_plan(options.plan)
+    memory_bytes = _memory_bytes(options, saved, meter)
     chooser = None
     if blocks is not None:
         chosen = blocks_of(model, blocks)
     elif saved is not None and not saved.is_of_several:
         chosen = blocks_named(model, saved.names)
     else:
-        is_alone = group is None or not dist.is_initialized() or dist.get_world_size() == 1
-        chooser = Chooser(model, may_move=move, may_scout=move and is_alone, options=dict(options))
+        is_alone = options.group is None or not dist.is_initialized() or dist.get_world_size() == 1
+        chooser = Chooser(model, may_move=options.move, may_scout=options.move and is_alone, options=options.moving)
         chosen = chooser.first_blocks()
     with _lock:
         if model in _calls:
@@ -332,16 +329,13 @@ def fit(
             for each in chosen:
                 if each.module in other.driver.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
-        budget = Budget(memory_bytes, float(margin), meter.device, model)
+        budget = Budget(memory_bytes, float(options.margin), meter.device, model)
         try:
-            driver = Driver(
-                model, chosen, meter, budget=budget, may_recompute=recompute, may_move=move, options=dict(options),
-                raises=on_unfit == "error", group=group,
-            )  # fmt: skip
+            driver = Driver(model, chosen, meter, budget, options)
         except BaseException:
             budget.end()
             raise
-        driver.allocator = prepare_allocator(meter.device, allocator)
+        driver.allocator = prepare_allocator(meter.device, options.allocator)
         try:
             if saved is not None:
                 driver.follow_saved(saved)
@@ -356,8 +350,8 @@ def fit(
     return Fitted(model, driver, is_off=is_off)
 
 
-def fit_by_moving(
-    model: nn.Module, memory: float | str, blocks: Sequence[nn.Module] | None, options: dict[str, Any]
-) -> Fitted:
-    """Plan what blocks of a model keep and move, and compute nothing again, for contexts with ``memory=``."""
-    return fit(model, memory, blocks=blocks, recompute=False, group=None, **options)
+def _memory_bytes(options: FitOptions, saved: SavedPlan | None, meter: Meter) -> int:
+    """Return the memory that was given, or that of a saved plan, or all that the process can have."""
+    if options.memory is not None:
+        return options.memory.in_bytes(meter.total_bytes)
+    return meter.total_bytes() if saved is None else saved.memory_bytes

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
@@ -15,6 +14,7 @@ from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.link import Link, measure_link
 from torchoffload._fit.machine.meter import Meter
 from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
 from torchoffload._fit.model.plan_file import SavedPlan
 from torchoffload._fit.model.seen import Seen
@@ -52,14 +52,8 @@ class FittedModel(abc.ABC):
         The device's clock and memory.
     budget : Budget
         What plans may take.
-    may_recompute, may_move : bool
-        What plans may do.
-    options : dict
-        The options of the contexts that move.
-    raises : bool
-        Whether a step that does not fit is an error, or else a warning.
-    group : ProcessGroup or "auto" or None
-        Which ranks make their plans together; "auto": those whose blocks communicate with each other.
+    options : FitOptions
+        What plans may do, the options of the contexts that move, and what a step that does not fit leads to.
 
     Attributes
     ----------
@@ -86,24 +80,16 @@ class FittedModel(abc.ABC):
         model: nn.Module,
         chosen: list[Chosen],
         meter: Meter,
-        *,
         budget: Budget,
-        may_recompute: bool,
-        may_move: bool,
-        options: dict[str, Any],
-        raises: bool,
-        group: Any = "auto",
+        options: FitOptions,
     ) -> None:
         self.model = weakref.ref(model)
         self.model_name = type(model).__name__
-        self._following = Following(model, chosen, may_move=may_move, options=options)
+        self._options = options
+        self._following = self._followed_by(model, chosen)
         self.block_count = len(self.names)
-        self._group = group
         self.agreement: Agreement | None = None
         self.meter, self.budget = meter, budget
-        self.may_recompute, self.may_move = may_recompute, may_move
-        self._options, self._context_options = options, OffloadOptions(**options)
-        self._raises = raises
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
         self._planned_keys: list[Any] = []  # of the kinds, in the same order; none if the plan was read from a file
@@ -138,13 +124,26 @@ class FittedModel(abc.ABC):
             self.remove()
             raise
 
+    def _followed_by(self, model: nn.Module, chosen: list[Chosen]) -> Following:
+        return Following(model, chosen, may_move=self.may_move, options=self._options.moving)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether plans may have blocks computed again."""
+        return self._options.recompute
+
+    @property
+    def may_move(self) -> bool:
+        """Whether plans may move anything."""
+        return self._options.move
+
     def take_blocks(self, chosen: list[Chosen]) -> None:
         """Have other blocks from the next step on, and survey them."""
         model = self.model()
         assert model is not None
         self._block_calls.remove()
         self._following.remove()
-        self._following = Following(model, chosen, may_move=self.may_move, options=self._options)
+        self._following = self._followed_by(model, chosen)
         self.block_count = len(self.names)
         self._block_calls.watch(self.names)
         self._begin_survey()
@@ -236,7 +235,7 @@ class FittedModel(abc.ABC):
         """Begin a survey. The kinds of blocks that are known already are not recorded again."""
         survey = Survey(
             cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen, weakly(self.refuse),
-            may_recompute=self.may_recompute, may_agree=self._group is not None, kinds=self._kinds,
+            may_recompute=self.may_recompute, may_agree=self._options.group is not None, kinds=self._kinds,
         )  # fmt: skip
         self.state = Surveying(survey)
         self._was_refused = False
@@ -261,8 +260,8 @@ class FittedModel(abc.ABC):
     def _make_plan(self, survey: Survey, last: FinishedStep) -> None:
         """Plan for the largest step of the survey, from what its last one showed."""
         if self.may_move and self._link is None:
-            self._link = measure_link(self.meter.device, self._context_options)
-        step, keys = surveyed_step(survey, self._link, self._context_options, self.agreement)
+            self._link = measure_link(self.meter.device, self._options.moving)
+        step, keys = surveyed_step(survey, self._link, self._options.moving, self.agreement)
         if 0 < (share := self._seen.share_of(last)) < 1:
             self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")
             step = scaled(step, 1 / share)
@@ -343,7 +342,7 @@ class FittedModel(abc.ABC):
 
     def _tell_unfit(self, message: str, *, raises: bool = True) -> None:
         self.notes.append(message)
-        if self._raises and raises:
+        if self._options.on_unfit == "error" and raises:
             raise RuntimeError(message)
         warn_user(f"torchoffload: {message} It runs in the least memory.")
 
