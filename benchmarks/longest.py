@@ -204,12 +204,8 @@ class Bench:
                 self.run_checkpointed(found)
             self.check(found)
             found.went = True
-        except torch.OutOfMemoryError:
-            found.why = "out of memory"
-        except RuntimeError as error:
-            if not str(error).startswith("fit: "):
-                raise
-            found.why = str(error)
+        except torch.OutOfMemoryError as error:
+            found.why = str(error) if str(error).startswith("fit: ") else "out of memory"
         self.give_back()
         found.seconds = time.perf_counter() - began
         self.tried(found)
@@ -227,7 +223,7 @@ class Bench:
 
     def run_fit(self, found: Try, is_first: bool) -> None:
         """Run steps until a plan is settled or time is up; the first lengths only in the least memory."""
-        memory = 1 if is_first else self.limit
+        memory = "1B" if is_first else self.limit  # with a unit, since a bare 1 is refused
         fitted = torchoffload.fit(
             self.model, memory, margin=self.options.margin, on_unfit="warn" if is_first else "error", **self.moving
         )

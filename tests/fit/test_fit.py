@@ -102,7 +102,7 @@ def test_without_computing_again(device_under_test: Device):
 
 
 def test_chosen_blocks_move_as_much_as_has_to_and_compute_nothing_again(device_under_test: Device):
-    """With room for all nothing moves once the plan is settled, and with the least all moves that can."""
+    """With the least memory all moves that can. With room for all, the times of tiny steps decide what moves."""
     plans: dict[str, Any] = {}
 
     def program(run: Run):
@@ -120,7 +120,7 @@ def test_chosen_blocks_move_as_much_as_has_to_and_compute_nothing_again(device_u
                 assert "net.blocks.3" not in handle.report()
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
-    assert plans["all"].moved_bytes == 0
+    assert plans["least"].moved_bytes >= plans["all"].moved_bytes
     assert plans["least"].moved_bytes > 0
     assert plans["all"].recompute_s == plans["least"].recompute_s == 0
 
@@ -266,7 +266,7 @@ def test_a_model_without_blocks_is_one_block(device_under_test: Device):
         with fitted(run, device_under_test, model) as handle:
             train(run, handle, model, call=lambda model, x: model(x).square().mean(), budget=0.3)
             if handle is not None:
-                assert "1 blocks" in repr(handle)
+                assert "1 block (" in repr(handle)
         return
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ def settled(model: nn.Module, device: Device, memory: Any = "1GiB", steps: int =
     return handle
 
 
+def weights_of(model: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+
+
 def test_with_room_for_all_nothing_is_installed_on_the_blocks(device_under_test: Device):
     model = Model(BLOCKS["transformer"])
     with settled(model, device_under_test) as handle:
@@ -39,14 +44,18 @@ def test_with_room_for_all_nothing_is_installed_on_the_blocks(device_under_test:
 
 def test_too_little_memory_is_an_error_that_says_how_much_would_do(device_under_test: Device):
     model = Model(BLOCKS["transformer"])
-    handle = torchoffload.fit(model, "1KiB", **options_of(device_under_test))
+    handle = torchoffload.fit(model, weights_of(model), **options_of(device_under_test))
     for _ in range(2):
         model(torch.randn(4, 8, WIDTH)).backward()
-    with pytest.raises(RuntimeError, match=r"1\.0 KiB is too little. This step needs at least .* Give\s+memory="):
+    told = r"^fit: out of memory\. [\d.]+ KiB is too little. This step needs at least .* Give\s+memory=\"([\d.]+KiB)\""
+    with pytest.raises(torch.OutOfMemoryError, match=told) as raised:
         model(torch.randn(4, 8, WIDTH))
     assert handle.phase == "least memory"
     model(torch.randn(4, 8, WIDTH)).backward()
     assert handle.plan is not None
+    handle.replan(re.match(told, str(raised.value))[1])
+    model(torch.randn(4, 8, WIDTH)).backward()
+    assert handle.phase != "least memory"
     handle.remove()
 
 
@@ -178,14 +187,20 @@ def test_a_block_that_is_taken_out_of_the_model_is_an_error(device_under_test: D
             handle.replan("1GiB")
 
 
-def test_a_model_is_fitted_once(device_under_test: Device):
+@pytest.mark.parametrize("steps", [0, 1, 16])
+def test_a_second_fit_of_a_model_replaces_the_first(device_under_test: Device, steps: int):
     model = Model(BLOCKS["transformer"])
-    first = torchoffload.fit(model, "1GiB", **options_of(device_under_test))
-    with pytest.raises(ValueError, match="fitted already"):
-        torchoffload.fit(model, "1GiB", **options_of(device_under_test))
-    first.remove()
-    with torchoffload.fit(model, "1GiB", **options_of(device_under_test)):
-        pass
+    first = settled(model, device_under_test, steps=steps)
+    loss = model(torch.randn(4, 8, WIDTH))
+    with settled(model, device_under_test, "2GiB", steps=0) as second:
+        loss.backward()
+        assert (first.phase, second.phase) == ("removed", "survey")
+        first.remove()  # takes nothing of the second one away
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert second.phase == "settled"
+        assert "shared by" not in second.report()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_copy_is_an_ordinary_model(device_under_test: Device):
@@ -284,8 +299,8 @@ def test_a_saved_plan_is_not_followed_where_other_things_are_asked(device_under_
         for _ in range(12):
             model(torch.randn(4, 8, WIDTH)).backward()
         assert handle.plan.recompute_s == 0
-    with pytest.raises(RuntimeError, match="is too little"):
-        torchoffload.fit(model, "1KiB", plan=path, **options)
+    with pytest.raises(torch.OutOfMemoryError, match="is too little"):
+        torchoffload.fit(model, weights_of(model), plan=path, **options)
     with torchoffload.fit(model, "10MiB", plan=path, recompute=False, **options) as handle:
         for _ in range(12):
             model(torch.randn(4, 8, WIDTH)).backward()

@@ -117,6 +117,46 @@ def test_a_model_that_is_gone_is_not_waited_for(removes: bool):
     assert other.plan is None
 
 
+def test_a_model_that_is_left_over_loses_its_share_and_a_note_names_it():
+    """As one of a notebook's cell that ran before, whose handle or optimizer keeps it alive."""
+    first, second = model_of_blocks(2), model_of_blocks(3)
+    with torchoffload.fit(first, 1 << 50, move=False) as one, torchoffload.fit(second, 1 << 50, move=False) as other:
+        for _ in range(6):
+            train(first, 1)
+            train(second, 1)
+        train(second, 10)
+        assert "shared by 2 fitted models" in other.report()
+        train(second, 40)
+        assert other.phase == "settled"
+        assert "shared by" not in other.report()
+        assert other.report().count("Sequential, which was fitted before, takes no more steps") == 1
+        train(first, 2)
+        train(second, 2)
+        assert "shared by 2 fitted models" in other.report(), "it is trained again, and has its share again"
+        train(second, 16)
+        assert (one.phase, other.phase) == ("settled", "settled")
+
+
+def test_models_that_take_turns_keep_their_shares():
+    budget, other = Budget(100, 0.1, DEVICE, MODEL), Budget(100, 0.1, DEVICE, MODEL)
+    budget.share(None, meter_for(DEVICE))
+    for _ in range(4):
+        for _ in range(31):
+            budget.note_step()
+        assert not budget.has_other_sharers
+        other.note_step()
+    for _ in range(32):
+        budget.note_step()
+    assert budget.has_other_sharers
+    assert budget.left_over == [type(MODEL).__name__]
+    budget.share(None, meter_for(DEVICE))
+    assert budget.sharer_count == 1
+    assert not budget.has_other_sharers
+    other.end()
+    assert not budget.has_other_sharers, "what had no share leaves none"
+    budget.end()
+
+
 def test_budgets_of_other_devices_and_of_removed_models_do_not_count():
     budget, elsewhere = Budget(100, 0.1, DEVICE, MODEL), Budget(100, 0.1, OTHER_DEVICE, MODEL)
     before = Budget(100, 0.1, DEVICE, MODEL)

@@ -259,5 +259,7 @@ def test_what_does_not_go_with_a_plan(device_under_test: Device):
         offload_prepared(accelerator, spread, memory="1GiB", tier="disk")
     with pytest.raises(TypeError, match=r"^only_inputs: of offload_modules"):
         offload_prepared(accelerator, tiny_llama(run), memory="1GiB", only_inputs=True, tier="disk")
+    with pytest.raises(TypeError, match=r"^offload_prepared got '40GiB' .* did you mean memory='40GiB'\?$"):
+        offload_prepared(accelerator, tiny_llama(run), "40GiB")
     with pytest.raises(TypeError, match=r"^on_unfit: of torchoffload\.fit, which memory= asks for"):
         offload_prepared(accelerator, tiny_llama(run), on_unfit="warn", tier="disk")

@@ -209,6 +209,8 @@ def fit_training(pl: Any, run: Run, device: Device, directory: Path, **chosen: A
         assert callback.fitted.report().startswith("torchoffload.fit: TrainingStep, ")
         assert callback.fitted.phase == "removed"
         callback.needed = memory_of(callback.fitted, 0.5)
+        assert trainer.logged_metrics["fit/phase"] == 2
+        assert trainer.logged_metrics["fit/phase_step"] >= 1
     return callback
 
 
@@ -263,5 +265,7 @@ def test_what_does_not_go_with_a_plan(pl, tmp_path: Path, device_under_test: Dev
         with pytest.raises(ValueError, match=message):
             callback.on_train_start(trainer, module)
         assert "training_step" not in vars(trainer.strategy)
+    with pytest.raises(TypeError, match=r"did you mean memory='40GiB'\?$"):
+        OffloadActivationsCallback("40GiB")
     with pytest.raises(TypeError, match=r"^recompute: of torchoffload\.fit, which memory= asks for"):
         OffloadActivationsCallback(recompute=False, tier="disk")

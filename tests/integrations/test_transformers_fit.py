@@ -27,7 +27,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 
 from hf_trainings import arguments, observe_trainer, trainer_of  # noqa: E402
 from torchoffload.integrations import _trainers  # noqa: E402
-from torchoffload.integrations.transformers import OffloadActivationsCallback  # noqa: E402
+from torchoffload.integrations.transformers import LogOffloadingCallback, OffloadActivationsCallback  # noqa: E402
 
 pytestmark = pytest.mark.devices("disk")
 
@@ -154,15 +154,19 @@ def test_a_model_that_trains_again(tmp_path: Path, device_under_test: Device):
 
 
 def test_memory_in_which_no_step_fits(tmp_path: Path, device_under_test: Device):
-    callback = OffloadActivationsCallback(memory=1000, **options_of(device_under_test))
+    model = tiny_llama(a_run(device_under_test))
+    weights_bytes = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+    callback = OffloadActivationsCallback(memory=weights_bytes, **options_of(device_under_test))
     args = arguments(tmp_path, device_under_test, max_steps=5)
-    trainer = trainer_of(tiny_llama(a_run(device_under_test)), args, [callback])
-    with pytest.raises(RuntimeError, match="1000 B is too little"):
+    trainer = trainer_of(model, args, [callback])
+    with pytest.raises(torch.OutOfMemoryError, match="is too little"):
         trainer.train()
     callback.remove()
     assert hooks_of(trainer.model) == 0
     trainer.remove_callback(callback)
-    trainer.add_callback(OffloadActivationsCallback(memory=1000, on_unfit="warn", **options_of(device_under_test)))
+    trainer.add_callback(
+        OffloadActivationsCallback(memory=weights_bytes, on_unfit="warn", **options_of(device_under_test))
+    )
     with pytest.warns(UserWarning, match="It runs in the least memory"):
         trainer.train()
 
@@ -225,13 +229,52 @@ def test_a_trainer_that_does_not_call_the_model(
 ):
     monkeypatch.setattr(_trainers, "_warned", set())
     model = tiny_llama(a_run(device_under_test))
-    forward = model.forward
+    weight = model.get_input_embeddings().weight
     callback = OffloadActivationsCallback(memory="1GiB", tier="disk")
     trainer = trainer_of(model, arguments(tmp_path, device_under_test, max_steps=STEPS_TO_SETTLE), [callback])
-    trainer.compute_loss = lambda _model, inputs, **_: forward(**inputs).loss
+    trainer.compute_loss = lambda _model, inputs, **_: weight[inputs["input_ids"]].square().mean()
     with pytest.warns(UserWarning, match=r"fit has seen no whole step of the model") as told:
         trainer.train()
     assert len([each for each in told if "no whole step" in str(each.message)]) == 1
+
+
+def test_an_amount_in_the_place_of_the_modules_is_told():
+    for amount in ("40GiB", "40 gb", "40G", "80%", 0.8, 40):
+        with pytest.raises(TypeError, match=r"^OffloadActivationsCallback got .* did you mean memory=.*\?$") as told:
+            OffloadActivationsCallback(amount, tier="disk")
+        assert f"memory={amount!r}" in str(told.value)
+    OffloadActivationsCallback("0", tier="disk")  # the first module of a Sequential
+
+
+def test_the_phase_and_the_step_of_it_are_logged(tmp_path: Path, device_under_test: Device):
+    callback = OffloadActivationsCallback(memory=ROOM_FOR_ALL, **options_of(device_under_test))
+    trainer = trained(a_run(device_under_test), tmp_path, device_under_test, [callback])
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    phases = [entry["fit/phase"] for entry in logged]
+    assert phases == sorted(phases)
+    assert (phases[0], phases[-1]) == (0, 2)
+    assert logged[0]["fit/phase_step"] >= 1
+    settled = [entry for entry in logged if entry["fit/phase"] == 2]
+    steps = [entry["fit/phase_step"] for entry in settled]
+    assert steps == sorted(set(steps))
+    assert all(entry["fit/calls_recomputed"] >= 0 and entry["fit/calls_moved"] >= 0 for entry in settled)
+    plain = trained(a_run(device_under_test), tmp_path, device_under_test, [LogOffloadingCallback()])
+    assert not any("fit/phase" in entry for entry in plain.state.log_history)
+
+
+def test_a_trainer_that_looks_for_its_batch_size_halves_it_until_the_step_fits(
+    tmp_path: Path, device_under_test: Device
+):
+    callback = OffloadActivationsCallback(memory=ROOM_FOR_ALL, move=False)
+    trained(a_run(device_under_test), tmp_path, device_under_test, [callback], per_device_train_batch_size=2)
+    memory = memory_of(callback.fitted, 0.5)
+    callback = OffloadActivationsCallback(memory=memory, move=False)
+    trainer = trained(
+        a_run(device_under_test), tmp_path, device_under_test, [callback], per_device_train_batch_size=16,
+        auto_find_batch_size=True,
+    )  # fmt: skip
+    assert trainer.state.train_batch_size < 16
+    assert "is too little" not in callback.fitted.report()
 
 
 def test_options_of_the_other_one_are_named():

@@ -206,14 +206,18 @@ def ddp_join(world: World, move: bool) -> dict:
 
 
 def too_little(world: World, parallelism: str, fits: str) -> dict:
-    """The last rank has too little memory: the call of the model raises an error there, and its loop calls it again."""
+    """The last rank has too little memory: the call of the model raises an error there, and its loop calls it again.
+
+    It has no more than the weights take.
+    """
     fitting = Restless(world, move=False, seed=0)
     raised = []
 
     def program(run: Run) -> Any:
         model = make_model(run, world)
         with contextlib.ExitStack() as stack:
-            memory = {} if world.rank < world.size - 1 else {"memory": 1000}
+            weights_bytes = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+            memory = {} if world.rank < world.size - 1 else {"memory": weights_bytes}
             if fits == "before":
                 stack.enter_context(fitting.fitted(run, model, **memory))
             wrapped: nn.Module = model

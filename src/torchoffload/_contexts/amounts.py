@@ -1,12 +1,13 @@
 """Amounts of memory as users write them."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchoffload._contexts.options import described, short
 
-__all__ = ["Amount", "check_margin", "parse_amount"]
+__all__ = ["Amount", "amount_text", "check_margin", "parse_amount"]
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
@@ -37,8 +38,8 @@ class Amount:
         return self.nbytes if self.nbytes is not None else max(1, int(float(self.given) * total_bytes()))
 
 
-def _refusal(memory: float | str, advice: str = "") -> ValueError:
-    return ValueError(f"memory must be {_ALLOWED}, got {short(memory)}" + (f": {advice}" if advice else ""))
+def _refusal(memory: float | str) -> ValueError:
+    return ValueError(f"memory must be {_ALLOWED}, got {short(memory)}")
 
 
 def _of_text(text: str) -> Amount:
@@ -47,15 +48,15 @@ def _of_text(text: str) -> Amount:
         raise _refusal(text)
     number, unit, percent = found.groups()
     if percent:
-        raise _refusal(
-            text,
-            f"a percentage is written as a fraction, memory={float(number) / 100:g}. A CPU has no total to take a "
-            'fraction of: there, give an amount such as memory="8GiB"',
+        raise ValueError(
+            f"memory={short(text)} is a percentage: write a fraction, memory={float(number) / 100:g}. A CPU has no "
+            'total to take a fraction of: there, write an amount, such as memory="8GiB"'
         )
     if unit.lower() not in _UNITS:
         full = f"{unit[0].upper()}iB"
-        advice = f'write memory="{number}{full}"' if len(unit) <= 2 and full.lower() in _UNITS else ""
-        raise _refusal(text, f"there is no unit {unit!r}" + (f", {advice}" if advice else ""))
+        is_cut = len(unit) <= 2 and full.lower() in _UNITS
+        advice = f'"{number}{full}"' if is_cut else 'one of "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB" and "TB"'
+        raise ValueError(f"memory={short(text)} has an unknown unit, {short(unit)}: write {advice}")
     nbytes = int(min(float(number) * _UNITS[unit.lower()], _MOST_BYTES))
     if nbytes < 1:
         raise _refusal(text)
@@ -67,10 +68,12 @@ def _of_float(fraction: float) -> Amount:
         return Amount(fraction, None, has_unit=True)
     if not 1 < fraction < _MOST_BYTES:
         raise _refusal(fraction)
-    advice = "a float is a fraction of what the process can have on the device"
-    if fraction >= 1 << 20:
-        raise _refusal(fraction, f"{advice}. For bytes write an int, memory={int(fraction)}")
-    raise _refusal(fraction, f'{advice}. For GiB write a text, memory="{fraction:g}GiB"')
+    are_bytes = fraction >= 1 << 20
+    advice = f"bytes write an int, memory={int(fraction)}" if are_bytes else f'GiB write memory="{fraction:g}GiB"'
+    raise ValueError(
+        f"memory={fraction} is above 1, and a float is a fraction of what the process can have on the device: for "
+        f"{advice}"
+    )
 
 
 def parse_amount(memory: object) -> Amount:
@@ -90,6 +93,14 @@ def parse_amount(memory: object) -> Amount:
     if memory < 1:
         raise _refusal(memory)
     return Amount(memory, min(memory, _MOST_BYTES), has_unit=False)
+
+
+def amount_text(nbytes: int) -> str:
+    """Return a text that means an amount of at least ``nbytes``, as a user would write it, such as ``"8.6MiB"``."""
+    power, unit = next(
+        ((power, unit) for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if nbytes >= 1 << power), (10, "KiB")
+    )
+    return f"{math.ceil(10 * nbytes / (1 << power)) / 10:g}{unit}"
 
 
 def check_margin(margin: object) -> None:

@@ -41,13 +41,21 @@ class Offloading:
     It lives as long as its handle, or any module that it has hooks on.
     """
 
-    def __init__(self, model: nn.Module, chosen: list[Chosen], only_inputs: bool, manager: OffloadActivations) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: list[Chosen],
+        manager: OffloadActivations,
+        *,
+        only_inputs: bool = False,
+        is_of_fit: bool = False,
+    ) -> None:
         self.model_name = type(model).__name__
         self.names = names = tuple(each.name for each in chosen)
         self._model = weakref.ref(model)
         self._chosen = [(each.name, weakref.ref(each.module)) for each in chosen]
         self._was_looked_at = False
-        self.only_inputs = only_inputs
+        self.only_inputs, self.is_of_fit = only_inputs, is_of_fit
         self.change(manager, range(1, len(names) + 1))
         self.calls = 0  # since reset_stats()
         self.open_calls = 0  # on all threads
@@ -262,17 +270,26 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         hook_stack.leave(owner)
 
 
+def _chosen_already(name: str, known: Offloading) -> str:
+    if known.is_of_fit:
+        return (
+            f"{name!r} is a block of a model that torchoffload.fit was called for, and its plan says what moves: leave "
+            "offload_modules out, or remove() what fit returned"
+        )
+    return (
+        f"{name!r} is offloaded already, by an earlier call of offload_modules: remove() what that returned, or choose "
+        "other modules"
+    )
+
+
 def install(parts: list[tuple[nn.Module, Part]]) -> None:
     """Give modules their parts, and the hooks if they have none yet; ValueError if one of them is chosen already."""
     with _lock:
         for module, part in parts:
             owner = _owners.get(module)
-            if part.number and owner is not None and any(known.number for known in owner.parts):
-                name = part.offloading.names[part.number - 1]
-                raise ValueError(
-                    f"{name!r} is offloaded already, by an earlier call of offload_modules: remove() what that "
-                    "returned, or choose other modules"
-                )
+            known = next((each for each in (owner.parts if owner is not None else ()) if each.number), None)
+            if part.number and known is not None:
+                raise ValueError(_chosen_already(part.offloading.names[part.number - 1], known.offloading))
         for module, part in parts:
             owner = _owners.setdefault(module, Owner())
             if not owner.parts:

@@ -17,7 +17,7 @@ from torchoffload._modules.selection import Chosen, Selector, choose, without_la
 from torchoffload._observe.module_stats import ModuleStats, note_source
 from torchoffload._pytorch.tracing import is_not_traced
 
-__all__ = ["OffloadedModules", "offload_modules"]
+__all__ = ["OffloadedModules", "install_offloading", "offload_modules"]
 
 
 class OffloadedModules:
@@ -158,7 +158,21 @@ def offload_modules(
     manager = OffloadActivations(model=model, **options)
     require_accelerator(manager.options.tier, "offload_modules")
     manager._context.restrict(1.0 if fraction is None else float(fraction), only_inputs)
-    offloading = Offloading(model, chosen, only_inputs, manager)
+    return install_offloading(model, chosen, Offloading(model, chosen, manager, only_inputs=only_inputs))
+
+
+def install_offloading(model: nn.Module, chosen: list[Chosen], offloading: Offloading) -> OffloadedModules:
+    """Give the chosen modules their hooks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    chosen : list of Chosen
+        Modules of it.
+    offloading : Offloading
+        What the hooks work on.
+    """
     try:
         install(_parts(model, chosen, offloading))
     except BaseException:  # such as a TorchScript module, which takes no hooks

@@ -10,7 +10,15 @@ from typing import Protocol
 from torchoffload._observe.stats import at_reset
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["COMPILE_FIRST", "ModuleStats", "Source", "idle_modules_advice", "module_lines", "note_source"]
+__all__ = [
+    "COMPILE_FIRST",
+    "ModuleStats",
+    "Source",
+    "idle_modules_advice",
+    "kind_of_name",
+    "module_lines",
+    "note_source",
+]
 
 COMPILE_FIRST = "Compile first, then choose what torch.compile(module) returned, or compile each module in place."
 
@@ -57,6 +65,7 @@ class Source(Protocol):
 
     model_name: str
     calls: int
+    is_of_fit: bool  # which tells by itself what its blocks do
 
     def call_counts(self) -> dict[str, int]:
         """Return by module how often its hooks saw a call; empty once the hooks were removed."""
@@ -84,7 +93,8 @@ def _forget() -> None:
 at_reset(_forget)
 
 
-def _kind(name: str) -> str:
+def kind_of_name(name: str) -> str:
+    """Return the name of a module with * in the place of each level that is a number, such as ``"layers.*.mlp"``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -110,7 +120,7 @@ def _line(kind: str, rows: list[ModuleStats], calls: int) -> str:
 def _unseen_line(source: Source, counts: dict[str, int]) -> list[str]:
     """Name the modules that the model did not call, or that ran only inside of a compiled region."""
     unseen = [name for name, count in counts.items() if not count]
-    if not unseen:
+    if not unseen or source.is_of_fit:
         return []
     names = ", ".join(unseen[:_NAMES_SHOWN]) + (", ..." if len(unseen) > _NAMES_SHOWN else "")
     what = f"{len(unseen)} of {len(counts)} chosen modules of {source.model_name}"
@@ -123,7 +133,7 @@ def _source_lines(source: Source) -> list[str]:
         return unseen
     kinds: dict[str, list[ModuleStats]] = {}
     for row in source.stats():
-        kinds.setdefault(_kind(row.name), []).append(row)
+        kinds.setdefault(kind_of_name(row.name), []).append(row)
     largest = sorted(kinds.items(), key=lambda kind: sum(row.bytes_saved for row in kind[1]), reverse=True)
     lines = [f"  by module of {source.model_name}, mean of {source.calls} calls:"]
     lines += [_line(kind, rows, source.calls) for kind, rows in largest[:_ROWS_SHOWN]]
@@ -148,7 +158,7 @@ def idle_modules_advice() -> str:
     """
     for source in sorted(_sources, key=lambda source: source.model_name):
         counts = source.call_counts()
-        if not counts:
+        if not counts or source.is_of_fit:
             continue
         where = f"offload_modules is installed on {len(counts)} modules of {source.model_name}"
         if any(counts.values()):

@@ -1,5 +1,6 @@
 """What the integrations share where ``memory=`` asks for ``torchoffload.fit`` instead of ``offload_modules``."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +13,22 @@ from torchoffload._modules.selection import choose
 from torchoffload.integrations._trainers import (
     innermost_model,
     install_once,
+    installed_on,
     is_of_peft,
     names_in,
     warn_on_rank_0,
     wrapped_in,
 )
 
-__all__ = ["ContextOrFitKeywords", "ModuleOrFitKeywords", "SurveyWatch", "fit_inner_model", "fit_options"]
+__all__ = [
+    "ContextOrFitKeywords",
+    "ModuleOrFitKeywords",
+    "SurveyWatch",
+    "fit_inner_model",
+    "fit_numbers",
+    "fit_options",
+    "fitted_inside",
+]
 
 
 class ModuleOrFitKeywords(ModuleKeywords, FitKeywords, total=False):
@@ -32,6 +42,9 @@ class ContextOrFitKeywords(ContextKeywords, FitKeywords, total=False):
 _OF_FIT: frozenset[str] = FitKeywords.__optional_keys__
 _OF_MODULES = ModuleKeywords.__optional_keys__ - ContextKeywords.__optional_keys__
 
+_AMOUNT = re.compile(r"\s*\d+(\.\d+)?\s*(%|[kmgt]i?b?)\s*", re.IGNORECASE)  # a text that cannot be a name
+
+_PHASES = ("survey", "trials", "settled", "least memory", "removed")
 _STEPS_TO_A_PLAN = 16  # a survey takes three or so
 
 
@@ -39,7 +52,7 @@ def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
-def fit_options(taker: str, memory: Any, options: Mapping[str, Any]) -> FitOptions | None:
+def fit_options(taker: str, memory: Any, modules: Any, options: Mapping[str, Any]) -> FitOptions | None:
     """Return the options of ``fit``, checked, if ``memory`` or the option ``plan`` asks for it; None otherwise.
 
     Parameters
@@ -48,15 +61,22 @@ def fit_options(taker: str, memory: Any, options: Mapping[str, Any]) -> FitOptio
         The function or class that was given the options, for messages.
     memory : int, float, str or None
         As for ``fit``.
+    modules : optional
+        The modules that were given.
     options : mapping of str to value
         The options that were given, of any kind.
 
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        An option of ``fit`` is given, and ``fit`` is not asked for; or it is, and an option is wrong, unknown, or one
-        that ``fit`` does not have.
+        An amount of memory is given in the place of ``modules``; an option of ``fit`` is given, and ``fit`` is not
+        asked for; or it is, and an option is wrong, unknown, or one that ``fit`` does not have.
     """
+    is_number = isinstance(modules, int | float) and not isinstance(modules, bool)
+    if is_number or (isinstance(modules, str) and _AMOUNT.fullmatch(modules)):
+        raise TypeError(
+            f"{taker} got {modules!r} in the place of modules=, which chooses modules: did you mean memory={modules!r}?"
+        )
     if memory is None and options.get("plan") is None:
         if given := _OF_FIT.intersection(options):
             raise TypeError(f"{_listed(given)}: of torchoffload.fit, which memory= asks for: give memory=, too")
@@ -138,6 +158,32 @@ def _called_by_training(model: nn.Module) -> nn.Module:
         if is_of_peft(each):
             return each
     return innermost_model(model)
+
+
+def fitted_inside(model: nn.Module) -> Fitted | None:
+    """Return what ``fit_inner_model`` returned last for the innermost model; None without that."""
+    handle = installed_on(model)
+    return handle if isinstance(handle, Fitted) else None
+
+
+def fit_numbers(fitted: Fitted | None) -> dict[str, float]:
+    """Return what a fitted model is doing as numbers for a trainer's log; none without one.
+
+    Returns
+    -------
+    dict of str to float
+        ``fit/phase`` (0 survey, 1 trials, 2 settled, 3 least memory, 4 removed), ``fit/phase_step``, the step of it,
+        and once a plan is followed ``fit/calls_recomputed`` and ``fit/calls_moved``: how many calls of blocks compute
+        something again, and how many move something.
+    """
+    if fitted is None:
+        return {}
+    progress = fitted._driver.progress()
+    numbers = {"fit/phase": float(_PHASES.index(fitted.phase)), "fit/phase_step": float(progress.phase_step)}
+    if progress.recomputed_count is not None and progress.moved_count is not None:
+        numbers["fit/calls_recomputed"] = float(progress.recomputed_count)
+        numbers["fit/calls_moved"] = float(progress.moved_count)
+    return numbers
 
 
 class SurveyWatch:

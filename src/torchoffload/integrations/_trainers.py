@@ -22,6 +22,7 @@ __all__ = [
     "check_options",
     "innermost_model",
     "install_once",
+    "installed_on",
     "is_of_peft",
     "missing_package",
     "names_in",
@@ -148,6 +149,11 @@ def install_once(model: nn.Module, make: Callable[[], _H]) -> _H:
     handle = make()
     _installed[model] = handle
     return handle
+
+
+def installed_on(model: nn.Module) -> Handle | None:
+    """Return what was installed last on the innermost model; None if nothing was."""
+    return _installed.get(innermost_model(model))
 
 
 def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords) -> Handle:

@@ -15,7 +15,7 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import ModuleKeywords
 from torchoffload._contexts.options import check_bool
 from torchoffload._fit.model.fit import Fitted
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_options
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_numbers, fit_options
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -63,10 +63,12 @@ class PreparedOffloading:
         dict of str to float
             ``offload/gib_offloaded``, ``offload/gib_reloaded`` and ``offload/gib_kept`` (activations that were saved
             and not moved) in GiB, and ``offload/window_waits``, all since the last call; and ``offload/pinned_gib``,
-            the GiB of pinned memory that are held now.
+            the GiB of pinned memory that are held now. With ``memory``, also ``fit/phase`` (0 survey, 1 trials, 2
+            settled, 3 least memory, 4 removed), ``fit/phase_step``, and once there is a plan ``fit/calls_recomputed``
+            and ``fit/calls_moved``.
         """
         self._totals.end_step()
-        totals = self._totals.take()
+        totals = self._totals.take() | fit_numbers(self.fitted)
         self._accelerator.log(totals, step=step)
         return totals
 
@@ -149,7 +151,7 @@ def offload_prepared(
             f"{type(model).__name__}: call offload_prepared once for each model"
         )
     check_bool("enabled", enabled)
-    of_fit = fit_options("offload_prepared", memory, options)
+    of_fit = fit_options("offload_prepared", memory, modules, options)
     if of_fit is None:
         check_options("offload_prepared", options)
     if not enabled or (of_fit is not None and is_disabled()):

@@ -22,7 +22,7 @@ from torchoffload._contexts.options import check_bool
 from torchoffload._fit.choosing.structure import find_blocks
 from torchoffload._fit.model.fit import Fitted
 from torchoffload._fit.model.options import FitOptions
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_options
+from torchoffload.integrations._fitting import ModuleOrFitKeywords, fit_inner_model, fit_numbers, fit_options
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -174,8 +174,10 @@ class OffloadActivationsCallback(Callback):
     -----
     After each batch, ``pl_module.log_dict`` gets the values of this rank: ``offload/gib_offloaded``,
     ``offload/gib_reloaded`` and ``offload/gib_kept`` (activations that were saved and not moved) in GiB,
-    ``offload/window_waits``, and ``offload/pinned_gib``, the GiB of pinned memory that are held. Under manual
-    optimization backward runs inside ``training_step``, and so inside the context, which is allowed.
+    ``offload/window_waits``, and ``offload/pinned_gib``, the GiB of pinned memory that are held. With ``memory`` it
+    also gets ``fit/phase`` (0 survey, 1 trials, 2 settled, 3 least memory, 4 removed), ``fit/phase_step``, and once
+    there is a plan ``fit/calls_recomputed`` and ``fit/calls_moved``. Under manual optimization backward runs inside
+    ``training_step``, and so inside the context, which is allowed.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class OffloadActivationsCallback(Callback):
     ) -> None:
         super().__init__()
         check_bool("enabled", enabled)
-        self._of_fit = fit_options(type(self).__name__, memory, options)
+        self._of_fit = fit_options(type(self).__name__, memory, modules, options)
         if self._of_fit is None:
             check_options(type(self).__name__, options, for_modules=modules is not None)
         self.enabled = enabled
@@ -236,7 +238,7 @@ class OffloadActivationsCallback(Callback):
         """Log what was moved and kept in this batch."""
         if self._handle is not None:
             self._totals.end_step()
-            pl_module.log_dict(self._totals.take(), on_step=True, on_epoch=False)
+            pl_module.log_dict(self._totals.take() | fit_numbers(self.fitted), on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Undo the installation."""

@@ -19,7 +19,14 @@ from torchoffload._fit.model.fit import Fitted
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload.integrations._compiled import CompiledCalls
-from torchoffload.integrations._fitting import ModuleOrFitKeywords, SurveyWatch, fit_inner_model, fit_options
+from torchoffload.integrations._fitting import (
+    ModuleOrFitKeywords,
+    SurveyWatch,
+    fit_inner_model,
+    fit_numbers,
+    fit_options,
+    fitted_inside,
+)
 from torchoffload.integrations._trainers import (
     Handle,
     StepTotals,
@@ -50,7 +57,8 @@ class LogOffloadingCallback(TrainerCallback):
     ``torchoffload.integrations.trl.install()``. Each log of a training loss gets the means of this rank over the
     optimizer steps since the last one: ``offload/gib_offloaded``, ``offload/gib_reloaded`` and ``offload/gib_kept``
     (activations that were saved and not moved) in GiB, and ``offload/window_waits``; and ``offload/pinned_gib``, the
-    GiB of pinned memory that are held.
+    GiB of pinned memory that are held. With ``memory``, also ``fit/phase`` (0 survey, 1 trials, 2 settled, 3 least
+    memory, 4 removed), ``fit/phase_step``, and once there is a plan ``fit/calls_recomputed`` and ``fit/calls_moved``.
 
     Notes
     -----
@@ -106,7 +114,8 @@ class LogOffloadingCallback(TrainerCallback):
         """Add the means to the log of a training loss; logs of evaluation and the summary at the end are left alone."""
         if logs is None or "loss" not in logs:
             return
-        totals = self._totals.take()
+        model = kwargs.get("model")
+        totals = self._totals.take() | fit_numbers(fitted_inside(model) if isinstance(model, nn.Module) else None)
         logs.update(totals)
         if state.log_history and "loss" in state.log_history[-1]:
             state.log_history[-1].update(totals)
@@ -168,7 +177,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         super().__init__()
         if not isinstance(enabled, str):
             check_bool("enabled", enabled)
-        self._of_fit = fit_options(type(self).__name__, memory, options)
+        self._of_fit = fit_options(type(self).__name__, memory, modules, options)
         if self._of_fit is None:
             check_options(type(self).__name__, options)
         self.enabled = enabled

@@ -249,7 +249,7 @@ def install(
         An option is wrong.
     """
     global _stock, _in_place
-    of_fit = fit_options("install", memory, options)
+    of_fit = fit_options("install", memory, modules, options)
     if modules is not None and of_fit is None:
         raise TypeError("modules: the blocks of torchoffload.fit, which memory= asks for: give memory=, too")
     if of_fit is None:

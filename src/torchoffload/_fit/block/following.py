@@ -11,8 +11,9 @@ from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.block.blocks import unplan_block, watch_block
 from torchoffload._fit.block.replay import Watch
-from torchoffload._modules.offload_modules import offload_modules
-from torchoffload._modules.selection import Chosen
+from torchoffload._modules.hooks import Offloading
+from torchoffload._modules.offload_modules import OffloadedModules, install_offloading
+from torchoffload._modules.selection import Chosen, choose
 
 __all__ = ["Following", "Windows"]
 
@@ -58,7 +59,11 @@ class Following:
         self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
         self._model = weakref.ref(model)
         self._keywords = options.as_keywords()
-        self._handle = offload_modules(model, list(self.names), **self._keywords) if may_move else None
+        self._handle: OffloadedModules | None = None
+        if may_move:
+            modules = choose(model, list(self.names))
+            manager = OffloadActivations(model=model, **self._keywords)
+            self._handle = install_offloading(model, modules, Offloading(model, modules, manager, is_of_fit=True))
 
     def follow(
         self,

@@ -76,13 +76,17 @@ def _ms(seconds: float | None) -> str:
     return "not measured" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def _runs(names: Sequence[str], plans: list[tuple[CallPlan, int]]) -> Iterator[tuple[str, CallPlan, int]]:
-    """Yield neighbouring calls of one kind with equal plans as one: the name of the first and of the last, and both."""
+def _runs(names: Sequence[str], texts: Sequence[str | None]) -> Iterator[str]:
+    """Yield a line for neighbouring calls of which the same is told: the name of the first and of the last, and that.
+
+    Nothing is told of calls without a text.
+    """
     first = 0
-    for number in range(1, len(plans) + 1):
-        if number == len(plans) or plans[number] != plans[first]:
+    for number in range(1, len(texts) + 1):
+        if number == len(texts) or texts[number] != texts[first]:
             name = names[first] if number == first + 1 else f"{names[first]} to {names[number - 1]}"
-            yield name, *plans[first]
+            if texts[first] is not None:
+                yield f"  {name}: {texts[first]}"
             first = number
 
 
@@ -98,7 +102,8 @@ def _operators(fitted: Snapshot, step: Step, kind: int, outputs: list[int]) -> s
     return ", ".join(shown) + (", ..." if len(counts) > _OPERATORS_SHOWN else "")
 
 
-def _call_line(fitted: Snapshot, step: Step, name: str, planned: CallPlan, kind_number: int) -> str | None:
+def _call_text(fitted: Snapshot, step: Step, planned: CallPlan, kind_number: int) -> str | None:
+    """Return what a call of a block does, in words; None if it saves nothing."""
     kind = step.kinds[kind_number]
     way = kind.ways[planned.way]
     moved = sum(kind.outputs[output].nbytes for output in planned.moved)
@@ -110,7 +115,7 @@ def _call_line(fitted: Snapshot, step: Step, name: str, planned: CallPlan, kind_
         if saved_bytes == 0 and obstacle is None:
             return None
         does = f"all that is saved {'moves' if planned.moves else 'stays'}, {human_bytes(saved_bytes)}"
-        return f"  {name}: {does}" + (f"; it cannot be computed again: {obstacle}" if obstacle else "")
+        return does + (f"; it cannot be computed again: {obstacle}" if obstacle else "")
     parts = [f"computes again in {_ms(way.recompute_s)}"]
     if planned.moved:
         parts.append(f"moves {human_bytes(moved)} of {_operators(fitted, step, kind_number, list(planned.moved))}")
@@ -118,13 +123,24 @@ def _call_line(fitted: Snapshot, step: Step, name: str, planned: CallPlan, kind_
         parts.append(f"moves its input, {human_bytes(way.input_bytes)}")
     if kept:
         parts.append(f"keeps {human_bytes(kept_bytes)} of {_operators(fitted, step, kind_number, kept)}")
-    return f"  {name}: " + "; ".join(parts)
+    return "; ".join(parts)
 
 
 def _tried(trial: Trial) -> str:
     taken = "out of memory" if trial.has_failed else _ms(trial.step_s)
     reserved = f", {human_bytes(trial.reserved_bytes)} reserved" if trial.reserved_bytes else ""
     return f"{_ms(trial.plan.step_s)} and {human_bytes(trial.peak_bytes)} predicted, {taken}{reserved}"
+
+
+def _more_memory_lines(fitted: Snapshot, step: Step, settled: Trial) -> list[str]:
+    """Return what more memory would gain."""
+    if settled.is_plain and settled.peak_bytes <= fitted.room_bytes:
+        return ["The step fits as it is: nothing moves and nothing is computed again, so you can leave fit out."]
+    more = plan_step(step, fitted.room_bytes + _GIB)
+    if more is None:
+        return []
+    gained = _ms(max(0.0, settled.plan.step_s - more.step_s))
+    return [f"One more GiB would save {gained} a step." if gained != _ms(0.0) else "More memory would save no time."]
 
 
 def describe(fitted: Snapshot) -> str:
@@ -159,18 +175,13 @@ def describe(fitted: Snapshot) -> str:
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
     ]
     lines.append("What the blocks do:")
-    kinds = [call.kind for call in settled.step.calls]
-    for name, planned, kind in _runs(fitted.names, list(zip(plan.calls, kinds, strict=True))):
-        line = _call_line(fitted, settled.step, name, planned, kind)
-        lines += [line] if line is not None else []
+    calls = zip(plan.calls, settled.step.calls, strict=True)
+    lines += _runs(fitted.names, [_call_text(fitted, settled.step, planned, call.kind) for planned, call in calls])
     lines.append("Time against memory, predicted:")
     for point in frontier(fitted, 8):
         ratio = point.step_s / stock.step_s if stock.step_s else 1.0
         lines.append(f"  {human_bytes(point.memory_bytes):>10}  {_ms(point.step_s):>10}  {ratio:.2f}")
-    more = plan_step(step, fitted.room_bytes + _GIB)
-    if more is not None:
-        gained = max(0.0, plan.step_s - more.step_s)
-        lines.append(f"One more GiB would save {_ms(gained)} a step.")
+    lines += _more_memory_lines(fitted, step, settled)
     if fitted.trials:
         lines.append(f"Plans that were tried: {'; '.join(map(_tried, fitted.trials))}.")
     if fitted.left_plan_count:

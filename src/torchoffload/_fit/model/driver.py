@@ -46,6 +46,9 @@ class Driver(FittedModel):
             self._begin_survey()
         self._block_calls.begin_step(looks_at_all=isinstance(self.state, Surveying))
         if isinstance(self.state, Surveying):
+            if not self._is_survey_logged:
+                self._is_survey_logged = True
+                self._log("the survey begins: the first steps run in the least memory and are measured")
             survey = self.state.survey
             self.budget.is_surveying = not survey.is_known
             survey.begin_step()
@@ -63,6 +66,8 @@ class Driver(FittedModel):
     def step_finished(self, step: FinishedStep) -> None:
         """Go on after a step."""
         self._steps += 1
+        self._phase_steps += 1
+        self.budget.note_step()
         match self.state:
             case Surveying(survey):
                 self._end_survey_step(survey, step)
@@ -97,11 +102,12 @@ class Driver(FittedModel):
         """Let the survey go on with less after a step that ran out of memory, or end it with an error."""
         if self._largest(not survey.takes_less())[0]:
             survey.give_up()
-            self.state = LeastMemory(None, survey)
+            self._enter(LeastMemory(None, survey))
+            self._log("least memory: a step ran out of memory in which the blocks keep as little as they can")
             self.budget.note_surveyed_step(is_known=True)
             self._watch(survey, 0)
             self._tell_unfit(
-                f"fit: a step ran out of memory in which the blocks keep as little as they can. {MORE_ROOM}"
+                f"A step ran out of memory in which the blocks keep as little as they can. {MORE_ROOM}"
                 + ("" if self.may_move else " Or let tensors move: move=True.")
             )
             return
@@ -141,17 +147,20 @@ class Driver(FittedModel):
         grown = step.base_bytes - self._base_bytes
         is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
         has_grown = is_tight and grown > _GROWN * self.budget.memory_bytes and self._surveyed is not None
-        is_lost, has_grown, differs = self._largest(step.is_lost, has_grown, self._differs(step))
+        others = self.budget.has_other_sharers and self._surveyed is not None
+        is_lost, has_grown, differs, others = self._largest(step.is_lost, has_grown, self._differs(step), others)
         if differs:
             self._survey_again(step)
         elif has_grown:
             self._plan_beside(int(self._largest(grown)[0]))
         elif is_lost and self._followed is not trial:
             self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
-            self.state = Settled(trial, OtherSizes(trial, 0))
+            self._enter(Settled(trial, OtherSizes(trial, 0)))
             self._apply(trial)
         elif is_lost:
             self._step_down(trial)
+        elif others:
+            self._share_anew()
 
     def _survey_again(self, step: FinishedStep) -> None:
         """Begin a survey because of a step, which may have been the largest of several that take turns."""

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 
 from torchoffload._contexts.accelerator import require_accelerator
-from torchoffload._contexts.amounts import parse_amount
+from torchoffload._contexts.amounts import Amount, parse_amount
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import MovingKeywords
 from torchoffload._contexts.options import check_module
@@ -19,7 +19,7 @@ from torchoffload._contexts.signatures import shows_options
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.machine.allocator import prepare_allocator
-from torchoffload._fit.machine.meter import Meter, meter_for
+from torchoffload._fit.machine.meter import Meter, meter_for, unique_bytes
 from torchoffload._fit.model.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.model.driver import Driver
 from torchoffload._fit.model.model_calls import ModelCalls
@@ -30,6 +30,9 @@ from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.fit_plan import FitPlan
 from torchoffload._fit.plan.step import StepPlan
 from torchoffload._modules.selection import Selector
+from torchoffload._observe.idle import advise_if_idle
+from torchoffload._observe.module_stats import idle_modules_advice
+from torchoffload._observe.units import human_bytes
 from torchoffload._pytorch.tracing import is_not_traced
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FitPlan", "Fitted", "fit", "fit_with"]
 
+_MOST_BARE = 1 << 20  # a number below that was meant in another unit than bytes
 _OFF = (
     "torchoffload.fit has changed nothing: TORCHOFFLOAD_DISABLE=1 was set in the environment when it was called. Unset "
     "it and call torchoffload.fit() again."
@@ -169,7 +173,10 @@ class Fitted:
         why = driver.why_over
         if why is not None:
             raise RuntimeError(f"there is nothing to plan for: {why}. Call torchoffload.fit() again")
-        driver.replan(parse_amount(memory).in_bytes(driver.meter.total_bytes))
+        amount, model = parse_amount(memory), self._model()
+        if model is not None:
+            _check_holds_weights(amount, model, driver.meter.device, is_lenient=driver.is_lenient)
+        driver.replan(amount.in_bytes(driver.meter.total_bytes))
 
     def remove(self) -> None:
         """Remove all hooks from the model. Autograd graphs that are alive stay valid."""
@@ -188,8 +195,7 @@ class Fitted:
         self.remove()
 
     def __repr__(self) -> str:
-        driver = self._driver
-        return f"{type(self).__name__}({driver.model_name}, {driver.block_count} blocks, {self.phase})"
+        return f"{type(self).__name__}({self._driver.progress()})"
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -246,8 +252,8 @@ def fit(
         A file that ``Fitted.save`` wrote: its plan is followed, without a survey. ``memory`` is that of the file, if
         it is not given.
     on_unfit : {"error", "warn"}, default "error"
-        What a step does that needs more than ``memory`` whatever is chosen: raise RuntimeError, once, or warn. Either
-        way it runs in the least memory from then on.
+        What a step does that needs more than ``memory`` whatever is chosen: raise torch.OutOfMemoryError, once, or
+        warn. Either way it runs in the least memory from then on.
     allocator : {"expandable", "as it is"}, default "expandable"
         Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
         of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
@@ -271,16 +277,20 @@ def fit(
     TypeError
         An argument has a wrong type, or an option is unknown.
     ValueError
-        An argument is out of its range, no module matches ``blocks``, ``model`` is fitted already, or is spread over
-        several devices.
+        An argument is out of its range, ``memory`` is less than the weights take, no module matches ``blocks``, a block
+        belongs to another fitted model, or ``model`` is spread over several devices.
     FileNotFoundError, NotADirectoryError, PermissionError
         ``disk_dir`` cannot be used, as for ``OffloadActivations``, or there is no file ``plan``.
     RuntimeError
-        Something may move with ``tier="host"`` on a machine without an accelerator. A training step raises it where
-        the step does not fit, with the least memory that would do.
+        Something may move with ``tier="host"`` on a machine without an accelerator.
+    torch.OutOfMemoryError
+        A training step raises it if it does not fit. The message has the least memory that would do.
 
     Notes
     -----
+    Called again for the same model, it replaces what the former call has set up. Each phase that begins is one line in
+    the log, of the logger ``"torchoffload"`` at the level INFO.
+
     While it measures it resets PyTorch's statistics of peak memory, and it empties the allocator's cache each time that
     the plan changes. On a CPU the memory that a step takes is reckoned from sizes and not measured.
 
@@ -312,6 +322,8 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
         require_accelerator(options.moving.tier, "fit")
     meter = meter_for(_device_of(model))
     saved = None if options.plan is None else read_plan(options.plan)
+    if options.memory is not None:
+        _check_holds_weights(options.memory, model, meter.device, is_lenient=options.on_unfit == "warn")
     memory_bytes = _memory_bytes(options, saved, meter)
     chooser = None
     if blocks is not None:
@@ -323,12 +335,15 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
         chooser = Chooser(model, may_move=options.move, may_scout=options.move and is_alone, options=options.moving)
         chosen = chooser.first_blocks()
     with _lock:
-        if model in _calls:
-            raise ValueError("model is fitted already: remove() what fit returned, or replan() it")
+        former = _calls.get(model)
         for other in _calls.values():
             for each in chosen:
-                if each.module in other.driver.names:
+                if other is not former and each.module in other.driver.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
+        if former is not None:
+            del _calls[model]
+            former.remove()
+            former.driver.remove()
         budget = Budget(memory_bytes, float(options.margin), meter.device, model)
         try:
             driver = Driver(model, chosen, meter, budget, options)
@@ -350,8 +365,58 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
     return Fitted(model, driver, is_off=is_off)
 
 
+def _check_holds_weights(amount: Amount, model: nn.Module, device: torch.device, *, is_lenient: bool) -> None:
+    """Raise ValueError if an amount of memory is less than the weights of a model on its device.
+
+    Parameters
+    ----------
+    amount : Amount
+        The amount.
+    model, device : nn.Module, torch.device
+        The model, and its device.
+    is_lenient : bool
+        Whether the user wants a warning when the step runs. A number that can only lack its unit is an error anyway.
+    """
+    may_lack_unit = not amount.has_unit and amount.nbytes is not None and amount.nbytes <= _MOST_BARE
+    if amount.nbytes is None or (is_lenient and not may_lack_unit):
+        return
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(each)]
+    weights = unique_bytes(each for each in tensors if each.device == device)
+    if amount.nbytes >= weights:
+        return
+    told = f"memory={amount.given!r}"
+    if not may_lack_unit:
+        raise ValueError(
+            f"{told} is less than the weights of {type(model).__name__} take by themselves, {human_bytes(weights)}: "
+            "give more"
+        )
+    other = ", or 1.0 for all that this process can have" if amount.nbytes == 1 else ""
+    unit = "GiB" if amount.nbytes <= 1024 else "MiB"  # as nvidia-smi counts
+    raise ValueError(
+        f"{told} means {amount.nbytes} bytes, and the weights of {type(model).__name__} take {human_bytes(weights)}; "
+        f'did you mean "{amount.nbytes}{unit}"{other}?'
+    )
+
+
 def _memory_bytes(options: FitOptions, saved: SavedPlan | None, meter: Meter) -> int:
     """Return the memory that was given, or that of a saved plan, or all that the process can have."""
     if options.memory is not None:
         return options.memory.in_bytes(meter.total_bytes)
     return meter.total_bytes() if saved is None else saved.memory_bytes
+
+
+def _idle_advice() -> str:
+    """Return what a program that called fit should know if nothing was saved in any context."""
+    models = [(calls.driver.model_name, calls.driver.clock.has_been_called) for calls in list(_calls.values())]
+    if not models or idle_modules_advice():
+        return ""
+    name, was_called = models[0]
+    if was_called:
+        return f"torchoffload.fit was called for {name}: report() of what it returned has the plan, and what moves."
+    return (
+        f"torchoffload.fit was called for {name}, and no call of it with gradients was seen yet: train first. Its plan "
+        "is in report() of what fit returned."
+    )
+
+
+advise_if_idle(_idle_advice)

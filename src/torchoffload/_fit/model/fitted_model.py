@@ -17,6 +17,7 @@ from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
 from torchoffload._fit.model.plan_file import SavedPlan
+from torchoffload._fit.model.progress import Progress, log_phase, predicted
 from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls
 from torchoffload._fit.model.snapshot import Snapshot
@@ -26,7 +27,14 @@ from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes, disagreement, first_plan, next_below
 from torchoffload._fit.plan.scaling import OtherSizes, scaled
 from torchoffload._fit.plan.step import Step, StepPlan, least_plan, survey_plan
-from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message, restricted, unfit_message
+from torchoffload._fit.plan.trials import (
+    MORE_ROOM,
+    Trial,
+    does_not_fit,
+    failure_message,
+    restricted,
+    unfit_message,
+)
 from torchoffload._fit.survey.kinds import Kind
 from torchoffload._fit.survey.planning import surveyed_step
 from torchoffload._fit.survey.survey import Survey
@@ -108,6 +116,8 @@ class FittedModel(abc.ABC):
         self._link: Link | None = None
         self._reset_counters: list[Callable[[], None]] = []
         self._steps = 0  # since the survey began
+        self._phase_steps = 0  # that are over, of the present phase
+        self._is_survey_logged = False
         self._base_bytes = 0  # what was allocated before a step, in the survey
         self._seen = Seen()
         self._kinds: dict[tuple[Any, ...], Kind] = {}  # of blocks, that were recorded
@@ -136,6 +146,11 @@ class FittedModel(abc.ABC):
     def may_move(self) -> bool:
         """Whether plans may move anything."""
         return self._options.move
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether a step that does not fit is a warning and no error."""
+        return self._options.on_unfit == "warn"
 
     def take_blocks(self, chosen: list[Chosen]) -> None:
         """Have other blocks from the next step on, and survey them."""
@@ -207,6 +222,33 @@ class FittedModel(abc.ABC):
             notes=tuple(self.notes),
         )
 
+    def progress(self) -> Progress:
+        """Return what it is doing, in few words."""
+        trial = None if self.step is None else self._followed
+        planned = None if trial is None else trial.plan.calls
+        return Progress(
+            model_name=self.model_name,
+            block_count=self.block_count,
+            names=tuple(self.names.values()),
+            phase=self.phase,
+            phase_step=self._phase_steps + 1,
+            recomputed_count=None if trial is None else trial.again_count,
+            moved_count=None if planned is None else sum(bool(each.moves or each.moved) for each in planned),
+        )
+
+    def _enter(self, state: State) -> None:
+        """Go on to another phase, or to the same one anew."""
+        self.state = state
+        self._phase_steps = 0
+
+    def _log(self, text: str) -> None:
+        log_phase(self.progress(), text)
+
+    def _log_settled(self, trial: Trial) -> None:
+        after = f" after {self._steps} steps" if self._steps else ""
+        measured = "" if trial.step_s is None else f", measured {trial.step_s * 1e3:.1f} ms"
+        self._log(f"settled{after}: {predicted(trial)}{measured}; {self.progress().does}")
+
     @property
     def largest_size(self) -> int:
         """The bytes of the arguments of the model's largest call."""
@@ -237,7 +279,8 @@ class FittedModel(abc.ABC):
             cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen, weakly(self.refuse),
             may_recompute=self.may_recompute, may_agree=self._options.group is not None, kinds=self._kinds,
         )  # fmt: skip
-        self.state = Surveying(survey)
+        self._enter(Surveying(survey))
+        self._is_survey_logged = False
         self._was_refused = False
         self._known_shapes = None
         self.trials, self.step, self._surveyed, self._own = [], None, None, None
@@ -320,6 +363,11 @@ class FittedModel(abc.ABC):
         step = cast(Step, self._surveyed)
         _ = self.called.modules  # which is an error if one of them is gone
         self.budget.share(self.agreement, self.meter)
+        for name in self.budget.left_over:
+            self._note(
+                f"{name}, which was fitted before, takes no more steps: this plan has its share of the memory. If it "
+                "is left over, as from a cell of a notebook that ran before, remove() what fit returned for it"
+            )
         room = self._room(step)
         own = first_plan(step, room, self._own, ran_bytes=self._survey_reserved_bytes)
         if own is None:
@@ -328,23 +376,27 @@ class FittedModel(abc.ABC):
         steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
         climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=self._survey_reserved_bytes)
         self.trials = climb.trials
-        self.state = Climbing(climb)
+        self._enter(Climbing(climb))
         self.clock.measures = True
-        if not self._next_trial(climb):
+        if self._next_trial(climb):
+            first = predicted(cast(Trial, climb.current))
+            self._log(f"trials begin: plans are tried, for two steps each. The first one: {first}")
+        else:
             self._settle(climb)
 
     def _follow_least(self, step: Step, *, raises: bool) -> None:
         plan = least_plan(step)
         trial = Trial(step, plan)
-        self.state = LeastMemory(trial)
+        self._enter(LeastMemory(trial))
         self._apply(trial)
+        self._log(f"least memory: no plan fits. The one of the least memory: {predicted(trial)}")
         self._tell_unfit(unfit_message(step, plan, self.budget), raises=raises)
 
     def _tell_unfit(self, message: str, *, raises: bool = True) -> None:
         self.notes.append(message)
-        if self._options.on_unfit == "error" and raises:
-            raise RuntimeError(message)
-        warn_user(f"torchoffload: {message} It runs in the least memory.")
+        if raises and not self.is_lenient:
+            raise does_not_fit(message, self.meter.device)
+        warn_user(f"torchoffload: fit: {message} It runs in the least memory.")
 
     def _next_trial(self, climb: Climb) -> bool:
         """Try the next plan. Returns whether there is one."""
@@ -368,7 +420,8 @@ class FittedModel(abc.ABC):
             self._apply(trial)
         self._followed = trial
         self.clock.measures = False
-        self.state = Settled(trial, OtherSizes(trial, plan_bytes))
+        self._enter(Settled(trial, OtherSizes(trial, plan_bytes)))
+        self._log_settled(trial)
 
     def _plan_beside(self, nbytes: int) -> None:
         """Plan anew beside more that is there for good than in the survey, as an optimizer's state that came later."""
@@ -381,6 +434,11 @@ class FittedModel(abc.ABC):
         self._steps = 0
         self.choose(raises=False)
 
+    def _share_anew(self) -> None:
+        """Plan anew, since other models than before share the memory with this one."""
+        self._steps = 0
+        self.choose(raises=False)
+
     def _step_down(self, trial: Trial) -> None:
         """Follow a plan that takes less, after a step ran out of memory under one that had settled: without trials."""
         self.notes.append(failure_message(trial))
@@ -388,8 +446,9 @@ class FittedModel(abc.ABC):
         if below is not None:
             self._follow_settled(below, below.peak_bytes)
             return
-        self.state = LeastMemory(trial)
-        self._tell_unfit(f"fit: {failure_message(trial)}, and no plan takes less. {MORE_ROOM}")
+        self._enter(LeastMemory(trial))
+        self._log("least memory: a step ran out of memory, and no plan takes less")
+        self._tell_unfit(f"{failure_message(trial)}, and no plan takes less. {MORE_ROOM}")
 
     def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
         self._followed = trial
@@ -438,7 +497,7 @@ class FittedModel(abc.ABC):
 
     def remove(self) -> None:
         """Take everything away."""
-        self.state = Removed(self.settled)
+        self._enter(Removed(self.settled))
         self.budget.end()
         self._block_calls.remove()
         self._following.remove()

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchoffload._core import core
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.model.backwards import Backwards
 from torchoffload._fit.model.driver import Driver
+from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.compiled_calls import add_call_hooks, called_modules, keep_call_hooks, remove_call_hooks
 from torchoffload._pytorch.module_hooks import has_returned
 from torchoffload._pytorch.tracing import is_transformed
@@ -59,7 +61,7 @@ class ModelCalls:
         self._of_parts = Backwards(self)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: Mapping[nn.Module, str] = {}
-        self._was_traced = False
+        self._was_traced = self._was_in_context = False
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -105,6 +107,7 @@ class ModelCalls:
             raise
 
     def _begins(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> None:
+        self._warn_of_context()
         for block in self._names:
             keep_call_hooks(block)
         if module is not model and self._of_parts.has_open_calls:
@@ -118,6 +121,17 @@ class ModelCalls:
             chooser.agree(self.driver)
         if self._names is not self.driver.names:
             self._install(model)
+
+    def _warn_of_context(self) -> None:
+        """Warn, once, if the call is inside of a context, which moves what the plan keeps."""
+        if not self._was_in_context and isinstance(getattr(hook_stack.top_pack_hook(), "__self__", None), core.Context):
+            self._was_in_context = True
+            name = self.driver.model_name
+            warn_user(
+                f"torchoffload: {name}, which torchoffload.fit was called for, is called inside of a context such as "
+                "OffloadActivations. The context moves what the plan of fit keeps, so that the plan's time and memory "
+                "are no longer true. Leave the context out, or remove() what fit returned."
+            )
 
     def leave(self, module: nn.Module, output: Any, *, has_returned: bool) -> None:
         """Take notice of the end of a call, whose output is None if forward has raised."""

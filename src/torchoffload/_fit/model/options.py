@@ -32,6 +32,16 @@ class FitKeywords(TypedDict, total=False):
     group: "ProcessGroup | Literal['auto'] | None"
 
 
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, (str, os.PathLike)):
+        raise TypeError(f"plan must be the path of a file that Fitted.save() wrote, got {described(plan)}")
+    if not os.path.isfile(plan):
+        raise FileNotFoundError(
+            f"there is no file plan={os.fspath(plan)!r}. Leave plan out for the first run, and write the file with "
+            "save() of what fit returned"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """The options of ``fit``, which says what each of them means.
@@ -64,11 +74,18 @@ class FitOptions:
     def __post_init__(self) -> None:
         check_bool("recompute", self.recompute)
         check_bool("move", self.move)
+        if not self.recompute and not self.move:
+            raise ValueError(
+                "recompute=False with move=False leaves fit nothing to choose: the step would run as it does without "
+                "fit. Give one of them, or leave fit out"
+            )
         check_margin(self.margin)
         if self.on_unfit not in ("error", "warn"):
             raise ValueError(f'on_unfit must be "error" or "warn", got {short(self.on_unfit)}')
         if self.allocator not in ALLOCATORS:
             raise ValueError(f'allocator must be "expandable" or "as it is", got {short(self.allocator)}')
+        if self.plan is not None:
+            _check_plan(self.plan)
         group = self.group
         if group is not None and group != "auto" and not hasattr(group, "rank"):
             raise TypeError(f'group must be a torch.distributed.ProcessGroup, "auto" or None, got {described(group)}')

@@ -15,6 +15,9 @@ __all__ = ["Budget"]
 _ANY_BYTES = 1 << 62
 # One model may be trained less often than another one, as a generator is whose critic takes five steps for each of its.
 _PATIENCE = 8
+# Steps of other models, after which a model that takes none has no share. It may be trained again later, as models
+# are that take turns: it has its share again then.
+_LEFT_OVER = 32
 _budgets: "weakref.WeakSet[Budget]" = weakref.WeakSet()
 
 
@@ -37,7 +40,8 @@ class Budget:
     device_bytes : int
         What the process could have of the device when the plan was made.
     sharer_count : int
-        How many models of the process were fitted on the device when the plan was made, this one among them.
+        How many models of the process were fitted on the device when the plan was made, this one among them, without
+        those that have taken no step for long.
     is_surveying : bool
         Whether the model's survey has begun and not ended.
     """
@@ -49,8 +53,11 @@ class Budget:
         self.sharer_count = 1
         self.is_surveying = False
         self._idle_steps = 0  # steps of others that were surveyed since this model's latest one
+        self._unused_steps = 0  # steps of others since this model's latest one
+        self._was_left_over: weakref.WeakSet[Budget] = weakref.WeakSet()  # when the plan was made
         self._device = device
         self._model = weakref.ref(model)
+        self._model_name = type(model).__name__
         _budgets.add(self)
 
     @property
@@ -92,6 +99,26 @@ class Budget:
         for other in self._others():
             other._idle_steps += 1
 
+    def note_step(self) -> None:
+        """Take notice of the end of a step of the model."""
+        self._unused_steps = 0
+        for other in self._others():
+            other._unused_steps += 1
+
+    def _left_over(self) -> "set[Budget]":
+        return {each for each in self._others() if each._unused_steps >= _LEFT_OVER}
+
+    @property
+    def left_over(self) -> list[str]:
+        """The other fitted models that have taken no step for long, by their classes: they have no share."""
+        return sorted(each._model_name for each in self._left_over())
+
+    @property
+    def has_other_sharers(self) -> bool:
+        """Whether a model that had a share when the plan was made is left over now, or one that had none trains."""
+        alive = self._others()
+        return self._left_over() != {each for each in self._was_left_over if each in alive}
+
     @property
     def waits_for_others(self) -> bool:
         """Whether to go on with the survey, in the least memory, for the sake of another model's survey.
@@ -106,7 +133,9 @@ class Budget:
 
     def share(self, agreement: Agreement | None, meter: Meter) -> None:
         """Take notice of what the device has, of the other models on it and of other ranks, before a plan is made."""
-        self.sharer_count = 1 + len(self._others())
+        left_over = self._left_over()
+        self._was_left_over = weakref.WeakSet(left_over)
+        self.sharer_count = 1 + len(self._others()) - len(left_over)
         self.device_bytes = meter.total_bytes() if meter.measures_memory else _ANY_BYTES
         if agreement is not None:
             given, had, self.margin, count = agreement.largest(

@@ -1,13 +1,30 @@
 """Plans that were tried, what they took, and what is said of them."""
 
 import dataclasses
+import math
 from typing import Any
 
+import torch
+
+from torchoffload._contexts.amounts import amount_text
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.step import Call, CallPlan, Step, StepPlan, Way
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["MORE_ROOM", "Trial", "failure_message", "restricted", "unfit_message"]
+__all__ = ["MORE_ROOM", "DoesNotFitError", "Trial", "does_not_fit", "failure_message", "restricted", "unfit_message"]
+
+
+class DoesNotFitError(torch.OutOfMemoryError):
+    """A training step needs more memory than there is, whatever is chosen."""
+
+
+def does_not_fit(message: str, device: torch.device) -> DoesNotFitError:
+    """Return the error for a step that does not fit.
+
+    Loops that try a smaller batch then know it by its class or by its text: those of
+    ``accelerate.utils.find_executable_batch_size`` look for " out of memory.", Lightning's also for "CUDA".
+    """
+    return DoesNotFitError(f"fit: {'CUDA ' if device.type == 'cuda' else ''}out of memory. {message}")
 
 
 MORE_ROOM = "Give a smaller batch, smaller blocks (blocks=), or leave more of the device to this process."
@@ -85,13 +102,13 @@ def restricted(step: Step, *, may_recompute: bool, may_move: bool) -> Step:
 
 def failure_message(trial: Trial) -> str:
     """Say that a step ran out of memory under a plan."""
-    return f"a step ran out of memory under a plan that was predicted to take {human_bytes(trial.peak_bytes)}"
+    return f"A step ran out of memory under a plan that was predicted to take {human_bytes(trial.peak_bytes)}"
 
 
 def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     """Say how much memory a step needs at least, and what takes it."""
     needed = step.peak_bytes(least)
-    suggestion = needed / (1 - budget.margin)
+    wanted = amount_text(math.ceil(needed / (1 - budget.margin)))
     parts = dict(step.fixed)
     fixed = sum(parts.values())
     parts["at the loss"] = max(0, step.loss_bytes - fixed)
@@ -99,7 +116,7 @@ def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     parts["outside of forward and backward, as the optimizer"] = max(0, step.other_bytes - fixed)
     told = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
     return (
-        f"fit: {budget.limit} is too little. This step needs at least {human_bytes(needed)}, and "
+        f"{budget.limit} is too little. This step needs at least {human_bytes(needed)}, and "
         f"{budget.margin:.0%} of the memory is left free. It takes: {told}; the last three not all at once. Give "
-        f'memory="{suggestion / (1 << 30) + 0.05:.1f}GiB", a smaller batch, or smaller blocks.'
+        f'memory="{wanted}", a smaller batch, or smaller blocks.'
     )
