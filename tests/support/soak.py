@@ -17,8 +17,8 @@ each 100 steps.
 
 With ``--churn`` (see churns.py) the processor's time of a step is compared, too, and what malloc has given out: of each
 100 steps those with the least of it, in the second fifth and in the last one. The time may grow by a half, and the
-memory by 64 bytes a step. On CUDA the driver and PyTorch's allocator grow by themselves: ``--stock`` runs the same steps
-without offloading and says by how much, which ``--stock-growth`` adds to the 64 bytes.
+memory by 64 bytes a step. On CUDA the driver and PyTorch's allocator grow by themselves: ``--stock`` runs the same
+steps without offloading and says by how much, which ``--stock-growth`` adds to the 64 bytes.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stock", action="store_true", help="with a churn: the same steps without offloading")
     parser.add_argument(
-        "--stock-growth", type=float, default=0.0, help="the bytes of malloc a step that stock grows by"
+        "--stock-growth", type=float, default=0.0, help="bytes a step that stock grows by"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress, the result alone")
     options = parser.parse_args(arguments)
