@@ -64,9 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stock", action="store_true", help="with a churn: the same steps without offloading")
-    parser.add_argument(
-        "--stock-growth", type=float, default=0.0, help="bytes a step that stock grows by"
-    )
+    parser.add_argument("--stock-growth", type=float, default=0.0, help="bytes a step that stock grows by")
     parser.add_argument("--quiet", action="store_true", help="no progress, the result alone")
     options = parser.parse_args(arguments)
     if options.steps < 3 * PHASE_STEPS:
