@@ -49,8 +49,8 @@ class BlockPlans {
  private:
   struct Copies;
   Copies copies_of(const JointPlan& plan) const;
-  // Sets the windows of a plan. `before` and `moved`: the bytes that the calls before each one keep and move, and at the
-  // end those of all. Returns whether the plan fits.
+  // Sets the windows of a plan. `before` and `moved`: the bytes that the calls before each one keep and move, and at
+  // the end those of all. Returns whether the plan fits.
   bool set_windows(JointPlan& plan, const std::vector<uint64_t>& before, const std::vector<uint64_t>& moved,
                    uint64_t memory_bytes) const;
   // The outputs that a way keeps and that may move, the ones that are made last first.

@@ -19,10 +19,11 @@
 // call begins, and at the loss, the compute stream waits until no more is on its way out than the window of that moment
 // has room for. The reload window of a call is in force from the moment on at which backward asks for what the call has
 // saved. What was reloaded ahead stays until it is used, and so this window leaves room in the backwards that follow,
-// too, as far as anything is left then that could be ahead. In backward the offload window of the loss counts as well.
-// Nothing waits for its copies in backward, however long ago they ended: a source in it is held until backward asks for
-// it. Sources leave the window in the order of their copies, so that those of the last blocks are in it. While a block's
-// backward runs the window holds what those of this block and of the blocks behind it leave of its size.
+// too, as far as anything is left then that could be ahead. In backward the offload window of the loss counts as
+// well. Nothing waits for its copies in backward, however long ago they ended: a source in it is held until backward
+// asks for it. Sources leave the window in the order of their copies, so that those of the last blocks are in it.
+// While a block's backward runs the window holds what those of this block and of the blocks behind it leave of its
+// size.
 //
 // PyTorch's allocator needs large pieces at the loss. It has to give memory back and map it anew, for which the device
 // waits, where what blocks hold has cut the free memory up. So in the end the windows of blocks are made as small as
