@@ -48,7 +48,9 @@ def test_models_on_one_device_divide_what_there_is_beyond_the_least():
             assert other.phase != "survey"
         one.replan(memory_bytes)
         train(first, 20)
-        assert max(trial.peak_bytes for trial in one._driver.trials if trial.peak_bytes <= middle) > shared_bytes
+        assert "shared" not in one.report()
+        # What plans may take: whether they take it depends on what the steps of tiny models take.
+        assert one._driver.budget.room_bytes(one._driver.step) > shared_bytes
 
 
 def test_a_survey_goes_on_in_the_least_memory_until_the_other_models_is_done():
