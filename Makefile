@@ -220,6 +220,7 @@ lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it 
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/codespell
+	@$(PY) tools/prose.py
 	@echo "clang-tidy on core/, system/, storage/ and engine/"
 	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
 		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem $(PYTHON_INCLUDE) 2>&1) || { echo "$$out"; exit 1; }' tidy
