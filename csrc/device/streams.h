@@ -1,5 +1,5 @@
 // Streams: the orders in which a device does what it is given, and the points in them. A part of a Backend.
-// Ownership:     streams and points are numbers. A timed point is its device's own, until give_back().
+// Ownership:     streams and points are numbers. A timed point is its device's own, until release().
 // Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
 // Failures:      a call that throws has enqueued nothing.
 // Stream order:  a device does what it is told: it orders nothing on its own. Every cross-stream wait is made by
@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "core/types.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -67,8 +68,8 @@ class Streams {
   // What is enqueued on `waiter` after this call runs after `point`.
   virtual void wait(StreamId waiter, Point point) = 0;
 
-  // Blocks the host until `point` is reached. Call it without the GIL.
-  virtual void synchronize(Point point) = 0;
+  // Blocks the host until `point` is reached.
+  virtual void synchronize(Point point) EXCLUDES(gil) = 0;
 
   // Has `point` been reached? Only called where its stream completes ByPolling; a step on a GPU never asks.
   virtual PointStatus status(Point point) = 0;
@@ -80,7 +81,7 @@ class Streams {
   virtual TimedPoint record_timed(StreamId /*stream*/) { return {}; }
   // From one to the other; nullopt while either was not reached yet.
   virtual std::optional<double> seconds_between(TimedPoint /*from*/, TimedPoint /*to*/) { return std::nullopt; }
-  virtual void give_back(TimedPoint) {}  // an unset one: nothing
+  virtual void release(TimedPoint) {}  // an unset one: nothing
 };
 
 // The next stream id, from the one counter of the process. Thread-safe.

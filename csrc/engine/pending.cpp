@@ -42,7 +42,7 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 // A flush of the calling thread's copies. Where code of others has run, nothing is known any more of places in
 // `pending`, nor of what the streams were made to wait for.
 struct Engine::Flush {
-  enum class Turn : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
+  enum class Outcome : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
   ThreadState& thread;
   const ContextState* const leaving;
@@ -51,24 +51,24 @@ struct Engine::Flush {
   const Engine* ordered_engine = nullptr;
   std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
 
-  void run();
+  void run() REQUIRES(gil);
   // Looks after the copies of the engine that have ended, and drops what was given up. Returns whether all has to be
   // looked at again. May block.
-  bool make_room(Engine& engine);
+  bool drop_finished(Engine& engine) REQUIRES(gil);
   bool is_possible(const PendingCopy& copy) const;
   // What becomes of the copy at this place, which can be enqueued.
-  Turn turn_of(size_t place);
-  bool can_wait(const PendingCopy& copy) const;
+  Outcome outcome_of(size_t place) REQUIRES(gil);
+  bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
   // How many of the copies before this place wait for room.
-  size_t waiting_before(size_t place) const;
+  size_t waiting_before(size_t place) const REQUIRES(gil);
   // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
-  std::optional<size_t> oldest_waiting(size_t last) const;
+  std::optional<size_t> oldest_waiting(size_t last) const REQUIRES(gil);
   // Enqueues the engine's copy that has waited longest, if another thread has packed that one. Returns whether it did
   // so. May block.
-  bool enqueue_of_another_thread(Engine& engine);
+  bool enqueue_of_another_thread(Engine& engine) REQUIRES(gil);
   // Both may block.
-  void begin_wait(size_t place);
-  void enqueue(ThreadState& owner, size_t place);
+  void begin_wait(size_t place) REQUIRES(gil);
+  void enqueue(ThreadState& owner, size_t place) REQUIRES(gil);
 };
 
 void Engine::flush_pending(const ContextState* leaving) {
@@ -92,16 +92,16 @@ void Engine::Flush::run() {
       ++next;
       continue;
     }
-    if (make_room(*thread.pending[next].engine) || is_changed()) {
+    if (drop_finished(*thread.pending[next].engine) || is_changed()) {
       next = 0;
       order = {};
       continue;
     }
-    const Turn turn = turn_of(next);
-    if (turn == Turn::Waits) {
+    const Outcome outcome = outcome_of(next);
+    if (outcome == Outcome::Waits) {
       begin_wait(next++);
-    } else if (turn != Turn::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
-      const size_t chosen = turn == Turn::Goes ? next : oldest_waiting(next).value_or(next);
+    } else if (outcome != Outcome::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
+      const size_t chosen = outcome == Outcome::Goes ? next : oldest_waiting(next).value_or(next);
       if (chosen < next) --next;
       enqueue(thread, chosen);
     }
@@ -110,7 +110,7 @@ void Engine::Flush::run() {
   if (thread.has_waiting) thread.set_has_waiting(std::ranges::any_of(thread.pending, is_waiting));
 }
 
-bool Engine::Flush::make_room(Engine& engine) {
+bool Engine::Flush::drop_finished(Engine& engine) {
   if (!engine.is_inherited()) engine.reap();
   return Operation::drop_now();
 }
@@ -123,27 +123,28 @@ bool Engine::Flush::is_possible(const PendingCopy& copy) const {
   return has_ended && !copy.engine->backend_.streams.is_capturing();
 }
 
-Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
+Engine::Flush::Outcome Engine::Flush::outcome_of(size_t place) {
   const PendingCopy& copy = thread.pending[place];
   Engine& engine = *copy.engine;
-  if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Turn::Goes;
+  if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Outcome::Goes;
   const bool may_wait = can_wait(copy);
-  if (!may_wait && engine.windows_.waiting_bytes() == 0) return Turn::Goes;
+  if (!may_wait && engine.windows_.waiting_bytes() == 0) return Outcome::Goes;
   const Record& record = engine.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
   const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
-  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Turn::OldestGoes;
-  if (is_new && waiting_before(place) >= kMostWaiting) return Turn::OldestOfThreadGoes;
-  if (!may_wait) return Turn::Goes;
-  if (std::ranges::find(without_room, &engine) != without_room.end()) return Turn::Waits;
-  if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Turn::Goes;
+  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Outcome::OldestGoes;
+  if (is_new && waiting_before(place) >= kMostWaiting) return Outcome::OldestOfThreadGoes;
+  if (!may_wait) return Outcome::Goes;
+  if (std::ranges::find(without_room, &engine) != without_room.end()) return Outcome::Waits;
+  if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Outcome::Goes;
   without_room.push_back(&engine);
-  return Turn::Waits;
+  return Outcome::Waits;
 }
 
 bool Engine::Flush::can_wait(const PendingCopy& copy) const {
   Engine& engine = *copy.engine;
-  const auto lasts = [&](StreamId stream) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
+  const auto lasts = [&](StreamId stream)
+                         REQUIRES(gil) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
   return engine.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
          engine.is_pending(copy.record) && lasts(engine.held(copy.record).bytes.stream) &&
          lasts(engine.held(copy.record).allocated_on) && !engine.timeline_.is_on();
@@ -167,7 +168,7 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
 // it. Left to its own thread are: a copy that an operator saves again (R1); one whose failure its own program is to be
 // told of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
 bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
-  const auto can_be_taken = [&](const PendingCopy& copy) {
+  const auto can_be_taken = [&](const PendingCopy& copy) REQUIRES(gil) {
     return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&
            engine.context(copy.record).options.on_full != OnFull::Error &&
            !engine.backend_.streams.is_capturing_on(engine.held(copy.record).bytes.stream);

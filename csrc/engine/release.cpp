@@ -10,7 +10,7 @@ namespace torchoffload {
 
 void Engine::reap() {
   if (!streams_.has_polled()) return streams_.reap();
-  while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+  while (const auto oldest = windows_.oldest_offload(asks_offloading())) {
     if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
     finish_offload(*oldest);
   }
@@ -31,7 +31,7 @@ void Engine::release(const RecordHandle& handle) {
   }
   const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
   if (dropped.released) return drop_held(id, dropped);
-  if (dropped.was == RecordState::Reloaded && !is_inherited()) give_up_if_seen(id);
+  if (dropped.was == RecordState::Reloaded && !is_inherited()) weaken_if_seen(id);
 }
 
 void Engine::let_go(RecordId id) noexcept {

@@ -1,17 +1,15 @@
 #include "storage/io_queue.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <utility>
 
 #include "system/host_wait.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
-
-constexpr size_t kStackBytes = size_t{1} << 20;  // the threads call read, write and little else
 
 bool slots_overlap(const IoJob& a, const IoJob& b) {
   const Range& left = a.slot.range;
@@ -42,60 +40,29 @@ bool conflict(const IoJob& a, const IoJob& b) {
 }  // namespace
 
 IoQueue::IoQueue(std::string name, unsigned thread_count, Transfer transfer)
-    : name_(std::move(name)), thread_count_(std::max(thread_count, 1U)), transfer_(std::move(transfer)) {
-  running_.reserve(thread_count_);
-  threads_.reserve(thread_count_);
-}
-
-IoQueue::~IoQueue() {
-  if (fork_guard_.inherited()) return;
-  {
-    std::lock_guard lock(mutex_);
-    are_threads_ending_ = true;
-  }
-  submitted_or_ending_.notify_all();
-  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+    : transfer_(std::move(transfer)), pool_(std::move(name), thread_count, [this] { run_waiting(); }) {
+  running_.reserve(thread_count);
 }
 
 bool IoQueue::is_idle() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_reached(submitted_);
 }
 
-void IoQueue::end_idle_threads() {
-  if (fork_guard_.inherited()) return;
-  {
-    std::lock_guard lock(mutex_);
-    if (are_threads_ending_ || threads_.empty() || !is_reached(submitted_)) return;
-    are_threads_ending_ = true;
-  }
-  submitted_or_ending_.notify_all();
-  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
-  {
-    std::lock_guard lock(mutex_);
-    threads_.clear();
-    are_threads_ending_ = false;
-  }
-  threads_ended_.notify_all();
-}
-
+// The thread that takes the job waits for the lock until the job is there.
 uint64_t IoQueue::submit(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
-  threads_ended_.wait(lock, [&] { return !are_threads_ending_; });
-  if (threads_.empty()) start_threads();
-  const uint64_t serial = add(job);
-  lock.unlock();
-  submitted_or_ending_.notify_one();
-  return serial;
+  const MutexLock lock(mutex_);
+  pool_.submit();
+  return add(job);
 }
 
 uint64_t IoQueue::run_here(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const uint64_t serial = add(job);
-  while (taken_ < serial) take_and_run(lock);
+  while (taken_ < serial) take_and_run();
   return serial;
 }
 
@@ -111,7 +78,7 @@ void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
   if (fork_guard_.inherited()) throw_inherited();
   // The argument of Note [I/O streams] needs it.
   if (serial > other.submitted()) throw std::logic_error("IoQueue: told to run after a job that was not submitted");
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto same_queue = [&](const Floor& floor) { return floor.queue == &other; };
   auto known = std::find_if(floors_.begin(), floors_.end(), same_queue);
   if (known == floors_.end()) {
@@ -123,65 +90,45 @@ void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
 
 uint64_t IoQueue::submitted() const {
   if (fork_guard_.inherited()) throw_inherited();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return submitted_;
 }
 
 void IoQueue::wait_for(uint64_t serial) const {
   if (is_reached(serial)) return;
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
-  completed_moved_.wait(lock, [&] { return is_reached(serial); });
+  while (!is_reached(serial)) completed_moved_.wait(mutex_);
 }
 
 void IoQueue::wait_on_host(uint64_t serial, const std::string& what) const {
   if (is_reached(serial)) return;
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
-  HostWait::until(lock, completed_moved_, [&] { return is_reached(serial); }, [&] { return what; });
+  HostWait::until(mutex_, completed_moved_, [&] { return is_reached(serial); }, [&] { return what; });
 }
 
 std::string IoQueue::failure(uint64_t serial) const {
   if (fork_guard_.inherited()) throw_inherited();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto found = failures_.find(serial);
   return found == failures_.end() ? std::string() : found->second;
 }
 
 void IoQueue::forget(uint64_t serial) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failures_.erase(serial) == 0 && !is_reached(serial)) forgotten_.insert(serial);
 }
 
-void IoQueue::start_threads() {
-  int error = 0;
-  while (threads_.size() < thread_count_ && error == 0) {
-    pthread_t thread;
-    error = start_thread(thread, name_.c_str(), thread_main, this, kStackBytes);
-    if (error == 0) threads_.push_back(thread);
-  }
-  // One thread is enough to be right.
-  if (threads_.empty()) throw StoreFull(std::string("cannot start an I/O thread: ") + std::strerror(error));
+void IoQueue::run_waiting() {
+  const MutexLock lock(mutex_);
+  while (!waiting_.empty()) take_and_run();
 }
 
-void* IoQueue::thread_main(void* queue) {
-  static_cast<IoQueue*>(queue)->work();
-  return nullptr;
-}
-
-void IoQueue::work() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    submitted_or_ending_.wait(lock, [&] { return are_threads_ending_ || !waiting_.empty(); });
-    if (waiting_.empty()) return;
-    take_and_run(lock);
-  }
-}
-
-void IoQueue::take_and_run(std::unique_lock<std::mutex>& lock) {
+void IoQueue::take_and_run() {
   Submitted next = std::move(waiting_.front());
   waiting_.pop_front();
   taken_ = next.serial;
@@ -191,9 +138,11 @@ void IoQueue::take_and_run(std::unique_lock<std::mutex>& lock) {
   }
   if (last_conflict > 0) next.floors.push_back({this, last_conflict});
   running_.push_back(next);
-  lock.unlock();
-  std::string failure = run(next);
-  lock.lock();
+  std::string failure;
+  {
+    const MutexUnlock unlocked(mutex_);
+    failure = run(next);
+  }
   finish(next.serial, std::move(failure));
 }
 

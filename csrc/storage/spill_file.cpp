@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "system/mutex.h"
+
 namespace torchoffload {
 namespace {
 
@@ -45,7 +47,7 @@ TransferBuffers::~TransferBuffers() {
 
 std::byte* TransferBuffers::try_acquire() {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!idle_.empty()) {
       std::byte* buffer = idle_.back();
       idle_.pop_back();
@@ -59,7 +61,7 @@ std::byte* TransferBuffers::try_acquire() {
 }
 
 void TransferBuffers::release(std::byte* buffer) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(buffer);
 }
 
@@ -83,21 +85,21 @@ SpillFile::File::File(const std::string& directory)
 
 bool SpillFile::is_open() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return file_ != nullptr;
 }
 
 bool SpillFile::uses_direct_io() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return file_ != nullptr && file_->uses_direct_io;
 }
 
 void SpillFile::open_again() {
-  if (file_ != nullptr) return;
+  if (file_in_turn() != nullptr) return;
   try {
     auto file = std::make_shared<File>(directory_);
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     file_ = std::move(file);
   } catch (const std::runtime_error& error) {
     throw StoreFull(error.what());
@@ -106,7 +108,7 @@ void SpillFile::open_again() {
 
 std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return std::nullopt;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::optional<Range> range = ranges_.try_acquire(nbytes, guards);
   if (!range) return std::nullopt;
   return Slot{*range, nullptr};
@@ -115,8 +117,8 @@ std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& 
 void SpillFile::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kSpillFileInherited);
   require_sane_request(nbytes, "disk");
-  std::lock_guard growing(grow_mutex_);
-  if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
+  const MutexLock growing(grow_mutex_);
+  if (has_room(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
   open_again();
   uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
   const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
@@ -130,29 +132,29 @@ void SpillFile::grow(uint64_t nbytes) {
     reserve_disk({begin, begin + chunk_bytes});
   }
   grow_count_.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   chunks_.emplace(ranges_.add_block(chunk_bytes), Span{begin, begin + chunk_bytes});
 }
 
 void SpillFile::release(const Slot& slot, const std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.release(slot.range, guards);
 }
 
 uint64_t SpillFile::trim() {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard growing(grow_mutex_);
+  const MutexLock growing(grow_mutex_);
   const auto [idle, end] = take_idle_chunks();
   uint64_t given_back_bytes = 0;
   for (const Span& span : idle) {
     const bool is_tail = span.begin >= end;  // given back by the truncation below
-    if (is_tail || io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin),
+    if (is_tail || io_calls.punch_hole(file_in_turn()->cached.get(), static_cast<off_t>(span.begin),
                                        static_cast<off_t>(span.nbytes())) == 0) {
       given_back_bytes += span.nbytes();
     }
   }
-  if (!idle.empty() && ftruncate(file_->cached.get(), static_cast<off_t>(end)) != 0) return 0;
+  if (!idle.empty() && ftruncate(file_in_turn()->cached.get(), static_cast<off_t>(end)) != 0) return 0;
   close_if_empty();
   return given_back_bytes;
 }
@@ -177,7 +179,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
     const auto known = reached.find(guard.stream);
     return known == reached.end() || known->second < guard.serial;
   };
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto blocks = ranges_.idle_blocks();
   for (const auto& [id, guards] : blocks) std::ranges::copy_if(guards, std::back_inserter(busy), is_busy);
   if (!busy.empty()) return std::nullopt;
@@ -194,144 +196,112 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
 // Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
 void SpillFile::close_if_empty() {
   std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (chunks_.empty()) file = std::move(file_);
 }
 
 uint64_t SpillFile::capacity_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.capacity_bytes();
 }
 
 uint64_t SpillFile::used_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.used_bytes();
 }
 
-std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  const auto* bytes = static_cast<const std::byte*>(source);
-  IoResult result;
-  if (!try_write_direct(*file, bytes, span, result)) result = write_cached(*file, bytes, span);
-  return result.complete ? std::string() : describe("write", span, result);
+std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes, Memory memory) {
+  auto* const bytes = static_cast<std::byte*>(const_cast<void*>(source));  // not written: the direction is Out
+  return move(IoDirection::Out, slot, bytes, nbytes, memory);
 }
 
-std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  auto* bytes = static_cast<std::byte*>(target);
-  IoResult result;
-  if (!try_read_direct(*file, bytes, span, result)) result = read_cached(*file, bytes, span);
-  return result.complete ? std::string() : describe("read", span, result);
+std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes, Memory memory) {
+  return move(IoDirection::In, slot, static_cast<std::byte*>(target), nbytes, memory);
 }
 
-std::string SpillFile::write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes) {
+std::string SpillFile::move(IoDirection direction, const Slot& slot, std::byte* bytes, uint64_t nbytes, Memory memory) {
   if (fork_guard_.inherited()) return kSpillFileInherited;
   const auto [file, span] = locate(slot, nbytes);
   IoResult result;
-  if (file->uses_direct_io) {
-    result = write_fully(file->direct.get(), source, span);
-    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("write", span, result);
-    file->uses_direct_io.store(false, std::memory_order_relaxed);
-  }
-  result = write_cached(*file, source, span);
-  return result.complete ? std::string() : describe("write", span, result);
+  if (!try_move_direct(*file, direction, bytes, span, memory, result))
+    result = move_cached(*file, direction, bytes, span);
+  if (result.complete) return {};
+  return describe(direction == IoDirection::Out ? "write" : "read", span, result);
 }
 
-std::string SpillFile::read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  IoResult result;
-  if (file->uses_direct_io) {
-    result = read_fully(file->direct.get(), target, span);
-    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("read", span, result);
-    file->uses_direct_io.store(false, std::memory_order_relaxed);
-  }
-  result = read_cached(*file, target, span);
-  return result.complete ? std::string() : describe("read", span, result);
-}
-
-bool SpillFile::try_write_direct(File& file, const std::byte* source, Span span, IoResult& result) {
+bool SpillFile::try_move_direct(File& file, IoDirection direction, std::byte* bytes, Span span, Memory memory,
+                                IoResult& result) {
   if (!file.uses_direct_io) return false;
-  std::byte* buffer = file.buffers.try_acquire();
-  if (buffer == nullptr) return false;
-  result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
-    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
-    result.error = copy_from_source(buffer, source + done_bytes, piece_bytes);
-    if (result.error != 0) {
-      result.complete = false;
-      break;
-    }
-    std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
-    const uint64_t begin = span.begin + done_bytes;
-    result = write_fully(file.direct.get(), buffer, {begin, begin + padded_bytes});
-    done_bytes += std::min(result.done_bytes, piece_bytes);
-    result.done_bytes = done_bytes;
+  if (memory == Memory::Blocks) {
+    result = move_fully(file.direct.get(), direction, bytes, span);
+  } else {
+    std::byte* const buffer = file.buffers.try_acquire();
+    if (buffer == nullptr) return false;
+    result = move_through_buffer(file, direction, bytes, span, buffer);
+    file.buffers.release(buffer);
   }
-  file.buffers.release(buffer);
   if (result.complete || result.error != EINVAL) return true;
   file.uses_direct_io.store(false, std::memory_order_relaxed);  // this file system takes the flag, and not the I/O
   return false;
 }
 
-bool SpillFile::try_read_direct(File& file, std::byte* target, Span span, IoResult& result) {
-  if (!file.uses_direct_io) return false;
-  std::byte* buffer = file.buffers.try_acquire();
-  if (buffer == nullptr) return false;
-  result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
-    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const uint64_t begin = span.begin + done_bytes;
-    result = read_fully(file.direct.get(), buffer, {begin, begin + round_up(piece_bytes, kDiskBlockBytes)});
-    const uint64_t got_bytes = std::min(result.done_bytes, piece_bytes);
-    std::memcpy(target + done_bytes, buffer, got_bytes);
-    done_bytes += got_bytes;
-    result.done_bytes = done_bytes;
-  }
-  file.buffers.release(buffer);
-  if (result.complete || result.error != EINVAL) return true;
-  file.uses_direct_io.store(false, std::memory_order_relaxed);
-  return false;
-}
-
-IoResult SpillFile::write_cached(const File& file, const std::byte* source, Span span) {
+IoResult SpillFile::move_through_buffer(const File& file, IoDirection direction, std::byte* bytes, Span span,
+                                        std::byte* buffer) {
   IoResult result;
   result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
+  while (result.complete && result.done_bytes < span.nbytes()) {
+    const uint64_t done_bytes = result.done_bytes;
     const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const Span piece{span.begin + done_bytes, span.begin + done_bytes + piece_bytes};
-    result = write_fully(file.cached.get(), source + done_bytes, piece);
-    done_bytes += result.done_bytes;
-    result.done_bytes = done_bytes;
-    // The disk starts while the next piece is copied: dirty pages do not pile up.
-    if (result.complete) start_write_back(file.cached.get(), piece);
+    const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
+    const Span piece{span.begin + done_bytes, span.begin + done_bytes + padded_bytes};
+    if (direction == IoDirection::Out) {
+      if (const int error = copy_from_source(buffer, bytes + done_bytes, piece_bytes))
+        return {done_bytes, error, false};
+      std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
+    }
+    const IoResult moved = move_fully(file.direct.get(), direction, buffer, piece);
+    const uint64_t moved_bytes = std::min(moved.done_bytes, piece_bytes);
+    if (direction == IoDirection::In) std::memcpy(bytes + done_bytes, buffer, moved_bytes);
+    result = {done_bytes + moved_bytes, moved.error, moved.complete};
+  }
+  return result;
+}
+
+// What is written is on the disk, and not in memory, before it counts as done. The disk starts with each piece while
+// the next one is copied, so that dirty pages do not pile up.
+IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span) {
+  const int fd = file.cached.get();
+  if (direction == IoDirection::In) {
+    const IoResult result = move_fully(fd, direction, bytes, span);
+    drop_pages(fd, block_aligned(span));
+    return result;
+  }
+  IoResult result;
+  result.complete = true;
+  while (result.complete && result.done_bytes < span.nbytes()) {
+    const uint64_t begin = span.begin + result.done_bytes;
+    const Span piece{begin, std::min(span.end, begin + TransferBuffers::kBufferBytes)};
+    const IoResult moved = move_fully(fd, direction, bytes + result.done_bytes, piece);
+    result = {result.done_bytes + moved.done_bytes, moved.error, moved.complete};
+    if (moved.complete) start_write_back(fd, piece);
   }
   if (!result.complete) return result;
-  result.error = write_back_and_drop(file.cached.get(), block_aligned(span));
+  result.error = write_back_and_drop(fd, block_aligned(span));
   result.complete = result.error == 0;
   return result;
 }
 
-IoResult SpillFile::read_cached(const File& file, std::byte* target, Span span) {
-  const IoResult result = read_fully(file.cached.get(), target, span);
-  drop_pages(file.cached.get(), block_aligned(span));
-  return result;
-}
-
-bool SpillFile::fits(uint64_t nbytes) const {
-  std::lock_guard lock(mutex_);
+bool SpillFile::has_room(uint64_t nbytes) const {
+  const MutexLock lock(mutex_);
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
 
 uint64_t SpillFile::first_gap(uint64_t nbytes) const {
   std::vector<Span> taken;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const auto& [id, span] : chunks_) taken.push_back(span);
   }
   std::sort(taken.begin(), taken.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
@@ -344,13 +314,14 @@ uint64_t SpillFile::first_gap(uint64_t nbytes) const {
 }
 
 void SpillFile::reserve_disk(Span span) const {
+  const int file = file_in_turn()->cached.get();
   int error = 0;
   do {
-    error = io_calls.reserve(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+    error = io_calls.reserve(file, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   } while (error == EINTR);
   if (error == 0) return;
   // Part of it may have been reserved: no chunk uses it, so it goes back.
-  io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+  io_calls.punch_hole(file, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for " + name() + ": " +
                   std::strerror(error));
 }
@@ -360,7 +331,7 @@ SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
     throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
                            std::to_string(slot.nbytes()));
   }
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const uint64_t begin = chunks_.at(slot.range.block).begin + slot.range.offset;
   return {file_, {begin, begin + nbytes}};
 }
@@ -371,7 +342,7 @@ std::string SpillFile::describe(const char* what, Span span, const IoResult& res
 }
 
 void SpillFile::check_invariants() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.check_invariants();
   std::map<uint64_t, uint64_t> ends;
   uint64_t chunk_bytes = 0;

@@ -20,7 +20,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,6 +28,7 @@
 #include "storage/chunk.h"
 #include "storage/slot_store.h"
 #include "system/file_io.h"
+#include "system/mutex.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -53,8 +53,8 @@ class TransferBuffers {
  private:
   static constexpr size_t kUsualCount = 16;
 
-  std::mutex mutex_;
-  std::vector<std::byte*> idle_;
+  Mutex mutex_;
+  std::vector<std::byte*> idle_ GUARDED_BY(mutex_);
 };
 
 class SpillFile final : public SlotStore {
@@ -72,15 +72,14 @@ class SpillFile final : public SlotStore {
   uint64_t used_bytes() const override;
   uint64_t grow_count() const override { return grow_count_.load(std::memory_order_relaxed); }
 
+  // What memory a transfer finds. Any: it goes past the page cache by way of a buffer. Blocks: it begins at a multiple
+  // of 4096 bytes, as many as a multiple of that are moved, and nobody unmaps it meanwhile: it needs no buffer.
+  enum class Memory : uint8_t { Any, Blocks };
+
   // Move the first `nbytes` of a slot. Block. Return the reason of a failure, with file offset, byte counts and errno's
   // text, or empty: then all bytes are there.
-  std::string write(const Slot& slot, const void* source, uint64_t nbytes);
-  std::string read(void* target, const Slot& slot, uint64_t nbytes);
-
-  // The same for memory that begins at a multiple of 4096 bytes, and for such a number of bytes: they go past the page
-  // cache as they are, without a buffer. The caller owns the memory, and nobody unmaps it meanwhile.
-  std::string write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes);
-  std::string read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes);
+  std::string write(const Slot& slot, const void* source, uint64_t nbytes, Memory memory = Memory::Any);
+  std::string read(void* target, const Slot& slot, uint64_t nbytes, Memory memory = Memory::Any);
 
   const std::string& directory() const { return directory_; }
   std::string name() const { return "the spill file in " + quoted(directory_); }
@@ -109,23 +108,27 @@ class SpillFile final : public SlotStore {
     Span span;
   };
 
-  // Each moves what it can of `span` past the page cache, through a buffer, and returns true with the result; false if
-  // that is refused here: the caller goes through the page cache.
-  static bool try_write_direct(File& file, const std::byte* source, Span span, IoResult& result);
-  static bool try_read_direct(File& file, std::byte* target, Span span, IoResult& result);
-  static IoResult write_cached(const File& file, const std::byte* source, Span span);
-  static IoResult read_cached(const File& file, std::byte* target, Span span);
+  std::string move(IoDirection direction, const Slot& slot, std::byte* bytes, uint64_t nbytes, Memory memory);
+  // Past the page cache. False if that is refused here: then the caller goes through the page cache.
+  static bool try_move_direct(File& file, IoDirection direction, std::byte* bytes, Span span, Memory memory,
+                              IoResult& result);
+  static IoResult move_through_buffer(const File& file, IoDirection direction, std::byte* bytes, Span span,
+                                      std::byte* buffer);
+  static IoResult move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span);
 
   static std::shared_ptr<File> try_open(const std::string& directory);  // null where what refuses it may pass
-  bool fits(uint64_t nbytes) const;
-  uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
-  void open_again();                          // throws StoreFull
-  void close_if_empty();
+  bool has_room(uint64_t nbytes) const;
+  // The lowest file offset with room for a chunk.
+  uint64_t first_gap(uint64_t nbytes) const REQUIRES(grow_mutex_);
+  void open_again() REQUIRES(grow_mutex_);  // throws StoreFull
+  void close_if_empty() REQUIRES(grow_mutex_);
+  // The file is changed under both locks, so that either is enough to read which one it is.
+  File* file_in_turn() const REQUIRES(grow_mutex_) NO_THREAD_SAFETY_ANALYSIS { return file_.get(); }
   // Takes the chunks without a slot in use out of the allocator, once the host has waited for their guards. Blocks.
-  Idle take_idle_chunks();
+  Idle take_idle_chunks() REQUIRES(grow_mutex_);
   // The same if all guards were `reached`, which has the latest serial of each stream; else returns the others.
   std::optional<Idle> try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached, std::vector<Point>& busy);
-  void reserve_disk(Span span) const;  // throws StoreFull
+  void reserve_disk(Span span) const REQUIRES(grow_mutex_);  // throws StoreFull
   Place locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 
@@ -134,12 +137,13 @@ class SpillFile final : public SlotStore {
   const ChunkPolicy policy_;
   const ForkGuard fork_guard_;
 
-  std::mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
+  Mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
 
-  mutable std::mutex mutex_;    // guards the three below
-  std::shared_ptr<File> file_;  // changed under both; null only while there is no chunk
-  RangeAllocator ranges_{kDiskBlockBytes};
-  std::map<BlockId, Span> chunks_;  // where in the file; the keys are ranges_' blocks, and no two overlap
+  mutable Mutex mutex_;
+  std::shared_ptr<File> file_ GUARDED_BY(mutex_);  // null only while there is no chunk; see file_in_turn()
+  RangeAllocator ranges_ GUARDED_BY(mutex_){kDiskBlockBytes};
+  // Where in the file. The keys are ranges_' blocks, and no two overlap.
+  std::map<BlockId, Span> chunks_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> grow_count_{0};
 };

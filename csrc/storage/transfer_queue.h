@@ -2,23 +2,24 @@
 // Ownership:     borrows the store that runs the transfers, which outlives it. ThreadedTransfers owns its threads.
 // Thread safety: submit() and wait() are called with the store's lock held, and let other threads have it only while
 //                wait() waits. make_progress() and end_idle_threads() are called without it.
-// Failures:      submit() throws StoreFull where no thread can be started.
+// Failures:      submit() throws NoThread where no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
 // The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
 // so that a test sees each order of events that it wants to see.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "storage/io_queue.h"
+#include "system/file_io.h"
+#include "system/mutex.h"
+#include "system/thread_pool.h"
 
 namespace torchoffload {
 
@@ -38,8 +39,8 @@ class TransferQueue {
 
   // Waits until `is_done`, which is asked with the store's lock held, returns true. `changed` is notified when a
   // transfer has ended. `what` says what is waited for. Throws WaitAbandoned where the user interrupts the wait.
-  virtual void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                    const std::function<bool()>& is_done, const std::function<std::string()>& what) = 0;
+  virtual void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+                    const std::function<std::string()>& what) REQUIRES(mutex) = 0;
 
   // Called at the end of each call of the store.
   virtual void make_progress() {}
@@ -57,16 +58,30 @@ class ThreadedTransfers final : public TransferQueue {
   ThreadedTransfers(size_t disk_count, const RunTransfer& run);
 
   void submit(const SlotTransfer& transfer) override;
-  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const std::function<bool()>& is_done,
-            const std::function<std::string()>& what) override;
+  void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+            const std::function<std::string()>& what) override REQUIRES(mutex);
   void end_idle_threads() override;
 
   static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
 
  private:
+  class Queue {
+   public:
+    Queue(const char* name, RunTransfer run);
+    void submit(const SlotTransfer& transfer) EXCLUDES(mutex_);
+    void end_idle_threads() { pool_.end_idle_threads(); }
+
+   private:
+    void run_next() EXCLUDES(mutex_);
+
+    const RunTransfer run_;
+    Mutex mutex_;
+    std::deque<SlotTransfer> waiting_ GUARDED_BY(mutex_);
+    ThreadPool pool_;  // destroyed first: its threads use all of the above
+  };
   struct OfDisk {
-    std::unique_ptr<IoQueue> out;
-    std::unique_ptr<IoQueue> in;
+    std::unique_ptr<Queue> out;
+    std::unique_ptr<Queue> in;
   };
   std::vector<OfDisk> disks_;
 };

@@ -22,11 +22,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "device/backend.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -50,13 +50,13 @@ class SeamLog {
  private:
   SeamLog() = default;
 
-  mutable std::mutex mutex_;  // guards everything below
-  bool on_ = false;
-  std::vector<std::string> lines_;
-  std::map<StreamId, std::string> own_names_;      // of offload_stream and reload_stream, for ever
-  std::map<StreamId, std::string> compute_names_;  // since start()
-  std::map<int, int> compute_counts_;              // by device
-  std::map<StreamId, uint64_t> serials_before_;    // since start()
+  mutable Mutex mutex_;
+  bool on_ GUARDED_BY(mutex_) = false;
+  std::vector<std::string> lines_ GUARDED_BY(mutex_);
+  std::map<StreamId, std::string> own_names_ GUARDED_BY(mutex_);      // of offload_stream and reload_stream, for ever
+  std::map<StreamId, std::string> compute_names_ GUARDED_BY(mutex_);  // since start()
+  std::map<int, int> compute_counts_ GUARDED_BY(mutex_);              // by device
+  std::map<StreamId, uint64_t> serials_before_ GUARDED_BY(mutex_);    // since start()
 };
 
 // True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is
@@ -120,7 +120,7 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
     return inner_.streams.seconds_between(from, to);
   }
-  void give_back(TimedPoint point) override { inner_.streams.give_back(point); }
+  void release(TimedPoint point) override { inner_.streams.release(point); }
   uint64_t allocated_bytes() override { return inner_.memory.allocated_bytes(); }
   Completion completion(StreamId stream) const override { return inner_.streams.completion(stream); }
   bool may_block(StreamId stream) const override { return inner_.streams.may_block(stream); }
