@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["Collector", "leaves_in", "storages_in"]
+__all__ = ["Collector", "Numbers", "leaves_in", "storages_in"]
 
 _MOST_OBJECTS = 20_000
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, nn.Module, type(None))
@@ -61,6 +61,16 @@ def _parts(value: Any) -> list[Any]:
     return found
 
 
+class Numbers(Protocol):
+    """Numbers for storages, as long as these live."""
+
+    nbytes: dict[int, int]
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage."""
+        ...
+
+
 class _Numbers:
     """Numbers for storages. An address names another storage once its storage is gone, so storages are held weakly."""
 
@@ -86,10 +96,12 @@ class Collector:
     ----------
     model : nn.Module
         The model. What its parameters and buffers hold is counted in ``fixed_bytes`` and nowhere else.
+    numbers : Numbers, optional
+        The numbers of storages. Default: numbers of its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._numbers = _Numbers()
+    def __init__(self, model: nn.Module, numbers: Numbers | None = None) -> None:
+        self._numbers: Numbers = _Numbers() if numbers is None else numbers
         state = [*model.parameters(), *model.buffers()]
         trained = [each for each in model.parameters() if each.requires_grad]
         self._state = {storage._cdata: storage for storage in storages_in(state)}
@@ -100,7 +112,12 @@ class Collector:
         self._stack = [root]
         self._thread = threading.get_ident()
 
-    def watch(self, modules: Mapping[nn.Module, nn.Module]) -> list[RemovableHandle]:
+    @property
+    def innermost(self) -> ModuleCall:
+        """The call of a module that is running, the innermost one; the root of the tree outside of all."""
+        return self._stack[-1]
+
+    def watch(self, modules: Mapping[nn.Module, Hashable]) -> list[RemovableHandle]:
         """Have the calls of modules tell of themselves.
 
         Parameters

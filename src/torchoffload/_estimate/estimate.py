@@ -1,0 +1,336 @@
+"""``estimate``: what a training step would take in memory and time, and which way to run it."""
+
+import difflib
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchoffload._contexts.amounts import parse_memory
+from torchoffload._contexts.options import check_module
+from torchoffload._estimate.cards import Card, find_card
+from torchoffload._estimate.dry_step import Blocks, Setting, Trace, dry_step
+from torchoffload._estimate.optimizers import Optimizer, find_optimizer
+from torchoffload._estimate.planned import seconds_of_step, step_of, without_recomputation
+from torchoffload._estimate.rates import seconds_of
+from torchoffload._estimate.result import Advice, Estimate, StepEstimate
+from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks
+from torchoffload._fit.choosing.dry_run import DryRunError
+from torchoffload._fit.choosing.named_blocks import blocks_of, computing
+from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
+from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step
+from torchoffload._modules.selection import Selector
+from torchoffload._observe.units import human_bytes
+
+__all__ = ["estimate"]
+
+_GIB = 1 << 30
+_CONTEXT_BYTES = 600 << 20
+"""What a CUDA context and the workspaces of cuBLAS take of a card."""
+_RESERVED = 1.1
+"""How much more than a plain step allocates is to be there, to call it one that fits: see Estimate."""
+_HARDLY_LONGER = 1.03
+"""A way of fewer parts is advised if it takes at most so many times as long as fit."""
+_SPREAD, _ROUGH_SPREAD = 0.2, 0.4
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
+    "half": torch.float16, "float32": torch.float32, "fp32": torch.float32,
+}  # fmt: skip
+
+
+def estimate(
+    model: nn.Module,
+    *inputs: Any,
+    gpu: str | Card = "RTX 4090",
+    optimizer: str | float | None = "adamw",
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
+    memory: int | float | str | None = None,
+    blocks: Selector | Sequence[Selector] | None = None,
+    keep_gradients: bool = False,
+    limit_s: float = 300.0,
+    **more_inputs: Any,
+) -> Estimate:
+    """Estimate what a training step takes in memory and time on a card, and which way to run it.
+
+    Forward and backward of a copy of the model run on the CPU with tensors that have no memory. No GPU is needed, and
+    the model and its inputs may be on the meta device. The model stays as it is: parameters, gradients, buffers,
+    attributes, hooks, and random number generators. Operators of Triton and custom ones are not seen.
+
+    Bytes are counted and have no fitted constant. Times are computed from data sheets and from efficiencies that were
+    tuned on an H200, so they come as a range.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, in training mode.
+    *inputs, **more_inputs
+        The arguments of its call. Tensors need the right shapes, and no values.
+    gpu : str or Card, default "RTX 4090"
+        The card, by name or by its figures.
+    optimizer : str, float or None, default "adamw"
+        The optimizer, or the bytes that it keeps for each number of the parameters.
+    loss : callable, optional
+        From the output of the model to a tensor of one element. Default: the ``loss`` of the output, else its sum.
+    dtype : torch.dtype or str, optional
+        What floating-point parameters, buffers and inputs are taken to be. Default: as they are.
+    autocast : torch.dtype or str, optional
+        The dtype that forward runs under autocast to. Default: no autocast. One inside of the model's own forward
+        counts if it is for the device type of the inputs, here "cpu".
+    memory : int, float, str, optional
+        What the step may take: bytes, a text such as ``"20GiB"``, or a fraction of the card's memory. Default: the
+        card's memory without 0.6 GiB for a CUDA context.
+    blocks : selector or sequence of selectors, optional
+        The blocks, as ``fit`` takes them. Default: as ``fit`` chooses them.
+    keep_gradients : bool, default False
+        Whether gradients are kept between steps, as with ``zero_grad(set_to_none=False)`` or when they are accumulated.
+    limit_s : float, default 300
+        How long one of the dry runs may take, in seconds.
+
+    Returns
+    -------
+    Estimate
+        The numbers; ``print`` shows a table of them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong; the message says what is right.
+    RuntimeError
+        The model cannot run without data; the message says why, and what to do.
+
+    Examples
+    --------
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(config).bfloat16()
+    ...     tokens = torch.zeros(1, 4096, dtype=torch.long)
+    >>> print(torchoffload.estimate(model, input_ids=tokens, labels=tokens, gpu="RTX 4090"))
+    """
+    began = time.perf_counter()
+    check_module("model", model)
+    card, keeper = find_card(gpu), find_optimizer(optimizer)
+    _check_inputs(model, inputs, more_inputs)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the model's output, got {type(loss).__name__}")
+    if not isinstance(keep_gradients, bool):
+        raise TypeError(f"keep_gradients must be True or False, got {type(keep_gradients).__name__}")
+    card_bytes = int(card.memory_gib * _GIB)
+    memory_bytes = card_bytes - _CONTEXT_BYTES if memory is None else parse_memory(memory, card_bytes)
+    setting = Setting(
+        dtype=_dtype("dtype", dtype),
+        autocast=_dtype("autocast", autocast),
+        loss=loss,
+        keeps_gradients=keep_gradients,
+        limit_s=limit_s,
+    )
+    return _Estimating(computing(model), inputs, more_inputs, setting, card, keeper, memory_bytes).run(blocks, began)
+
+
+def _dtype(name: str, given: object) -> torch.dtype | None:
+    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
+        return given  # type: ignore[return-value]
+    if not isinstance(given, (str, torch.dtype)):
+        raise TypeError(f"{name} must be a floating-point dtype or its name, got {type(given).__name__}")
+    text = str(given).removeprefix("torch.")
+    if text in _DTYPES:
+        return _DTYPES[text]
+    near = difflib.get_close_matches(text, _DTYPES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name}: {text!r} is no floating-point dtype.{hint} Choose from {', '.join(_DTYPES)}.")
+
+
+_OPTIONS = tuple(
+    name for name, each in inspect.signature(estimate).parameters.items() if each.kind is each.KEYWORD_ONLY
+)
+
+
+def _check_inputs(model: nn.Module, inputs: Sequence[Any], more_inputs: Mapping[str, Any]) -> None:
+    """Raise TypeError if forward does not take the arguments; a misspelled option comes as one of them."""
+    signature = inspect.signature(model.forward)
+    taken = [each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    for name in more_inputs:
+        if name not in taken:
+            near = difflib.get_close_matches(name, _OPTIONS, n=1, cutoff=0.75)
+            if near:
+                raise TypeError(f"estimate got an unknown option: {name} (did you mean {near[0]}?)")
+    try:
+        signature.bind(*inputs, **more_inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"estimate: these inputs are not what {type(model).__name__}.forward takes: {error}. Give it the arguments "
+            f"of the model's call; its own options are {', '.join(_OPTIONS)}."
+        ) from None
+
+
+class _Estimating:
+    """One estimate under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting,
+        card: Card,
+        optimizer: Optimizer,
+        memory_bytes: int,
+    ) -> None:
+        self._model, self._args, self._kwargs, self._setting = model, args, kwargs, setting
+        self._card, self._memory_bytes = card, memory_bytes
+        trained = [
+            torch.empty(each.shape, dtype=setting.dtype or each.dtype, device="meta")
+            for each in model.parameters()
+            if each.requires_grad
+        ]
+        self._optimizer_bytes = optimizer.state_bytes(trained)
+        self._scratch_bytes = optimizer.scratch_bytes(trained)
+        self._spread = _SPREAD if card.is_measured else _ROUGH_SPREAD
+
+    def run(self, blocks: Selector | Sequence[Selector] | None, began: float) -> Estimate:
+        card = self._card
+        plain = self._dry(())
+        names = self._blocks(blocks, plain)
+        divided = plain.divided(set(names))
+        checkpointed = self._dry(names, Blocks.CHECKPOINTED) if names else None
+        moved = self._dry(names, Blocks.MOVED) if names else None
+        fixed = plain.weights_bytes + plain.gradients_bytes + self._optimizer_bytes
+        self._other_bytes = fixed + self._scratch_bytes
+        plain_s = seconds_of_step(plain, card)
+        found_plain = self._told(plain.peak_bytes, plain_s)
+        found_checkpointed = found_moved = found_least = found_fit = None
+        again_ms = None
+        if checkpointed is not None and moved is not None:
+            checkpointed_s = max(seconds_of_step(checkpointed, card), plain_s)
+            found_checkpointed = self._told(checkpointed.peak_bytes, checkpointed_s)
+            freed = (plain.loss_bytes - checkpointed.loss_bytes) / _GIB
+            again_ms = 1e3 * (checkpointed_s - plain_s) / freed if freed > 0 else None
+            step = step_of(divided, moved, card, self._other_bytes - self._optimizer_bytes)
+            found_moved = self._planned(without_recomputation(step), or_least=True)
+            found_least = self._plan(least_plan(step), step)
+            found_fit = self._planned(step, or_least=False)
+        saved_gib = plain.saved_bytes / _GIB
+        forward_s = sum(seconds_of(each.cost, card) for each in plain.operators if not each.is_backward)
+        link_bytes_per_s = card.link_gb_per_s * 1e9
+        free = min(plain.saved_bytes, int(link_bytes_per_s * min(forward_s, max(0.0, plain_s - forward_s))))
+        way, why = _advice(
+            found_plain, found_moved, found_checkpointed, found_fit, found_least, self._memory_bytes, fixed
+        )
+        return Estimate(
+            card=card,
+            memory_bytes=self._memory_bytes,
+            weights_bytes=plain.weights_bytes,
+            gradients_bytes=plain.gradients_bytes,
+            optimizer_bytes=self._optimizer_bytes,
+            saved_bytes=plain.saved_bytes,
+            plain=found_plain,
+            moved=found_moved,
+            checkpointed=found_checkpointed,
+            fit_least=found_least,
+            fit=found_fit,
+            compute_ms_per_gib=1e3 * plain_s / saved_gib if saved_gib else 0.0,
+            recompute_ms_per_gib=again_ms,
+            link_ms_per_gib=2e3 * _GIB / link_bytes_per_s,
+            free_bytes=free,
+            way=way,
+            why=why,
+            blocks=tuple(names),
+            flops=sum(each.cost.flops for each in plain.operators),
+            dry_run_s=time.perf_counter() - began,
+            notes=tuple(self._notes(plain)),
+        )
+
+    def _dry(self, names: Sequence[str], do: Blocks = Blocks.PLAIN) -> Trace:
+        try:
+            return dry_step(self._model, self._args, self._kwargs, self._setting, blocks=names, do=do)
+        except DryRunError as error:
+            raise RuntimeError(
+                f"torchoffload.estimate: the model cannot run without data: {error}\n"
+                "What to do: give it inputs from which it computes without looking at values, estimate the part of it "
+                "that takes the memory, such as its decoder, or replace what reads values. On the device, "
+                "torchoffload.fit measures, and needs no dry run."
+            ) from None
+
+    def _blocks(self, wanted: Selector | Sequence[Selector] | None, plain: Trace) -> list[str]:
+        model = self._model
+        names = {module: name for name, module in model.named_modules()}
+        if wanted is not None:
+            return [names[each.module] for each in blocks_of(model, wanted)]
+        plain.tree.fixed_bytes = plain.weights_bytes + plain.gradients_bytes
+        also = [[names[each] for each in found] for found in (find_blocks(model), innermost_blocks(model))]
+        chosen = choose_blocks(plain.tree, share_that_stays=SHARE_THAT_STAYS, also=also).modules
+        return [str(each) for each in chosen]
+
+    def _told(self, step_bytes: int, seconds: float) -> StepEstimate:
+        """Return what a step takes, by the most that forward and backward take without the optimizer's states."""
+        step_ms = 1e3 * seconds
+        return StepEstimate(
+            peak_bytes=max(step_bytes + self._optimizer_bytes, self._other_bytes),
+            step_ms=step_ms,
+            low_ms=step_ms * (1 - self._spread),
+            high_ms=step_ms * (1 + self._spread),
+        )
+
+    def _plan(self, plan: StepPlan, step: Step) -> StepEstimate:
+        return self._told(step.peak_bytes(plan), plan.step_s)
+
+    def _planned(self, step: Step, *, or_least: bool) -> StepEstimate | None:
+        plan = plan_step(step, self._memory_bytes - self._optimizer_bytes)
+        if plan is not None:
+            return self._plan(plan, step)
+        return self._plan(least_plan(step), step) if or_least else None
+
+    def _notes(self, plain: Trace) -> list[str]:
+        notes = list(plain.notes)
+        if not self._model.training:
+            notes.append("the model is in eval mode: dropout and batch normalization save other tensors in training")
+        if plain.guess_count:
+            notes.append(f"forward asked for {plain.guess_count} numbers that only data would tell: these are guesses")
+        dtypes = {each.cost.dtype for each in plain.operators if each.cost.flops}
+        if torch.bfloat16 in dtypes and not self._card.has_bfloat16:
+            notes.append(
+                f"{self._card.name} has no bfloat16: its times are those of float32. Use float16 with a GradScaler"
+            )
+        return notes
+
+
+def _advice(
+    plain: StepEstimate,
+    moved: StepEstimate | None,
+    checkpointed: StepEstimate | None,
+    fit: StepEstimate | None,
+    least: StepEstimate | None,
+    memory_bytes: int,
+    fixed_bytes: int,
+) -> tuple[Advice, str]:
+    room = human_bytes(memory_bytes)
+    if plain.peak_bytes * _RESERVED <= memory_bytes:
+        return "plain", f"It fits: {human_bytes(plain.peak_bytes)} of {room}. Nothing makes it faster."
+    if fixed_bytes > memory_bytes:
+        return "none", (
+            f"Weights, gradients and the optimizer take {human_bytes(fixed_bytes)}, more than {room}, before anything "
+            "is saved: shard them (FSDP), train fewer of them (LoRA), or use an optimizer that keeps less."
+        )
+    if fit is None or moved is None or checkpointed is None:
+        needed = "" if least is None else f": even fit needs {human_bytes(least.peak_bytes)}"
+        return "none", f"It does not fit in {room}{needed}. Take a smaller batch or shorter sequences."
+    why = (
+        f"The step as it is needs {human_bytes(plain.peak_bytes)} of {room}"
+        f"{', and as much again as the allocator reserves' if plain.peak_bytes <= memory_bytes else ''}. "
+    )
+    others: list[tuple[Advice, str, StepEstimate]] = [
+        ("move", "moving", moved),
+        ("checkpoint", "checkpoints", checkpointed),
+    ]
+    texts = []
+    for way, name, step in others:
+        fits = step.peak_bytes <= memory_bytes
+        if fits and step.step_ms <= _HARDLY_LONGER * fit.step_ms:
+            times = f"{step.step_ms / plain.step_ms:.2f} times the plain step's time"
+            return way, f"{why}With {name} it takes {times}, and fit would hardly be faster."
+        texts.append(f"{name} {step.step_ms / plain.step_ms:.2f}" if fits else f"{name} does not fit")
+    return "fit", f"{why}In it fit takes {fit.step_ms / plain.step_ms:.2f} times its time; {', '.join(texts)}."
