@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from torchoffload._estimate.kernels import kernels_of_a_gpu
+from torchoffload._estimate.kernels import GpuKernels, kernels_of_a_gpu
 from torchoffload._estimate.operators import Cost, cost_of
 from torchoffload._fit.choosing.answers import Answers, Stop
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
@@ -240,11 +240,16 @@ class _Run:
             for argument, value in zip(operator._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor)
         ]
-        cost = cost_of(operator, args, kwargs, given, made, written)
-        makes = self._numbers(made)
-        self.trace.operators.append(
-            Operator(operator, cost, self._is_backward, self._label, self._numbers(given), makes, self._numbers(written))
+        called = Operator(
+            operator=operator,
+            cost=cost_of(operator, args, kwargs, given, made, written),
+            is_backward=self._is_backward,
+            call=self._label,
+            reads=self._numbers(given),
+            makes=self._numbers(made),
+            writes=self._numbers(written),
         )
+        self.trace.operators.append(called)
         if self._does_nothing and not self._is_backward:
             self._collector.note_operator((args, kwargs), output)
 
@@ -289,8 +294,12 @@ class _Run:
         module.forward = forward
 
     def _run_block(self, plain: Callable[..., Any], number: int, args: Any, kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with GpuKernels():  # also if it is computed again
+                return plain(*args, **kwargs)
+
         with saved_tensors_hooks(lambda tensor: self._pack_input(number, tensor), self._unpack_input):
-            return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _pack_input(self, number: int, tensor: torch.Tensor) -> Any:
         if self._blocks is Blocks.CHECKPOINTED or any(each._cdata in self._state for each in storages_in(tensor)):
@@ -357,7 +366,7 @@ class _Run:
                 trace.loss_bytes = ledger.now
                 trace.between_bytes = ledger.peak_since()
                 self._is_backward, self._call = True, None
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 del loss
                 self._end_segment()
         gradients = [each.grad for each in trained if each.grad is not None]
@@ -373,15 +382,16 @@ class _Run:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise ValueError("the loss function must return a tensor of one element")
             return loss.sum()
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(loss, torch.Tensor):
-            return loss.sum()
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, torch.Tensor):
+            return own.sum()
         tensors = [each for each in tree_leaves(_plain(output)) if _is_tensor(each) and each.requires_grad]
         if not tensors:
             raise ValueError("the model returns no tensor that needs a gradient: is it in training mode, and unfrozen?")
         if len(tensors) > 1 or tensors[0].numel() > 1:
-            self.trace.notes.append("the model returns no loss, and none was given: the sum of its output stands for it")
-        return tensors[0].float().sum()
+            self.trace.notes.append("the model returns no loss, and none was given: the sum of its output is taken")
+        total: torch.Tensor = tensors[0].float().sum()
+        return total
 
 
 def _is_tensor(value: Any) -> bool:

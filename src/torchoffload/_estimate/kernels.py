@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["kernels_of_a_gpu"]
+__all__ = ["GpuKernels", "kernels_of_a_gpu"]
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -37,13 +37,17 @@ _IN_FLOAT32 = frozenset(
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Attention by the kernel that a GPU would take: flash attention without a mask, else the efficient one."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+
+    def by_math() -> Any:
+        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
     size, is_half = query.shape[-1], query.dtype in _HALF
     if query.dim() != 4 or size != value.shape[-1]:
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return by_math()
     is_flash = is_half and attn_mask is None and size <= _LARGEST_HEAD
     if enable_gqa and query.shape[1] != key.shape[1] and not is_flash:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -54,7 +58,7 @@ def _attention(
         output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale or size**-0.5)[0]
         return output[..., :size] if padding else output
     if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return by_math()
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
@@ -64,19 +68,27 @@ def _attention(
     )[0]
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    input: torch.Tensor,  # noqa: A002 (its name in torch)
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
     """Dropout by the kernel of a GPU, which saves a mask of one byte an element."""
     if not training or p == 0 or inplace:
         return _plain_dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
 
 
-_math = functional.scaled_dot_product_attention
+_math: Any = functional.scaled_dot_product_attention
 _plain_dropout = functional.dropout
 
 
-class _Kernels(TorchFunctionMode):
-    """Puts the operators of a GPU in the place of those that are called."""
+class GpuKernels(TorchFunctionMode):
+    """Puts the operators of a GPU in the place of those that are called.
+
+    PyTorch switches such a mode off in backward, and inside of its own functions in Python.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,9 +123,9 @@ def kernels_of_a_gpu() -> Iterator[None]:
     def dropout(*args: Any, **kwargs: Any) -> Any:
         return (_dropout if threading.get_ident() == thread else before[1])(*args, **kwargs)
 
-    functional.scaled_dot_product_attention, functional.dropout = attention, dropout  # type: ignore[assignment]
+    functional.scaled_dot_product_attention, functional.dropout = attention, dropout
     try:
-        with _Kernels():
+        with GpuKernels():
             yield
     finally:
-        functional.scaled_dot_product_attention, functional.dropout = before  # type: ignore[assignment]
+        functional.scaled_dot_product_attention, functional.dropout = before

@@ -31,7 +31,9 @@ class Cost:
         The bytes that it reads and writes.
     smallest : int
         The smallest of the three sizes of a product, and of a convolution its input channels for each output: tensor
-        cores do little with small ones. 0 for the others.
+        cores do little with small ones. The size of attention's heads. 0 for the others.
+    length : int
+        How many keys attention has; 0 for the others.
     dtype : torch.dtype
         What it computes in.
     """
@@ -41,6 +43,7 @@ class Cost:
     nbytes: int
     smallest: int
     dtype: torch.dtype
+    length: int = 0
 
 
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm)
@@ -70,7 +73,7 @@ def cost_of(
     """
     packet = operator.overloadpacket
     dtype = next((each.dtype for each in tensors_in if each.is_floating_point()), torch.float32)
-    if packet in _MAKES_NOTHING or not made and not written:
+    if packet in _MAKES_NOTHING or (not made and not written):
         return Cost("other", 0, 0, 0, dtype)
     read = sum(map(_nbytes, tensors_in))
     returned = sum(map(_nbytes, made)) + sum(map(_nbytes, written))
@@ -87,7 +90,8 @@ def cost_of(
     if name in _ATTENTION:
         arguments = _arguments(operator, args, kwargs)
         is_backward = name.endswith("_backward")
-        return Cost("attention backward" if is_backward else "attention", _attention(arguments), nbytes, 0, dtype)
+        kind, flops = "attention backward" if is_backward else "attention", _attention(arguments)
+        return Cost(kind, flops, nbytes, arguments["query"].shape[-1], dtype, length=arguments["key"].shape[-2])
     return Cost("other", _by_torch(packet, args, kwargs, made), nbytes, 0, dtype)
 
 
@@ -132,11 +136,11 @@ _ATTENTION = frozenset(
 
 def _arguments(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [each.name for each in operator._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _attention(arguments: dict[str, Any]) -> int:
-    """Return the operations of attention: two products, of which backward has five, and half of them if it is causal."""
+    """Return the operations of attention: two products, five in backward, and half of that if it is causal."""
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     batch, heads, length, size = query.shape
     products = 5 * (size + value.shape[-1]) // 2 if "grad_out" in arguments or "grad_out_" in arguments else None

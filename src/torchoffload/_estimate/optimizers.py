@@ -46,7 +46,7 @@ class Optimizer:
         return self.scratch * sum(each.numel() * each.element_size() for each in parameters)
 
 
-# torch 2.13, the default on CUDA, which is foreach. AdamW in float32 beside bfloat16 weights keeps the weights once more.
+# torch 2.13, the default on CUDA, which is foreach. "adamw-fp32": beside bfloat16 weights, which it keeps once more.
 OPTIMIZERS = {
     "adamw": Optimizer(states=2, scratch=1),
     "adam": Optimizer(states=2, scratch=1),

@@ -30,7 +30,7 @@ def seconds_of_step(trace: Trace, card: Card) -> float:
     return max(sum(seconds_of(each.cost, card) for each in trace.operators), HOST_S * len(trace.operators))
 
 
-def step_of(plain: Trace, moved: Trace, card: Card, other_bytes: int) -> Step:
+def step_of(plain: Trace, moved: Trace, card: Card, *, other_bytes: int, host_bytes: int) -> Step:
     """Return the step that is planned for.
 
     Parameters
@@ -41,6 +41,8 @@ def step_of(plain: Trace, moved: Trace, card: Card, other_bytes: int) -> Step:
         The card.
     other_bytes : int
         The most on the device outside of forward and backward.
+    host_bytes : int
+        What host memory has room for.
     """
     device_s = sum(seconds_of(each.cost, card) for each in plain.operators)
     pace = seconds_of_step(plain, card) / device_s if device_s else 1.0
@@ -49,11 +51,11 @@ def step_of(plain: Trace, moved: Trace, card: Card, other_bytes: int) -> Step:
         return seconds_of(operator.cost, card) * pace
 
     forward: defaultdict[int, list[Operator]] = defaultdict(list)
-    backward_s: Counter[int] = Counter()
+    backward_s: defaultdict[int, float] = defaultdict(float)
     outside = [0.0, 0.0, 0.0]
     count, begun = len(plain.calls), set[int]()
     for each in plain.operators:
-        if each.call is None:
+        if not isinstance(each.call, int):
             outside[_place(each, begun, count)] += seconds(each)
         elif each.is_backward:
             backward_s[each.call] += seconds(each)
@@ -88,6 +90,7 @@ def step_of(plain: Trace, moved: Trace, card: Card, other_bytes: int) -> Step:
         loss_bytes=moved.between_bytes,
         other_bytes=other_bytes,
         least_moved_bytes=_LEAST_MOVED_BYTES,
+        tier_bytes=host_bytes,
         out_bytes_per_s=link.out_bytes_per_s,
         in_bytes_per_s=link.in_bytes_per_s,
         latency_s=link.latency_s,

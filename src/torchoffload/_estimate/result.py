@@ -24,12 +24,15 @@ class StepEstimate:
         How long forward and backward take, in milliseconds, without the optimizer.
     low_ms, high_ms : float
         The range in which that is expected to be.
+    host_bytes : int
+        What moves to host memory.
     """
 
     peak_bytes: int
     step_ms: float
     low_ms: float
     high_ms: float
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,8 +122,8 @@ class Collector:
 
         Parameters
         ----------
-        modules : mapping of nn.Module to nn.Module
-            The modules that are called, and the modules that stand for them in the tree.
+        modules : mapping of nn.Module to hashable
+            The modules that are called, and what stands for them in the tree.
 
         Returns
         -------
@@ -137,15 +137,15 @@ class Collector:
             handles.append(called.register_forward_hook(ends, always_call=True))
         return handles
 
-    def _begins(self, module: nn.Module, _called: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begins(self, module: Hashable, _called: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_transformed():
             self.begin(module, (args, kwargs))
 
-    def _ends(self, module: nn.Module, *_call: Any) -> None:
+    def _ends(self, module: Hashable, *_call: Any) -> None:
         if not is_transformed():
             self.end(module)
 
-    def begin(self, module: nn.Module, arguments: Any) -> None:
+    def begin(self, module: Hashable, arguments: Any) -> None:
         """Note that a call of a module begins."""
         if threading.get_ident() != self._thread:
             return
@@ -154,7 +154,7 @@ class Collector:
         self._stack[-1].calls.append(call)
         self._stack.append(call)
 
-    def end(self, module: nn.Module) -> None:
+    def end(self, module: Hashable) -> None:
         """Note that the latest call of a module ends."""
         if threading.get_ident() != self._thread or all(call.module is not module for call in self._stack):
             return
