@@ -5,8 +5,8 @@
 Needs transformers, and neither a GPU nor memory. All numbers are arithmetic by ``torchoffload.estimate``. One sequence
 is trained in bfloat16: all parameters with AdamW in 8 bits, or an adapter (LoRA of rank 16 at all linear layers) beside
 frozen weights. A cell has the way that is advised with the time of forward and backward beside that of the plain step,
-were there memory for that, and the peak. At most 64 GiB move to host memory. A plain step has room if 1.1 times its peak
-is there, since the allocator reserves more than it hands out.
+were there memory for that, and the peak. At most 64 GiB move to host memory. A plain step has room if 1.1 times its
+peak is there, since the allocator reserves more than it hands out.
 """
 
 import argparse
