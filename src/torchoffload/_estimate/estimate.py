@@ -236,6 +236,8 @@ def traces_of(
     notes = list(plain.notes)
     if not model.training:
         notes.append("the model is in eval mode: dropout and batch normalization save other tensors in training")
+    if any(isinstance(each, nn.RNNBase) for each in model.modules()):
+        notes.append("recurrent layers: cuDNN saves more than is counted here, and their time is not known")
     if plain.guess_count:
         notes.append(f"numbers that only data would tell were guessed, {plain.guess_count} times")
     return Traces(

@@ -66,6 +66,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._scalar(args[0])
         if packet is _aten.nonzero and isinstance(args[0], FakeTensor):
             output: Any = args[0].new_empty((_count(args[0]), args[0].dim()), dtype=torch.long)
+        elif packet is _aten._grouped_mm and args[0].dtype is not torch.bfloat16 and isinstance(args[0], FakeTensor):
+            output = args[0].new_empty(_grouped_shape(args[0], args[1], _offsets(args, keywords)))
         else:
             if packet in _INDEXING:
                 args = (args[0], _indices(args[1]), *args[2:])
@@ -98,6 +100,20 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _offsets(args: Any, kwargs: Any) -> Any:
+    return args[2] if len(args) > 2 else kwargs.get("offs")
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the shape of a grouped product. The one for fake tensors knows bfloat16 alone, and CPUs know others."""
+    if left.dim() == right.dim() == 2:
+        assert offsets is not None
+        return offsets.shape[0], left.shape[0], right.shape[1]
+    if left.dim() == 2:
+        return left.shape[0], right.shape[2]
+    return (left.shape[1], right.shape[1]) if right.dim() == 2 else (left.shape[0], left.shape[1], right.shape[2])
 
 
 def _count(tensor: FakeTensor) -> int:
