@@ -183,6 +183,43 @@ def test_attention_saves_no_matrix_of_weights_as_on_a_gpu():
     assert torchoffload.estimate(Attention(), x).saved_bytes < 3 * x.nbytes
 
 
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.tanh_())
+
+
+@pytest.mark.parametrize("block", [SelfAttention, InPlace])
+def test_blocks_that_ask_whether_arguments_are_the_same_or_write_to_them(block: type[nn.Module]):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(block() for _ in range(4)))
+    found = torchoffload.estimate(model, inputs()[0], blocks=[block], optimizer="none")
+    assert found.fit_least.peak_bytes <= found.checkpointed.peak_bytes <= found.plain.peak_bytes
+
+
+def test_moved_inputs_are_not_on_the_device_at_the_loss():
+    from torchoffload._estimate.dry_step import Blocks
+
+    model, (x, _) = Net(), inputs()
+    names = [f"layers.{number}" for number in range(4)]
+    kept, moved = (
+        dry_step(model, (x,), {}, Setting(), blocks=names, do=each) for each in (Blocks.CHECKPOINTED, Blocks.MOVED)
+    )
+    # All but the input of the model, which the loop holds.
+    assert kept.loss_bytes - moved.loss_bytes == 3 * x.nbytes
+
+
 # ---- Which way
 
 
@@ -253,7 +290,7 @@ def test_recurrent_layers_are_noted():
         ({"gpu": 4090}, TypeError, "the name of a card"),
         ({"optimizer": "adamww"}, ValueError, "Did you mean 'adamw'"),
         ({"optimizer": -1}, ValueError, "at least 0"),
-        ({"optimzer": "sgd"}, TypeError, "did you mean optimizer"),
+        ({"optimiser": "sgd"}, TypeError, "did you mean optimizer"),
         ({"dtype": "bfloat"}, ValueError, "Did you mean 'bfloat16'"),
         ({"autocast": torch.int8}, ValueError, "no floating-point dtype"),
         ({"loss": 3}, TypeError, "loss must be a function"),

@@ -1,17 +1,22 @@
 """Estimates beside steps that were measured on an H200: bytes within a few percent, times within 30%."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 import torchoffload
+from torchoffload._estimate.cards import find_card
+from torchoffload._estimate.dry_step import Setting
+from torchoffload._estimate.estimate import tell, traces_of
+from torchoffload._estimate.optimizers import find_optimizer
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
 
 pytest.importorskip("transformers")
-
-from measured import MEASURED
+from measured import MEASURED  # noqa: E402
 
 GIB = float(2**30)
 SLOW = {"A", "ConvNeXt", "GPT-2", "ViT", "Whisper", "mixture"}  # 5 to 15 s each, on a busy machine with two cores
@@ -34,6 +39,20 @@ def test_an_estimate_is_near_what_was_measured(name: str):
         assert found.checkpointed.peak_bytes / GIB == pytest.approx(measured.checkpointed_gib, rel=0.1)
         assert found.checkpointed.step_ms == pytest.approx(measured.checkpointed_ms, rel=0.3)
         assert found.checkpointed.low_ms <= measured.checkpointed_ms <= found.checkpointed.high_ms
+
+
+@pytest.mark.parametrize(("name", "file"), [("B", "2026-11-23-h200-fit-B"), ("C", "2026-11-24-h200-fit-C")])
+def test_steps_under_fit_are_near_what_was_measured(name: str, file: str):
+    made = MEASURED[name].make()
+    traces = traces_of(made.model, made.args, made.kwargs, Setting(keeps_gradients=True))
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+    rows = [row for row in result["rows"] if row["way"] == "fit"]
+    assert len(rows) > 3
+    for row in rows:
+        memory_bytes = int(row["budget_gib"] * GIB)
+        found = tell(traces, find_card("H200"), find_optimizer("none"), memory_bytes, 100 << 30).fit
+        assert found.peak_bytes <= memory_bytes
+        assert found.low_ms <= row["step_ms"] <= found.high_ms
 
 
 def test_half_of_the_measured_steps_were_not_tuned_on():

@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from torchoffload._estimate.kernels import GpuKernels, kernels_of_a_gpu
@@ -213,6 +213,62 @@ class _Ledger:
         return peak
 
 
+class _Reload(torch.autograd.Function):
+    """Makes the tensor that comes back for one that was moved."""
+
+    @staticmethod
+    def forward(_ctx: Any, _source: torch.Tensor, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Any) -> tuple[None, ...]:
+        return None, None, None, None
+
+
+class _Moved(NamedTuple):
+    """A tensor that was moved."""
+
+    size: Any
+    stride: Any
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def again(self) -> torch.Tensor:
+        source = torch.empty(0, requires_grad=self.requires_grad)  # so that it is no leaf, as what it stands for
+        return _Reload.apply(source, self.size, self.stride, self.dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Inputs:
+    """The arguments of a block, which stay, or move but for parameters and buffers."""
+
+    def __init__(self, arguments: Any, state: Mapping[int, Any], *, moves: bool) -> None:
+        moved: dict[int, _Moved] = {}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if not moves or any(each._cdata in state for each in storages_in(tensor)):
+                return tensor
+            if id(tensor) not in moved:
+                moved[id(tensor)] = _Moved(tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad)
+            return moved[id(tensor)]
+
+        self._kept = tree_map_only(torch.Tensor, pack, arguments)
+
+    def again(self) -> Any:
+        """Return the arguments."""
+        back: dict[int, torch.Tensor] = {}
+
+        def unpack(moved: _Moved) -> torch.Tensor:
+            if id(moved) not in back:
+                back[id(moved)] = moved.again()
+            return back[id(moved)]
+
+        return tree_map(lambda each: unpack(each) if isinstance(each, _Moved) else each, self._kept, is_leaf=_is_moved)
+
+
+def _is_moved(value: Any) -> bool:
+    return isinstance(value, _Moved)
+
+
 class _Run:
     """One dry step under way."""
 
@@ -294,25 +350,19 @@ class _Run:
         module.forward = forward
 
     def _run_block(self, plain: Callable[..., Any], number: int, args: Any, kwargs: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        fresh = [(args, kwargs)]
+        kept = _Inputs((args, kwargs), self._state, moves=self._blocks is Blocks.MOVED)
+
+        # The inputs are no arguments of the checkpoint: these would come back as different tensors where they were the
+        # same, and modules ask for that, such as nn.MultiheadAttention.
+        def run() -> Any:
+            if not fresh:
+                self._begin_backward_of(number)
+            given, keywords = fresh.pop() if fresh else kept.again()
             with GpuKernels():  # also if it is computed again
-                return plain(*args, **kwargs)
+                return plain(*given, **keywords)
 
-        with saved_tensors_hooks(lambda tensor: self._pack_input(number, tensor), self._unpack_input):
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    def _pack_input(self, number: int, tensor: torch.Tensor) -> Any:
-        if self._blocks is Blocks.CHECKPOINTED or any(each._cdata in self._state for each in storages_in(tensor)):
-            return number, tensor.detach(), None
-        return number, None, (tensor.size(), tensor.stride(), tensor.dtype)
-
-    def _unpack_input(self, packed: Any) -> torch.Tensor:
-        number, tensor, like = packed
-        self._begin_backward_of(number)
-        if tensor is not None:
-            return tensor  # type: ignore[no-any-return]
-        size, stride, dtype = like
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
     def _begin_backward_of(self, number: ModuleCall | int | None) -> None:
         """Note that backward has come to a block; None: that it is outside of blocks."""
