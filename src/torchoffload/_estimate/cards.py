@@ -75,15 +75,16 @@ def _card(
     )  # fmt: skip
 
 
-# Dense rates with float32 accumulation. The memory is what torch.cuda.get_device_properties reports.
+# Dense rates with float32 accumulation. The memory is what torch.cuda.get_device_properties reports, with ECC where the
+# card has it on by default.
 CARDS = (
     _card("RTX 3090", 71.0, 35.6, 35.6, 23.7, 936, _PCIE_4,
           "NVIDIA Ampere GA102 GPU Architecture, whitepaper, table of the GeForce RTX 3090"),
-    _card("RTX 4090", 165.2, 82.6, 82.6, 23.6, 1008, _PCIE_4,
+    _card("RTX 4090", 165.2, 82.6, 82.6, 23.5, 1008, _PCIE_4,
           "NVIDIA Ada GPU Architecture, whitepaper, appendix A"),
     _card("RTX 5090", 209.5, 104.8, 104.8, 31.4, 1792, _PCIE_5,
           "NVIDIA RTX Blackwell GPU Architecture, whitepaper, appendix A"),
-    _card("RTX 6000 Ada", 364.2, 91.1, 182.1, 47.5, 960, _PCIE_4,
+    _card("RTX 6000 Ada", 364.2, 91.1, 182.1, 44.4, 960, _PCIE_4,
           "NVIDIA Ada GPU Architecture, whitepaper, appendix B; RTX 6000 Ada data sheet"),
     _card("L40S", 362.1, 91.6, 183.0, 44.4, 864, _PCIE_4, "NVIDIA L40S data sheet"),
     _card("T4", 65.0, 8.1, 8.1, 14.6, 300, _PCIE_3, "NVIDIA T4 data sheet; no bfloat16, the rate is that of float16",
