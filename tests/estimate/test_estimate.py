@@ -295,6 +295,8 @@ def test_recurrent_layers_are_noted():
         ({"autocast": torch.int8}, ValueError, "no floating-point dtype"),
         ({"loss": 3}, TypeError, "loss must be a function"),
         ({"memory": "lots"}, ValueError, "memory must be"),
+        ({"memory": 24}, ValueError, 'did you mean "24GiB"'),
+        ({"host_memory": 0.5}, ValueError, "host_memory must be an amount"),
         ({"keep_gradients": 1}, TypeError, "True or False"),
         ({"labels": 1}, TypeError, "not what Net.forward takes"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchoffload._contexts.amounts import parse_memory
+from torchoffload._contexts.amounts import parse_amount
 from torchoffload._contexts.options import check_module
 from torchoffload._estimate.cards import Card, find_card
 from torchoffload._estimate.dry_step import Blocks, Setting, Trace, dry_step
@@ -128,7 +128,7 @@ def estimate(
     if not isinstance(keep_gradients, bool):
         raise TypeError(f"keep_gradients must be True or False, got {type(keep_gradients).__name__}")
     card_bytes = int(card.memory_gib * _GIB)
-    memory_bytes = room_of(card) if memory is None else parse_memory(memory, card_bytes)
+    memory_bytes = room_of(card) if memory is None else _bytes("memory", memory, card_bytes)
     setting = Setting(
         dtype=_dtype("dtype", dtype),
         autocast=_dtype("autocast", autocast),
@@ -136,7 +136,7 @@ def estimate(
         keeps_gradients=keep_gradients,
         limit_s=limit_s,
     )
-    host_bytes = parse_memory(host_memory, None)
+    host_bytes = _bytes("host_memory", host_memory, None)
     traces = traces_of(computing(model), inputs, more_inputs, setting, blocks)
     return tell(traces, card, keeper, memory_bytes, host_bytes)
 
@@ -144,6 +144,17 @@ def estimate(
 def room_of(card: Card) -> int:
     """Return the bytes of a card that a step may take."""
     return max(1, int(card.memory_gib * _GIB) - _CONTEXT_BYTES)
+
+
+def _bytes(name: str, given: float | str, total_bytes: int | None) -> int:
+    """Return an amount in bytes; a fraction is one of ``total_bytes``."""
+    amount = parse_amount(given)
+    if amount.nbytes is None and total_bytes is None:
+        raise ValueError(f'{name} must be an amount, such as "64GiB": a machine that is not there has no total')
+    nbytes = amount.in_bytes(lambda: total_bytes or 1)
+    if not amount.has_unit and nbytes < 1 << 20:
+        raise ValueError(f'{name}={given} means {nbytes} bytes; did you mean "{given}GiB"?')
+    return nbytes
 
 
 def _dtype(name: str, given: object) -> torch.dtype | None:
