@@ -10,16 +10,15 @@ inputs stay, as fit reckons where inputs may move.
 """
 
 import argparse
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from torchoffload._estimate.kernels import kernels_of_a_gpu
 from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks, with_blocks
 from torchoffload._fit.choosing.dry_run import DryRunError, dry_run
 from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
@@ -27,50 +26,6 @@ from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 _LIMIT_S = 600.0
 _GIB = float(2**30)
-_aten = torch.ops.aten
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Attention by the kernel that a GPU would take: flash attention without a mask, else the efficient one."""
-    size = query.shape[-1]
-    if enable_gqa and query.shape[1] != key.shape[1] and attn_mask is not None:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-    if query.dim() != 4 or size != value.shape[-1] or query.dtype not in (torch.bfloat16, torch.float16):
-        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and size <= 256:
-        padding = -size % 8
-        padded = [functional.pad(each, (0, padding)) if padding else each for each in (query, key, value)]
-        output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale or size**-0.5)[0]
-        return output[..., :size] if padding else output
-    if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
-
-
-def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout by the kernel of a GPU, which saves a mask of one byte an element."""
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 and not inplace else x
-
-
-_math_attention = functional.scaled_dot_product_attention
-
-
-@contextlib.contextmanager
-def _kernels_of_a_gpu() -> Iterator[None]:
-    real = functional.scaled_dot_product_attention, functional.dropout
-    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = real
 
 
 def _ids(batch: int, length: int) -> torch.Tensor:
@@ -342,7 +297,7 @@ def row(make: Callable[[], Made]) -> list[str]:
         model, args, kwargs = make()
     model = model.train().to(torch.bfloat16)
     began = time.perf_counter()
-    with _kernels_of_a_gpu():
+    with kernels_of_a_gpu():
         tree = dry_run(model, tuple(map(_cast, args)), _cast(kwargs), limit_s=_LIMIT_S)
     took_s = time.perf_counter() - began
     by_structure = find_blocks(model), innermost_blocks(model)

@@ -35,16 +35,29 @@ from torchoffload._observe.stats import OffloadStats, TapeStats, reset_stats, st
 from torchoffload._observe.timing import EntryKind, ProfileEntry, TapeTiming, Timing, Transfers
 
 if _TYPE_CHECKING:
+    from torchoffload._estimate.cards import Card
+    from torchoffload._estimate.estimate import estimate
+    from torchoffload._estimate.result import Estimate, StepEstimate
     from torchoffload._fit.model.describe import FrontierPoint
     from torchoffload._fit.model.fit import FitPlan, Fitted, fit
 else:
-    # fit is half of the package, and most programs do not call it: its modules are imported when it is first asked for.
-    _OF_FIT = {"FitPlan": "fit", "Fitted": "fit", "FrontierPoint": "describe", "fit": "fit"}  # of _fit.model
+    # fit and estimate are half of the package, and most programs call neither: their modules are imported when they are
+    # first asked for.
+    _LATER = {
+        "Card": "_estimate.cards",
+        "Estimate": "_estimate.result",
+        "FitPlan": "_fit.model.fit",
+        "Fitted": "_fit.model.fit",
+        "FrontierPoint": "_fit.model.describe",
+        "StepEstimate": "_estimate.result",
+        "estimate": "_estimate.estimate",
+        "fit": "_fit.model.fit",
+    }
 
     def __getattr__(name: str) -> _Any:
-        if name not in _OF_FIT:
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(_importlib.import_module(f"torchoffload._fit.model.{_OF_FIT[name]}"), name)
+        value = globals()[name] = getattr(_importlib.import_module(f"torchoffload.{_LATER[name]}"), name)
         return value
 
     def __dir__() -> list[str]:
@@ -54,7 +67,9 @@ else:
 __version__ = _build_info.version
 
 __all__ = [
+    "Card",
     "EntryKind",
+    "Estimate",
     "FitPlan",
     "Fitted",
     "FrontierPoint",
@@ -67,11 +82,13 @@ __all__ = [
     "OffloadedModules",
     "Profile",
     "ProfileEntry",
+    "StepEstimate",
     "TapeStats",
     "TapeTiming",
     "Timing",
     "Transfers",
     "__version__",
+    "estimate",
     "fit",
     "get_act_offloading_ctx_manager",
     "host_memory",

@@ -1,5 +1,6 @@
 """The lines of text that report() and a Profile have in common: a name, a value, and what it says."""
 
+from torchoffload._observe.cost import CostOfGib, cost_line
 from torchoffload._observe.reasons import REASONS
 from torchoffload._observe.stats import OffloadStats, TapeStats
 from torchoffload._observe.timing import Timing, Transfers
@@ -55,4 +56,7 @@ def timing_lines(timing: Timing, *, indent: str = "") -> list[str]:
     loss_bytes = timing.loss_device_bytes
     at_loss = "" if loss_bytes is None else f", {human_bytes(loss_bytes)} at the loss"
     lines.append(row(f"{indent}device memory", human_bytes(timing.peak_device_bytes), f"at most{at_loss}"))
+    rates = timing.out.bytes_per_s, timing.back.bytes_per_s
+    if (cost := CostOfGib.measured(timing.computing_s, timing.saved_bytes, *rates)) is not None:
+        lines.append(f"  {indent}{cost_line(cost)}")
     return lines

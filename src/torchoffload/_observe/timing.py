@@ -135,6 +135,11 @@ class Timing:
     peak_device_bytes : int
         The most bytes that were allocated on the device at any entry. What an operator allocates and frees between two
         entries is not seen.
+    saved_bytes : int
+        The bytes of the records that autograd saved, whether they moved or not.
+    computing_s : float
+        The seconds from the first entry to the last one of each tape without those that the compute stream waited. For
+        several tapes on a device these are the seconds that lie in any tape; for several devices, the sum over them.
     """
 
     window_wait_s: float
@@ -144,6 +149,8 @@ class Timing:
     back: Transfers
     loss_device_bytes: int | None
     peak_device_bytes: int
+    saved_bytes: int
+    computing_s: float
 
     @property
     def stall_s(self) -> float:
@@ -195,12 +202,23 @@ def _transfers(entries: Sequence[ProfileEntry], kind: EntryKind) -> Transfers:
     )
 
 
+def _span_s(entries: Sequence[ProfileEntry]) -> float:
+    """Return the seconds that lie between the first and the last entry of any tape, added up over the devices."""
+    spans: dict[tuple[str, int], tuple[float, float]] = {}
+    for each in entries:
+        begin_s, end_s = spans.get((each.device, each.tape), (each.begin_s, each.end_s))
+        spans[each.device, each.tape] = (min(begin_s, each.begin_s), max(end_s, each.end_s))
+    devices = {device for device, _ in spans}
+    return sum(_covered_s(span for (device, _), span in spans.items() if device == each) for each in devices)
+
+
 def sum_up(entries: Sequence[ProfileEntry]) -> Timing:
     """Add up entries, of whatever tapes and devices they are."""
     waits = dict.fromkeys((EntryKind.WINDOW_WAIT, EntryKind.RELOAD_WAIT, EntryKind.DROP_WAIT), 0.0)
     for entry in entries:
         if entry.kind in waits:
             waits[entry.kind] += entry.duration_s
+    stall_s = sum(waits.values())
     return Timing(
         window_wait_s=waits[EntryKind.WINDOW_WAIT],
         reload_wait_s=waits[EntryKind.RELOAD_WAIT],
@@ -209,6 +227,8 @@ def sum_up(entries: Sequence[ProfileEntry]) -> Timing:
         back=_transfers(entries, EntryKind.COPY_IN),
         loss_device_bytes=max((each.device_bytes for each in entries if each.kind is EntryKind.CLOSED), default=None),
         peak_device_bytes=max((entry.device_bytes for entry in entries), default=0),
+        saved_bytes=sum(entry.nbytes for entry in entries if entry.kind is EntryKind.READY),
+        computing_s=max(0.0, _span_s(entries) - stall_s),
     )
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["Collector", "leaves_in", "storages_in"]
+__all__ = ["Collector", "Numbers", "leaves_in", "storages_in"]
 
 _MOST_OBJECTS = 20_000
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, nn.Module, type(None))
@@ -61,6 +61,16 @@ def _parts(value: Any) -> list[Any]:
     return found
 
 
+class Numbers(Protocol):
+    """Numbers for storages, as long as these live."""
+
+    nbytes: dict[int, int]
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage."""
+        ...
+
+
 class _Numbers:
     """Numbers for storages. An address names another storage once its storage is gone, so storages are held weakly."""
 
@@ -86,10 +96,12 @@ class Collector:
     ----------
     model : nn.Module
         The model. What its parameters and buffers hold is counted in ``fixed_bytes`` and nowhere else.
+    numbers : Numbers, optional
+        The numbers of storages. Default: numbers of its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._numbers = _Numbers()
+    def __init__(self, model: nn.Module, numbers: Numbers | None = None) -> None:
+        self._numbers: Numbers = _Numbers() if numbers is None else numbers
         state = [*model.parameters(), *model.buffers()]
         trained = [each for each in model.parameters() if each.requires_grad]
         self._state = {storage._cdata: storage for storage in storages_in(state)}
@@ -100,13 +112,18 @@ class Collector:
         self._stack = [root]
         self._thread = threading.get_ident()
 
-    def watch(self, modules: Mapping[nn.Module, nn.Module]) -> list[RemovableHandle]:
+    @property
+    def innermost(self) -> ModuleCall:
+        """The call of a module that is running, the innermost one; the root of the tree outside of all."""
+        return self._stack[-1]
+
+    def watch(self, modules: Mapping[nn.Module, Hashable]) -> list[RemovableHandle]:
         """Have the calls of modules tell of themselves.
 
         Parameters
         ----------
-        modules : mapping of nn.Module to nn.Module
-            The modules that are called, and the modules that stand for them in the tree.
+        modules : mapping of nn.Module to hashable
+            The modules that are called, and what stands for them in the tree.
 
         Returns
         -------
@@ -120,15 +137,15 @@ class Collector:
             handles.append(called.register_forward_hook(ends, always_call=True))
         return handles
 
-    def _begins(self, module: nn.Module, _called: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begins(self, module: Hashable, _called: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_transformed():
             self.begin(module, (args, kwargs))
 
-    def _ends(self, module: nn.Module, *_call: Any) -> None:
+    def _ends(self, module: Hashable, *_call: Any) -> None:
         if not is_transformed():
             self.end(module)
 
-    def begin(self, module: nn.Module, arguments: Any) -> None:
+    def begin(self, module: Hashable, arguments: Any) -> None:
         """Note that a call of a module begins."""
         if threading.get_ident() != self._thread:
             return
@@ -137,7 +154,7 @@ class Collector:
         self._stack[-1].calls.append(call)
         self._stack.append(call)
 
-    def end(self, module: nn.Module) -> None:
+    def end(self, module: Hashable) -> None:
         """Note that the latest call of a module ends."""
         if threading.get_ident() != self._thread or all(call.module is not module for call in self._stack):
             return

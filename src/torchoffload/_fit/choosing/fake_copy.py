@@ -1,12 +1,12 @@
 """A copy of a model and its arguments without memory: its tensors are fake, and it shares nothing with the model."""
 
 import copy
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
@@ -71,12 +71,9 @@ def _calls_itself(module: nn.Module) -> bool:
 class _Fakes(TorchFunctionMode):
     """While something is deep-copied, the copies of its tensors are fake."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._mode = mode
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._mode.from_tensor(tensor, static_shapes=True)
+        self.of = of
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,6 +98,8 @@ class FakeCopy:
         The model.
     arguments : tuple
         The positional and the keyword arguments of the call.
+    make_fake : callable, optional
+        Makes the fake tensor of a tensor under the mode that it is given. Default: one that is like the tensor.
 
     Attributes
     ----------
@@ -113,8 +112,14 @@ class FakeCopy:
         module, whatever modules are inside.
     """
 
-    def __init__(self, model: nn.Module, arguments: Any) -> None:
-        self.mode = DryMode(allow_non_fake_inputs=True)
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Any,
+        make_fake: Callable[[DryMode, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.mode = mode = DryMode(allow_non_fake_inputs=True)
+        make = make_fake or _like
         modules = list(model.modules())
         memo: dict[int, Any] = {}
         for module in modules:
@@ -124,7 +129,7 @@ class FakeCopy:
         for leaf in leaves_in([[vars(module) for module in modules], arguments]):
             if isinstance(leaf, torch.Generator):  # it would be copied by way of a tensor
                 memo[id(leaf)] = leaf.clone_state()
-        with _Fakes(self.mode) as fakes:
+        with _Fakes(lambda tensor: make(mode, tensor)) as fakes:
             for tensor in [*model.parameters(), *model.buffers()]:
                 memo[id(tensor)] = fakes.of(tensor)
             copied, self.arguments = copy.deepcopy((model, arguments), memo)
@@ -135,6 +140,10 @@ class FakeCopy:
             memo[id(getattr(each, COMPILED) if COMPILED in each._modules else each)]: each
             for each in called_modules(model)
         }
+
+
+def _like(mode: DryMode, tensor: torch.Tensor) -> torch.Tensor:
+    return mode.from_tensor(tensor, static_shapes=True)
 
 
 def _take_compiled_away(module: nn.Module) -> None:

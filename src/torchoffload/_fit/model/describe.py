@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.plan.step import CallPlan, Step, StepPlan, least_plan, plan_step
 from torchoffload._fit.plan.trials import Trial
+from torchoffload._observe.cost import CostOfGib, cost_line
 from torchoffload._observe.units import human_bytes
 
 __all__ = ["FrontierPoint", "describe", "frontier", "plot"]
@@ -174,6 +175,7 @@ def describe(fitted: Snapshot) -> str:
         f"  with nothing moved or computed again: {_ms(stock.step_s)}, "
         f"{human_bytes(step.peak_bytes(stock))} (predicted)",
     ]
+    lines += _cost_lines(step, stock)
     lines.append("What the blocks do:")
     calls = zip(plan.calls, settled.step.calls, strict=True)
     lines += _runs(fitted.names, [_call_text(fitted, settled.step, planned, call.kind) for planned, call in calls])
@@ -190,6 +192,15 @@ def describe(fitted: Snapshot) -> str:
             "computed again, so it took longer and the gradients are right."
         )
     return "\n".join([*lines, *notes])
+
+
+def _cost_lines(step: Step, stock: StepPlan) -> list[str]:
+    """Return the line on what a GiB costs, if the link was measured."""
+    if not step.may_move:
+        return []
+    rates = step.out_bytes_per_s, step.in_bytes_per_s
+    cost = CostOfGib.measured(stock.step_s, stock.kept_bytes, *rates)
+    return [] if cost is None else [f"  {cost_line(cost, is_fitted=True)}"]
 
 
 def plot(fitted: Snapshot, path: str | os.PathLike[str]) -> None:

@@ -1,0 +1,140 @@
+"""Cards: what a GPU computes and moves in a second, by its data sheet."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+__all__ = ["CARDS", "Card", "find_card"]
+
+# Copies between pinned memory and the device, one direction, in GB/s. Generation 5 was measured on an H200
+# (docs/performance.md): 55 of the 63 that 16 lanes carry. Of the 31.5 and 15.8 of the older ones about four fifths are
+# assumed, which nobody here has measured.
+_PCIE_5, _PCIE_4, _PCIE_3 = 55.0, 25.0, 12.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU, by the figures that an estimate needs.
+
+    Attributes
+    ----------
+    name : str
+        Its name.
+    half_tflops : float
+        The dense rate of matrix products in bfloat16 with float32 accumulation, in 1e12 operations a second, a product
+        and a sum being two. Data sheets often print twice that, for sparse matrices.
+    single_tflops : float
+        The rate in float32.
+    tf32_tflops : float
+        The dense rate in TF32, which convolutions in float32 use by default.
+    memory_gib : float
+        The memory that a CUDA program sees, in GiB: less than the name says.
+    bandwidth_gb_per_s : float
+        Of the device's memory, in 1e9 bytes a second.
+    link_gb_per_s : float
+        Between the device and pinned host memory, in each direction, in 1e9 bytes a second.
+    has_bfloat16 : bool, default True
+        Whether it computes in bfloat16. If not, ``half_tflops`` is that of float16.
+    is_measured : bool, default False
+        Whether steps on it were measured and compared with estimates.
+    source : str, default "the caller"
+        Where the figures are from.
+    """
+
+    name: str
+    half_tflops: float
+    single_tflops: float
+    tf32_tflops: float
+    memory_gib: float
+    bandwidth_gb_per_s: float
+    link_gb_per_s: float
+    has_bfloat16: bool = True
+    is_measured: bool = False
+    source: str = "the caller"
+
+    def __post_init__(self) -> None:
+        for name in _RATES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Card: {name} must be a number, got {type(value).__name__}")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Card: {name} must be above 0 and finite, got {value}")
+
+
+_RATES = ("half_tflops", "single_tflops", "tf32_tflops", "memory_gib", "bandwidth_gb_per_s", "link_gb_per_s")
+
+
+def _card(
+    name: str, half: float, single: float, tf32: float, memory: float, bandwidth: float, link: float, source: str,
+    *, has_bfloat16: bool = True, is_measured: bool = False,
+) -> Card:  # fmt: skip
+    return Card(
+        name=name, half_tflops=half, single_tflops=single, tf32_tflops=tf32, memory_gib=memory,
+        bandwidth_gb_per_s=bandwidth, link_gb_per_s=link, has_bfloat16=has_bfloat16, is_measured=is_measured,
+        source=source,
+    )  # fmt: skip
+
+
+# Dense rates with float32 accumulation. The memory is what torch.cuda.get_device_properties reports, with ECC where the
+# card has it on by default.
+CARDS = (
+    _card("RTX 3090", 71.0, 35.6, 35.6, 23.7, 936, _PCIE_4,
+          "NVIDIA Ampere GA102 GPU Architecture, whitepaper, table of the GeForce RTX 3090"),
+    _card("RTX 4090", 165.2, 82.6, 82.6, 23.5, 1008, _PCIE_4,
+          "NVIDIA Ada GPU Architecture, whitepaper, appendix A"),
+    _card("RTX 5090", 209.5, 104.8, 104.8, 31.4, 1792, _PCIE_5,
+          "NVIDIA RTX Blackwell GPU Architecture, whitepaper, appendix A"),
+    _card("RTX 6000 Ada", 364.2, 91.1, 182.1, 44.4, 960, _PCIE_4,
+          "NVIDIA Ada GPU Architecture, whitepaper, appendix B; RTX 6000 Ada data sheet"),
+    _card("L40S", 362.1, 91.6, 183.0, 44.4, 864, _PCIE_4, "NVIDIA L40S data sheet"),
+    _card("T4", 65.0, 8.1, 8.1, 14.6, 300, _PCIE_3, "NVIDIA T4 data sheet; no bfloat16, the rate is that of float16",
+          has_bfloat16=False),
+    _card("A100 40GB", 312.0, 19.5, 156.0, 39.4, 1555, _PCIE_4, "NVIDIA A100 data sheet, SXM 40GB"),
+    _card("A100 80GB", 312.0, 19.5, 156.0, 79.2, 2039, _PCIE_4, "NVIDIA A100 data sheet, SXM 80GB"),
+    _card("H100 PCIe", 756.0, 51.0, 378.0, 79.1, 2000, _PCIE_5, "NVIDIA H100 data sheet, PCIe, halved: it is sparse"),
+    _card("H100 SXM", 989.5, 67.0, 494.5, 79.1, 3350, _PCIE_5, "NVIDIA H100 data sheet, SXM, halved: it is sparse"),
+    _card("H200", 989.5, 67.0, 494.5, 139.7, 4800, _PCIE_5, "NVIDIA H200 data sheet, SXM, halved: it is sparse",
+          is_measured=True),
+    _card("B200", 2250.0, 75.0, 1125.0, 178.0, 7700, _PCIE_5,
+          "NVIDIA HGX B200 data sheet, an eighth of the eight, halved: it is sparse"),
+)  # fmt: skip
+"""The cards that ``estimate`` knows by name."""
+
+_ALIASES = {"a100": "A100 80GB", "h100": "H100 SXM", "rtx6000ada": "RTX 6000 Ada", "a10040": "A100 40GB",
+            "a10080": "A100 80GB", "h100sxm5": "H100 SXM", "6000ada": "RTX 6000 Ada"}  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    """Return a name without what people write differently."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    for word in ("nvidia", "geforce", "tesla"):
+        letters = letters.replace(word, "")
+    return letters
+
+
+def find_card(gpu: object) -> Card:
+    """Return the card of a name, however it is spelled; a ``Card`` is returned as it is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such card; the message names one that it resembles.
+    """
+    if isinstance(gpu, Card):
+        return gpu
+    if not isinstance(gpu, str):
+        raise TypeError(f"gpu must be the name of a card or a torchoffload.Card, got {type(gpu).__name__}")
+    known: dict[str, Card] = {}
+    for card in CARDS:
+        plain = _plain(card.name)
+        known |= dict.fromkeys((plain, plain.removesuffix("gb"), plain.removeprefix("rtx")), card)
+    known |= {alias: next(card for card in CARDS if card.name == name) for alias, name in _ALIASES.items()}
+    wanted = _plain(gpu)
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {known[near[0]].name!r}?" if near else ""
+    names = ", ".join(card.name for card in CARDS)
+    raise ValueError(f"gpu: no card {gpu!r} is known{hint} The cards: {names}. Any other one: torchoffload.Card(...)."
+                     if near else f"gpu: no card {gpu!r} is known. The cards: {names}. Any other one: "
+                     "torchoffload.Card(...).")  # fmt: skip
