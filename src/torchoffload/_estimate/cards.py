@@ -133,8 +133,6 @@ def find_card(gpu: object) -> Card:
     if wanted in known:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {known[near[0]].name!r}?" if near else ""
+    end = f"; did you mean {known[near[0]].name!r}?" if near else "."
     names = ", ".join(card.name for card in CARDS)
-    raise ValueError(f"gpu: no card {gpu!r} is known{hint} The cards: {names}. Any other one: torchoffload.Card(...)."
-                     if near else f"gpu: no card {gpu!r} is known. The cards: {names}. Any other one: "
-                     "torchoffload.Card(...).")  # fmt: skip
+    raise ValueError(f"gpu: no card {gpu!r} is known{end} The cards: {names}. Any other one: torchoffload.Card(...).")
