@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
     "pytorch_sphinx_theme2",
 ]
 exclude_patterns = ["_templates"]
@@ -98,6 +99,20 @@ PAGES = {ROOT / file: f"{page}.md" for page, file in SHOWN.items()} | {ROOT / "R
 LINK = re.compile(r"\[([^][]*)\]\((?![a-z]+:|#)([^)\s#]+)")
 
 
+# A section that begins with a picture. A page with the mark gets a card for each of its own: thumbnail and title.
+CARDS = "<!-- cards -->"
+PICTURED = re.compile(r"^## (.+)\n\n!\[[^]]*\]\(([^)]+)\)", flags=re.MULTILINE)
+
+
+def cards_of(text: str) -> str:
+    """Make the cards that lead to the sections of a page."""
+    cards = ["::::{grid} 1 2 3 3", ":gutter: 3", ""]
+    for title, picture in PICTURED.findall(text):
+        anchor = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+        cards += [f":::{{grid-item-card}} {title}", f":img-top: {picture}", f":link: #{anchor}", ":link-type: url", ":::"]
+    return "\n".join([*cards, "::::"])
+
+
 def make_a_page_of_the_site(_app: Sphinx, page: str, source: list[str]) -> None:
     """Show a page that lies elsewhere in place of its stub, and lead links to where they lead in the site.
 
@@ -113,6 +128,7 @@ def make_a_page_of_the_site(_app: Sphinx, page: str, source: list[str]) -> None:
         return f"[{'' if is_name else text}](" + PAGES.get(target, os.path.relpath(target, ROOT / "docs"))
 
     source[0] = LINK.sub(for_the_site, source[0])
+    source[0] = source[0].replace(CARDS, cards_of(source[0]))
 
 
 def setup(app: Sphinx) -> None:

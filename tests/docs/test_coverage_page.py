@@ -33,3 +33,13 @@ def test_the_gallery_shows_each_example_with_its_command():
     scripts = {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_")}
     assert scripts - set(commands) == set()
     assert set(commands) - scripts == set()
+
+
+def test_each_section_of_the_gallery_begins_with_its_picture():
+    """The site makes a card of each, with the picture as its thumbnail."""
+    page = (DOCS / "gallery.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    pictures = [re.match(r"[^\n]+\n\n!\[[^]]+\]\(([^)]+)\)\n", section) for section in sections]
+    assert [section.splitlines()[0] for section, found in zip(sections, pictures, strict=True) if not found] == []
+    assert [found[1] for found in pictures if found and not (DOCS / found[1]).exists()] == []
+    assert page.count("<!-- cards -->") == 1
