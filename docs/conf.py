@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,8 +109,8 @@ def cards_of(text: str) -> str:
     """Make the cards that lead to the sections of a page."""
     cards = ["::::{grid} 1 2 3 3", ":gutter: 3", ""]
     for title, picture in PICTURED.findall(text):
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
-        cards += [f":::{{grid-item-card}} {title}", f":img-top: {picture}", f":link: #{anchor}", ":link-type: url", ":::"]
+        link = f':link: "#{nodes.make_id(title)}"'
+        cards += [f":::{{grid-item-card}} {title}", f":img-top: {picture}", link, ":link-type: url", ":::"]
     return "\n".join([*cards, "::::"])
 
 
