@@ -1,4 +1,4 @@
-"""The charts: of train_step.py's results, time and memory at the loss by offloader; of fit.py's, time against memory."""
+"""The charts: time and memory at the loss by offloader (train_step.py), and time against memory (fit.py)."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ TRIES = 4
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Rows of a report that depend on when copies end; what `fit` chose, which depends on how long blocks take; and the loss
 # on the sources of Python's own library, which each release of Python has others of.
-DIFFERS = ("  reloaded", "  waits", "  windows", "  last", "      ", "fit  ", "last loss  ")
-DIFFERS += ("  predicted: ", "  measured: ", "  of it ", "  with nothing moved or computed again: ")
+OF_A_PLAN = ("  predicted: ", "  measured: ", "  of it ", "  with nothing moved or computed again: ")
+DIFFERS = ("  reloaded", "  waits", "  windows", "  last", "      ", "fit  ", "last loss  ", *OF_A_PLAN)
 REPORT_ROW = re.compile(r"  [a-z]")
 TIMES = re.compile(r" ?(ms|s|%|threads?)\b|%")
 LOSS_DECIMALS = 4

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from places import BENCHMARKS, ROOT
+from places import BENCHMARKS, DOCS, ROOT
 
 TINY = "A:hidden=128,intermediate=256,layers=2,batch=4,tokens=512,heads=4,kv_heads=2,vocabulary=256"
 COMMITTED = sorted((BENCHMARKS / "results").glob("*train-step*.json"))

@@ -59,7 +59,10 @@ def parameter_count(workload: str) -> int:
 
 
 def measured(file: str, workload: str, name: str) -> str:
-    """Milliseconds of a step and GiB at its peak, as the table has them: train_step.py leaves weights and gradients out."""
+    """Milliseconds of a step and GiB at its peak, as the table has them.
+
+    train_step.py leaves weights and gradients out of the peak, so they are added.
+    """
     content = result(file)
     if "rows" in content:
         row = next(row for row in content["rows"] if row["way"] == name)

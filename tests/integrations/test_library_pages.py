@@ -1,4 +1,4 @@
-"""The programs of docs/with-*.md, each with a tiny model in place of the one that it names: the losses that it prints."""
+"""The programs of docs/with-*.md, each with a tiny model in place of the one that it names."""
 
 import contextlib
 import importlib.util
