@@ -100,6 +100,20 @@ def test_the_table_of_costs_tells_how_large_each_model_is():
     assert told == [round(parameter_count(workload) / 1e9, 2) for workload in "ABCD"]
 
 
+ESTIMATES = DOCS / "estimate.md"
+
+
+@pytest.mark.skipif(not ESTIMATES.exists(), reason="no page of estimates")
+def test_the_table_of_estimates_is_that_of_its_page():
+    def cells(text: str) -> list[list[str]]:
+        rows = re.findall(r"^\| *(?:1B|7B|13B)\b.*$", text, flags=re.MULTILINE)
+        return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+    table = README.split("<!-- estimate -->")[1].split("<!-- estimate end -->")[0]
+    assert len(cells(table)) == 18
+    assert cells(table) == cells(ESTIMATES.read_text())
+
+
 def printed_on_a_cpu(program: str) -> list[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
