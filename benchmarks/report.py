@@ -3,6 +3,7 @@
     python benchmarks/report.py results/a.json results/b.json                       # prints the tables
     python benchmarks/report.py results/a.json --into docs/performance.md
     python benchmarks/report.py results/a.json --chart docs/train_step.svg
+    python benchmarks/report.py results/fit-a.json results/fit-c.json --chart docs/fit.svg    # of fit.py's results
 
 A document has a table wherever it has its two marks, each alone on a line, and what is between them is replaced:
 
@@ -49,6 +50,12 @@ def main() -> int:
         contents = [figures.load(path) for path in arguments.results]
     except (OSError, ValueError) as error:
         raise SystemExit(f"report.py: {error}") from error
+    fits = [content for content in contents if "way" in next(iter(content.get("rows", [])), {})]
+    if arguments.chart is not None and fits:
+        from chart import draw_fits
+
+        draw_fits(fits, arguments.chart)
+        return 0
     tables = make_tables(contents)
     if not tables:
         raise SystemExit("report.py: nothing in there is a result of train_step.py or link.py")

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
     "pytorch_sphinx_theme2",
 ]
 exclude_patterns = ["_templates"]
@@ -98,6 +100,20 @@ PAGES = {ROOT / file: f"{page}.md" for page, file in SHOWN.items()} | {ROOT / "R
 LINK = re.compile(r"\[([^][]*)\]\((?![a-z]+:|#)([^)\s#]+)")
 
 
+# A section that begins with a picture. A page with the mark gets a card for each of its own: thumbnail and title.
+CARDS = "<!-- cards -->"
+PICTURED = re.compile(r"^## (.+)\n\n!\[[^]]*\]\(([^)]+)\)", flags=re.MULTILINE)
+
+
+def cards_of(text: str) -> str:
+    """Make the cards that lead to the sections of a page."""
+    cards = ["::::{grid} 1 2 3 3", ":gutter: 3", ""]
+    for title, picture in PICTURED.findall(text):
+        link = f':link: "#{nodes.make_id(title)}"'
+        cards += [f":::{{grid-item-card}} {title}", f":img-top: {picture}", link, ":link-type: url", ":::"]
+    return "\n".join([*cards, "::::"])
+
+
 def make_a_page_of_the_site(_app: Sphinx, page: str, source: list[str]) -> None:
     """Show a page that lies elsewhere in place of its stub, and lead links to where they lead in the site.
 
@@ -113,6 +129,7 @@ def make_a_page_of_the_site(_app: Sphinx, page: str, source: list[str]) -> None:
         return f"[{'' if is_name else text}](" + PAGES.get(target, os.path.relpath(target, ROOT / "docs"))
 
     source[0] = LINK.sub(for_the_site, source[0])
+    source[0] = source[0].replace(CARDS, cards_of(source[0]))
 
 
 def setup(app: Sphinx) -> None:

@@ -22,7 +22,7 @@ import try_wheels
 ROOT = Path(__file__).resolve().parent.parent
 # A whole program, and what a page shows of its report.
 PROGRAM = re.compile(r"^```python\n(import torch\n.*?)^```", flags=re.MULTILINE | re.DOTALL)
-REPORT = re.compile(r"^ {4}(torchoffload, since .*\n(?: {4}.*\n)+)", flags=re.MULTILINE)
+REPORT = re.compile(r"^ {4}(torchoffload(?:, since|\.fit:) .*\n(?: {4}.*\n)+)", flags=re.MULTILINE)
 # A command of the gallery and what it printed. The remark behind a command is not part of it.
 EXAMPLE = re.compile(r"^ {4}((?:python|torchrun) [^\n]*?)(?: +#[^\n]*)?\n\n```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OF_A_GPU = "NVIDIA"
@@ -45,7 +45,8 @@ TRIES = 4
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 # Rows of a report that depend on when copies end; what `fit` chose, which depends on how long blocks take; and the loss
 # on the sources of Python's own library, which each release of Python has others of.
-DIFFERS = ("  reloaded", "  waits", "  windows", "  last", "      ", "fit  ", "last loss  ")
+OF_A_PLAN = ("  predicted: ", "  measured: ", "  of it ", "  with nothing moved or computed again: ")
+DIFFERS = ("  reloaded", "  waits", "  windows", "  last", "      ", "fit  ", "last loss  ", *OF_A_PLAN)
 REPORT_ROW = re.compile(r"  [a-z]")
 TIMES = re.compile(r" ?(ms|s|%|threads?)\b|%")
 LOSS_DECIMALS = 4

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from places import BENCHMARKS, ROOT
+from places import BENCHMARKS, DOCS, ROOT
 
 TINY = "A:hidden=128,intermediate=256,layers=2,batch=4,tokens=512,heads=4,kv_heads=2,vocabulary=256"
 COMMITTED = sorted((BENCHMARKS / "results").glob("*train-step*.json"))
@@ -323,6 +323,21 @@ def test_the_chart_is_the_same_each_time(tmp_path: Path):
         drawn.append((tmp_path / name).read_text())
     assert drawn[0] == drawn[1]
     assert ">save_on_cpu<" in drawn[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_picture_of_fit_is_drawn_from_committed_results(tmp_path: Path):
+    """The same file as docs/fit.svg, if it was drawn by the same release of matplotlib."""
+    names = ("2026-11-23-h200-fit-A", "2026-11-23-h200-fit-B", "2026-11-24-h200-fit-C")
+    results = [str(BENCHMARKS / "results" / f"{name}.json") for name in names]
+    done = run("report.py", *results, "--chart", str(tmp_path / "fit.svg"))
+    assert done.returncode == 0, done.stderr
+    drawn, committed = (path.read_text() for path in (tmp_path / "fit.svg", DOCS / "fit.svg"))
+    assert all(f">workload {name}<" in drawn for name in "ABC")
+    assert ">1038 ms<" in drawn  # everything moved, on A: above the edge
+    if re.findall("Matplotlib v[0-9.]+", drawn) == re.findall("Matplotlib v[0-9.]+", committed):
+        assert drawn == committed
 
 
 # ---- peers' packages ----
