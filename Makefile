@@ -21,6 +21,7 @@ CXX_FILES = $(shell find csrc tests cmake -name '*.h' -o -name '*.cpp')
 TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/device/codec/*.cpp \
 	csrc/engine/*.cpp)
 PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
+TIDY_FLAGS = -std=c++20 -Wthread-safety -Icsrc -isystem $(PYTHON_INCLUDE)
 TEST_TIMEOUT_S := 300
 
 # $(call compile,PYTHON,BUILD_DIR,OPTIONS,TARGET): configure and compile; a few seconds when nothing changed.
@@ -214,7 +215,7 @@ check-cuda-compile: build  ## compile the CUDA backend on a CPU torch
 	PATH="$(BIN):$$PATH" cmake --build build/dev --target cuda_check
 
 .PHONY: lint
-lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it is quick
+lint: $(READY)  ## ruff, mypy, clang-format, codespell, clang's check of locks, and clang-tidy where it is quick
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
@@ -222,7 +223,9 @@ lint: $(READY)  ## ruff, mypy, clang-format, codespell, and clang-tidy where it 
 	$(BIN)/codespell
 	@echo "clang-tidy on core/, system/, storage/ and engine/"
 	@printf '%s\n' $(TIDY_FILES) | xargs -P $(JOBS) -n 3 \
-		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc -isystem $(PYTHON_INCLUDE) 2>&1) || { echo "$$out"; exit 1; }' tidy
+		sh -c 'out=$$($(BIN)/clang-tidy --quiet "$$@" -- $(TIDY_FLAGS) 2>&1) || { echo "$$out"; exit 1; }' tidy
+	@echo "locks on the floors that include torch"
+	$(PY) tools/check_thread_safety.py $(BIN)/clang-tidy
 
 .PHONY: format
 format: $(READY)  ## rewrite the sources as lint wants them

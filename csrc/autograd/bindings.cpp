@@ -83,7 +83,7 @@ py::dict to_dict(const TapeRow& row) {
   return dict;
 }
 
-py::dict stats() {
+py::dict stats() REQUIRES(gil) {
   Statistics& statistics = Statistics::global();
   uint64_t live_records = 0;
   std::vector<TapeRow> rows(statistics.finished.begin(), statistics.finished.end());
@@ -146,7 +146,7 @@ py::list live_saves() {
   return list;
 }
 
-py::list end_profile() {
+py::list end_profile() REQUIRES(gil) {
   py::list devices;
   for (const EngineProfile& profile : stop_profile()) {
     py::list entries;
@@ -274,7 +274,7 @@ void set_module_windows(const py::handle& context, const std::vector<std::array<
   found->set_windows(std::move(windows));
 }
 
-uint64_t trim() {
+uint64_t trim() REQUIRES(gil) {
   drop_unheld();
   try {
     return trim_stores();
@@ -465,7 +465,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
   set_ask_interrupted(is_interrupted);
-  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+  py::module_::import("atexit").attr("register")(py::cpp_function([]() REQUIRES(gil) {
     Operation::shut_down();
     stop_threads();
   }));

@@ -189,8 +189,8 @@ TapeId Context::open_tape(Engine& engine) {
     engine.fit_store(*state_);
     const TapeId opened = engine.open_tape(state_);
     OnThread& entry = on_this_thread();
-    std::erase_if(entry.tapes,
-                  [&](const auto& known) { return known.first == &engine && !engine.is_open(known.second); });
+    std::erase_if(entry.tapes, [&](const Tapes::value_type& known)
+                                   REQUIRES(gil) { return known.first == &engine && !engine.is_open(known.second); });
     entry.tapes.emplace_back(&engine, opened);
     if (state_->module_windows.empty()) return opened;
     engine.change_windows(opened, WindowBytes(entry.windows));

@@ -18,6 +18,7 @@
 #include "autograd/saved_tensor.h"
 #include "engine/context_state.h"
 #include "engine/engine.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -30,8 +31,8 @@ class Context {
 
   // Throw std::runtime_error: no accelerator for Placement::Host; inside a context of another tier; left more often
   // than entered on this thread. exit() enqueues what is pending and may block.
-  void enter();
-  void exit();
+  void enter() REQUIRES(gil);
+  void exit() REQUIRES(gil);
 
   // How a saved tensor that is no torch.Tensor of exactly that type was recognised by the caller, who knows Python.
   enum class TypeKind : uint8_t { Tensor, Parameter, Subclass };
@@ -39,13 +40,13 @@ class Context {
   // A save. May block.
   // `wrapper` is the version of the wrapper subclass that the tensor is an inner one of, or null.
   std::unique_ptr<SavedTensor> pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,
-                                    const c10::VariableVersion* wrapper = nullptr);
+                                    const c10::VariableVersion* wrapper = nullptr) REQUIRES(gil);
 
   void exempt(const at::Tensor& tensor);
 
   // Of offload_modules. What is saved on this thread from here on is counted for the module of that number; returns the
   // one before. 0 is for what is saved outside of all.
-  uint32_t set_module(uint32_t number);
+  uint32_t set_module(uint32_t number) REQUIRES(gil);
   // Each module has windows of its own, by its number. Before it is entered.
   void set_windows(std::vector<ModuleWindows> windows) { state_->module_windows = std::move(windows); }
   std::vector<ModuleRow> module_rows() const { return state_->modules; }
@@ -56,10 +57,10 @@ class Context {
 
   // Under `only_inputs`, until the exit: what is saved of this storage on this thread moves, also what was saved
   // before. May block.
-  void admit(const at::Tensor& tensor);
+  void admit(const at::Tensor& tensor) REQUIRES(gil);
 
   // The code by which the tensor's storage crosses the link once it moves, and that is worth it.
-  std::optional<codec::Code> expected_code(const at::Tensor& tensor) const;
+  std::optional<codec::Code> expected_code(const at::Tensor& tensor) const REQUIRES(gil);
 
   // Takes the warnings that came up; the caller gives them once the operation has ended.
   std::vector<std::string> take_warnings() { return std::exchange(state_->warnings, {}); }
@@ -93,21 +94,21 @@ class Context {
   OnThread& on_this_thread();
   // The engine that moves this tensor, or null. The context has a share in it from here on, so that it and what it
   // learned exist for as long as the context. May block.
-  Engine* find_engine_of(const at::Tensor& tensor);
+  Engine* find_engine_of(const at::Tensor& tensor) REQUIRES(gil);
   // The open tape of the calling thread for this engine. May block.
-  TapeId open_tape(Engine& engine);
+  TapeId open_tape(Engine& engine) REQUIRES(gil);
   // May block.
-  static void close_tapes(const Tapes& tapes);
+  static void close_tapes(const Tapes& tapes) REQUIRES(gil);
   // Closes the tapes of the calling thread, and returns them. May block.
-  Tapes leave_thread();
+  Tapes leave_thread() REQUIRES(gil);
   // `extent`: what of its storage moves with the tensor, as was determined when it was saved. nullopt: it is being
   // saved now, and the extent is determined here.
   std::optional<Moved> try_move(const at::Tensor& tensor, std::optional<Extent> extent,
-                                const c10::VariableVersion* wrapper, uint32_t module, Reason& why);
+                                const c10::VariableVersion* wrapper, uint32_t module, Reason& why) REQUIRES(gil);
   std::unique_ptr<SavedTensor> pack_candidate(const at::Tensor& tensor, uint32_t module,
-                                              const c10::VariableVersion* wrapper);
-  void keep_candidates(OnThread& entry);
-  void count_kept_here(Reason reason, uint64_t nbytes, uint32_t module);
+                                              const c10::VariableVersion* wrapper) REQUIRES(gil);
+  void keep_candidates(OnThread& entry) REQUIRES(gil);
+  void count_kept_here(Reason reason, uint64_t nbytes, uint32_t module) REQUIRES(gil);
   Reason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;

@@ -7,9 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
-#include <mutex>
 #include <utility>
 #include <vector>
+
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -22,8 +23,8 @@ struct Held {
 
 // Leaked on purpose: a backward may run while static destructors do.
 struct List {
-  std::mutex mutex;
-  std::vector<Held> held;  // under `mutex`; nothing is dropped under it
+  Mutex mutex;
+  std::vector<Held> held GUARDED_BY(mutex);  // nothing is dropped under the mutex
   std::atomic<size_t> count{0};
 };
 
@@ -36,7 +37,7 @@ template <typename Condition>
 void drop_if(Condition condition) {
   if (list().count.load(std::memory_order_relaxed) == 0) return;
   std::vector<Held> dropped;  // outlives the lock
-  const std::lock_guard lock(list().mutex);
+  const MutexLock lock(list().mutex);
   std::vector<Held>& held = list().held;
   const auto first =
       std::stable_partition(held.begin(), held.end(), [&](const Held& each) { return !condition(each); });
@@ -62,7 +63,7 @@ void hold(c10::intrusive_ptr<c10::TensorImpl> tensor) {
   if (graph_task == -1) return;
   bool is_first = true;
   {
-    const std::lock_guard lock(list().mutex);
+    const MutexLock lock(list().mutex);
     for (const Held& each : list().held) is_first = is_first && each.graph_task != graph_task;
     list().held.push_back({graph_task, std::move(tensor)});
     list().count = list().held.size();

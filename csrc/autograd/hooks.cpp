@@ -96,14 +96,16 @@ void note_inner_parameters(PyObject* object, const at::Tensor& tensor) {
 }
 
 // `wrapper`: the version of the outermost wrapper that the object is inside of; see Note [Versions of inner tensors].
-std::unique_ptr<Saved> pack(Context& context, PyObject* object, const c10::VariableVersion* wrapper = nullptr) {
+std::unique_ptr<Saved> pack(Context& context, PyObject* object, const c10::VariableVersion* wrapper = nullptr)
+    REQUIRES(gil) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const Context::TypeKind kind = kind_of(object);
   const bool is_view = is_view_of_parameter(tensor);
   if (kind == Context::TypeKind::Subclass && !is_view && SavedWrapper::is_wrapper(object)) {
     const c10::VariableVersion outermost =
         wrapper != nullptr ? *wrapper : torch::autograd::impl::version_counter(tensor);
-    return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(context, inner, &outermost); });
+    return std::make_unique<SavedWrapper>(
+        object, [&](PyObject* inner) REQUIRES(gil) { return pack(context, inner, &outermost); });
   }
   if (kind == Context::TypeKind::Parameter || is_view) note_inner_parameters(object, tensor);
   return context.pack(tensor, kind, is_view, wrapper);
@@ -118,7 +120,7 @@ bool check_tensor(PyObject* object, const char* function) {
 
 // A new handle of what `save` returns. `context`: one that may have warnings to give; may be null.
 template <typename Save>
-PyObject* handle_of(PyObject* object, PyObject* context, const Save& save) {
+PyObject* handle_of(PyObject* object, PyObject* context, const Save& save) REQUIRES(gil) {
   if (!check_tensor(object, "pack") || !look_for_graph_trees()) return nullptr;
   const ProfilerRange range("torchoffload::pack");
   // The handle is made first: its allocation may run the collector, and must not fail once there is a record.
@@ -135,9 +137,10 @@ PyObject* handle_of(PyObject* object, PyObject* context, const Save& save) {
   return owned.release();
 }
 
-PyObject* context_pack(PyObject* self, PyObject* object) {
+PyObject* context_pack(PyObject* self, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
-  return handle_of(object, self, [&] { return pack(*reinterpret_cast<ContextObject*>(self)->context, object); });
+  return handle_of(object, self,
+                   [&]() REQUIRES(gil) { return pack(*reinterpret_cast<ContextObject*>(self)->context, object); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -148,15 +151,15 @@ RecordedCall* call_of(PyObject* capsule) {
   return shared != nullptr ? shared->get() : nullptr;
 }
 
-PyObject* recorded_call_pack(PyObject* capsule, PyObject* object) {
+PyObject* recorded_call_pack(PyObject* capsule, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   RecordedCall* const call = call_of(capsule);
   if (call == nullptr) return nullptr;
-  return handle_of(object, call->context(), [&] { return call->pack(object); });
+  return handle_of(object, call->context(), [&]() REQUIRES(gil) { return call->pack(object); });
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* unpack(PyObject*, PyObject* object) {
+PyObject* unpack(PyObject*, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   if (Py_TYPE(object) != handle_type) {
     PyErr_Format(PyExc_TypeError, "torchoffload: unpack expects what pack returned, not %.100s",
@@ -199,7 +202,7 @@ PyObject* noop_pack(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* pack_made(PyObject*, PyObject* args) {
+PyObject* pack_made(PyObject*, PyObject* args) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   PyObject* pack = nullptr;
   PyObject* tensor = nullptr;
@@ -222,14 +225,14 @@ PyMethodDef hook_functions[] = {
 
 // ---- context ----
 
-PyObject* context_enter(PyObject* self, PyObject*) {
+PyObject* context_enter(PyObject* self, PyObject*) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   reinterpret_cast<ContextObject*>(self)->context->enter();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* context_exit(PyObject* self, PyObject*) {
+PyObject* context_exit(PyObject* self, PyObject*) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   reinterpret_cast<ContextObject*>(self)->context->exit();
   if (!give_warnings(*reinterpret_cast<ContextObject*>(self))) return nullptr;
@@ -245,7 +248,7 @@ PyObject* context_exempt(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* context_admit(PyObject* self, PyObject* object) {
+PyObject* context_admit(PyObject* self, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   if (!check_tensor(object, "admit")) return nullptr;
   reinterpret_cast<ContextObject*>(self)->context->admit(THPVariable_Unpack(object));
@@ -254,7 +257,7 @@ PyObject* context_admit(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* context_link_share(PyObject* self, PyObject* object) {
+PyObject* context_link_share(PyObject* self, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   if (!check_tensor(object, "link_share")) return nullptr;
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -262,7 +265,7 @@ PyObject* context_link_share(PyObject* self, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* context_set_module(PyObject* self, PyObject* object) {
+PyObject* context_set_module(PyObject* self, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   const unsigned long number = PyLong_AsUnsignedLong(object);
   if (PyErr_Occurred() != nullptr) return nullptr;

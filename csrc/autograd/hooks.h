@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "autograd/context.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -21,7 +22,8 @@ bool add_hooks(PyObject* module, PyObject* parameter_type);
 Context* context_of(PyObject* object);
 
 // Saves a tensor by a context, or keeps it if that is null. Inside of an operation.
-std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper);
+std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper)
+    REQUIRES(gil);
 
 // A new reference to a pack hook that has `call` save each tensor; null with a Python error set.
 PyObject* pack_hook_of(std::shared_ptr<RecordedCall> call);

@@ -7,11 +7,12 @@
 #include <ATen/core/Tensor.h>
 
 #include "autograd/context.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
 // Of the storage of this tensor, once it moves under this context, by a look at some blocks of its values; 1 where it
 // is not coded. Waits for the device if it may be coded.
-double link_share(const Context& context, const at::Tensor& tensor);
+double link_share(const Context& context, const at::Tensor& tensor) REQUIRES(gil);
 
 }  // namespace torchoffload

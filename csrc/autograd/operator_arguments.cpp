@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "autograd/python_calls.h"
+
 namespace torchoffload {
 
 namespace {
@@ -17,11 +19,6 @@ namespace {
 std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>& known_operators() {
   static auto* const leaked = new std::unordered_map<PyObject*, std::optional<c10::OperatorHandle>>;
   return *leaked;
-}
-
-PyObject* or_throw(PyObject* object) {
-  if (object == nullptr) throw python_error();
-  return object;
 }
 
 PyObject* overload_class() {

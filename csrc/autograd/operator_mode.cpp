@@ -98,7 +98,7 @@ int are_wrappers(PyObject* types) {
   return 1;
 }
 
-PyObject* torch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+PyObject* torch_dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   if (count < 2 || count > 4) {
     PyErr_SetString(PyExc_TypeError, "__torch_dispatch__ takes a function, types, arguments and keyword arguments");

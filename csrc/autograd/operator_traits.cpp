@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -92,10 +93,10 @@ struct Known {
 }  // namespace
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  static auto* const mutex = new std::mutex;
+  static auto* const mutex = new Mutex;
   static auto* const known = new std::unordered_map<const void*, std::unique_ptr<const Known>>;
   const c10::OperatorName& name = op.operator_name();
-  const std::lock_guard lock(*mutex);
+  const MutexLock lock(*mutex);
   std::unique_ptr<const Known>& found = (*known)[&name];
   if (!found || found->name != name) {
     // Somebody may still look at what was known of an operator that is gone.

@@ -6,13 +6,15 @@
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 
+#include "system/gil.h"
+
 namespace torchoffload {
 
 // Others may run Python in its scope.
-class WithoutGil {
+class SCOPED_CAPABILITY WithoutGil {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil() RELEASE(gil) : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() RELEASE() { PyEval_RestoreThread(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 

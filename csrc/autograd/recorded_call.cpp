@@ -28,11 +28,20 @@ namespace {
 
 constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not larger are copied when they are read
 
-// Locks a mutex whose holder may want the GIL.
-std::unique_lock<std::mutex> lock_with_gil(std::mutex& mutex) {
-  const WithoutGil without_gil;
-  return std::unique_lock(mutex);
-}
+// Locks a mutex whose holder may want the GIL: it is waited for without the GIL.
+class SCOPED_CAPABILITY LockWithGil {
+ public:
+  explicit LockWithGil(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) {
+    const WithoutGil without_gil;
+    mutex_.lock();
+  }
+  ~LockWithGil() RELEASE() { mutex_.unlock(); }
+  LockWithGil(const LockWithGil&) = delete;
+  LockWithGil& operator=(const LockWithGil&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
@@ -44,8 +53,8 @@ at::Tensor alias_of(const at::Tensor& tensor) {
 
 // ---- calls that hold a storage ----
 
-// The finished calls that will read a storage which none of their operators made. Under held_mutex().
-std::unordered_multimap<const void*, RecordedCall*>& readers() {
+// The finished calls that will read a storage which none of their operators made.
+std::unordered_multimap<const void*, RecordedCall*>& readers() REQUIRES(held_mutex()) {
   static auto* const leaked = new std::unordered_multimap<const void*, RecordedCall*>;
   return *leaked;
 }
@@ -75,7 +84,7 @@ RecordedCall::RecordedCall(const Options& options)
 
 RecordedCall::~RecordedCall() {
   {
-    const std::lock_guard lock(held_mutex());
+    const MutexLock lock(held_mutex());
     for (const RecordedStorage& storage : record_.storages) {
       auto [each, end] = readers().equal_range(storage.strong.unsafeGetStorageImpl());
       while (each != end) each = each->second == this ? readers().erase(each) : std::next(each);
@@ -235,7 +244,7 @@ void RecordedCall::prepare_writes(Recording& recording) {
     if (!storage.is_pinned() || mutated(Mutant::CopyBeforeWrite)) continue;
     if (storage.read_epoch == static_cast<int64_t>(storage.epoch) && storage.copy_of(storage.epoch) == nullptr)
       storage.copies.emplace_back(storage.epoch, copied(storage.strong));
-    const std::lock_guard lock(held_mutex());
+    const MutexLock lock(held_mutex());
     const void* const address = storage.strong.unsafeGetStorageImpl();
     const auto [begin, end] = readers().equal_range(address);
     for (auto each = begin; each != end; ++each) {
@@ -516,7 +525,8 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
     if (!THPVariable_CheckExact(object) && SavedWrapper::is_wrapper(object)) {
       const c10::VariableVersion outermost =
           wrapper != nullptr ? *wrapper : torch::autograd::impl::version_counter(tensor);
-      return std::make_unique<SavedWrapper>(object, [&](PyObject* inner) { return pack(inner, &outermost); });
+      return std::make_unique<SavedWrapper>(object,
+                                            [&](PyObject* inner) REQUIRES(gil) { return pack(inner, &outermost); });
     }
     return pack_as_is(context, object, wrapper);
   }
@@ -645,7 +655,7 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
     give_to_context(number);
     return;
   }
-  const std::lock_guard lock(held_mutex());
+  const MutexLock lock(held_mutex());
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
 }
 
@@ -772,7 +782,7 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
 
 void RecordedCall::replay(ReplayedTensor& asked) {
   const std::shared_ptr<RecordedCall> alive = shared_from_this();
-  const auto lock = lock_with_gil(replay_mutex_);
+  const LockWithGil lock(replay_mutex_);
   if (asked.value_) return;  // another thread has made it meanwhile
   if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
   const int graph_task = program::graph_task();

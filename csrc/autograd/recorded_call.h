@@ -21,7 +21,6 @@
 #include <torch/csrc/utils/object_ptr.h>
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -32,6 +31,8 @@
 #include "autograd/recorded_operators.h"
 #include "autograd/replay.h"
 #include "autograd/saved_tensor.h"
+#include "system/gil.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -64,17 +65,17 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   // In forward.
   void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) override;
   void opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) override;
-  std::unique_ptr<Saved> pack(PyObject* object, const c10::VariableVersion* wrapper = nullptr);
+  std::unique_ptr<Saved> pack(PyObject* object, const c10::VariableVersion* wrapper = nullptr) REQUIRES(gil);
 
   // After forward: forgets what nothing needs.
-  void finish();
+  void finish() REQUIRES(gil);
 
   // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the
   // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws what a
   // replayed operator throws.
-  std::vector<int32_t> verify();
+  std::vector<int32_t> verify() REQUIRES(gil);
   // Ends that: holds for good all that the call stands in for, or what came out differently.
-  void settle(bool keeps_all);
+  void settle(bool keeps_all) REQUIRES(gil);
 
   const RecordedOperators& record() const { return record_; }
   PyObject* context() { return context_.get(); }  // borrowed; may be null
@@ -116,14 +117,15 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   static void drop_with_gil(THPObjectPtr begin, THPObjectPtr end);
 
   std::unique_ptr<Saved> pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
-                                    const c10::VariableVersion& version, bool is_filled);
+                                    const c10::VariableVersion& version, bool is_filled) REQUIRES(gil);
 
-  void finish_storage(StorageNumber number, const Replay& needs);
-  void give_to_context(StorageNumber number);
+  void finish_storage(StorageNumber number, const Replay& needs) REQUIRES(gil);
+  void give_to_context(StorageNumber number) REQUIRES(gil);
   BlockActions::Action planned_action(const c10::OperatorHandle& op) const;
   std::vector<StorageNumber> wanted() const;
-  void replay(ReplayedTensor& asked);
-  void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give);
+  void replay(ReplayedTensor& asked) REQUIRES(gil);
+  void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give)
+      REQUIRES(gil);
   void asked_for(ReplayedTensor& saved);
   void drop_values();
   void mark_written();
@@ -146,7 +148,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;
   std::vector<double> link_shares_;  // by storage, if the call has a clock
-  std::mutex replay_mutex_;          // one replay at a time
+  Mutex replay_mutex_;               // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
   std::vector<c10::Storage> reloaded_;  // what came back for a replay, until the graph task ends: nodes ask for it, too
@@ -159,8 +161,8 @@ class ReplayedTensor final : public Saved {
   ReplayedTensor(std::shared_ptr<RecordedCall> call, StorageNumber storage, const at::Tensor& tensor);
   ~ReplayedTensor() override;
 
-  void prepare() override;
-  at::Tensor unpack(Versions versions) override;
+  void prepare() override REQUIRES(gil);
+  at::Tensor unpack(Versions versions) override REQUIRES(gil);
 
  private:
   friend class RecordedCall;
@@ -182,8 +184,8 @@ class SavedInput final : public Saved {
  public:
   SavedInput(std::shared_ptr<RecordedCall> call, std::shared_ptr<Saved> saved)
       : saved_(std::move(saved)), call_(std::move(call)) {}
-  void prepare() override { saved_->prepare(); }
-  at::Tensor unpack(Versions versions) override;
+  void prepare() override REQUIRES(gil) { saved_->prepare(); }
+  at::Tensor unpack(Versions versions) override REQUIRES(gil);
 
  private:
   std::shared_ptr<Saved> saved_;

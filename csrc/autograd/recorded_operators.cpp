@@ -8,6 +8,7 @@
 
 #include "core/mutant.h"
 #include "engine/version_counter.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -36,7 +37,7 @@ bool RecordedOperators::is_kept(StorageNumber number, Epoch epoch) const {
 c10::Storage RecordedOperators::held(StorageNumber number, Epoch epoch) const {
   const RecordedStorage& storage = storages[number];
   if (storage.pinned > epoch) return storage.kept.storage;
-  const std::lock_guard lock(held_mutex());
+  const MutexLock lock(held_mutex());
   if (const c10::Storage* const copy = storage.copy_of(epoch)) return *copy;
   TORCH_INTERNAL_ASSERT(epoch == storage.epoch, "a value that is held has no copy");
   const void* const address = storage.strong.unsafeGetStorageImpl();
@@ -58,8 +59,8 @@ Saved* RecordedOperators::packed(StorageNumber number, Epoch epoch) const {
   return storage.packed.get();
 }
 
-std::mutex& held_mutex() {
-  static auto* const leaked = new std::mutex;
+Mutex& held_mutex() {
+  static auto* const leaked = new Mutex;
   return *leaked;
 }
 

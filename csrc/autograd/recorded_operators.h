@@ -23,7 +23,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -35,6 +34,7 @@
 #include "autograd/saved_tensor.h"
 #include "autograd/switches.h"
 #include "autograd/tensor_layout.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -170,7 +170,7 @@ struct RecordedOperators {
 };
 
 // Guards what of a finished record may change: the copies that a later call of a block makes before it writes.
-std::mutex& held_mutex();
+Mutex& held_mutex();
 
 // The bytes of a storage.
 at::Tensor bytes_of(const c10::Storage& storage);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "autograd/recorded_operators.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -29,7 +30,7 @@ class Replay {
   bool makes(StorageNumber number) const { return made_[number] > 0; }
 
   // Gets what contexts hold.
-  void prepare();
+  void prepare() REQUIRES(gil);
   // The values that came back and that autograd has saved, too.
   std::vector<c10::Storage> take_reloaded() { return std::move(reloaded_); }
 
@@ -43,7 +44,7 @@ class Replay {
   void find_needed();
   void need(StorageNumber number, Epoch epoch);
   void find_last_uses();
-  void prepare_one(StorageNumber number, Epoch epoch);
+  void prepare_one(StorageNumber number, Epoch epoch) REQUIRES(gil);
   const c10::Storage& value(StorageNumber number, Epoch epoch);
   at::Tensor argument(const TensorRef& ref);
   void run_operator(const RecordedOperator& op);

@@ -223,7 +223,10 @@ SavedTensor::~SavedTensor() {
     return;
   }
   if (engine_ == nullptr) return;
-  Operation::run_or_queue([engine = engine_, handle = handle_] { engine->release(handle); });
+  Operation::run_or_queue([engine = engine_, handle = handle_] {
+    gil.assert_held();
+    engine->release(handle);
+  });
 }
 
 void SavedTensor::move_to(Engine& engine, TensorLayout&& layout, RecordHandle handle) noexcept {

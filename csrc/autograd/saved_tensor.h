@@ -19,6 +19,7 @@
 #include "autograd/tensor_layout.h"
 #include "engine/context_state.h"
 #include "engine/engine.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -40,7 +41,7 @@ class VersionCheck {
   // Throws autograd's own error when the tensor was written to. `make_tensor` makes one, for that error, of the same
   // type and sizes.
   template <typename MakeTensor>
-  void check(MakeTensor make_tensor) const {
+  void check(MakeTensor make_tensor) const REQUIRES(gil) {
     // An inference tensor, which only a wrapper may hold, tracks no version.
     if (version_.enabled() && version_.current_version() != saved_version_) raise(make_tensor());
   }
@@ -94,10 +95,10 @@ class Saved {
 
   // Called before unpack(), outside of any operation: makes what has to be made first. May block, and release the GIL.
   // Throws as unpack() does.
-  virtual void prepare() {}
+  virtual void prepare() REQUIRES(gil) {}
 
   // May block. Throws autograd's own error for a tensor that was written to.
-  virtual at::Tensor unpack(Versions versions) = 0;
+  virtual at::Tensor unpack(Versions versions) REQUIRES(gil) = 0;
 
   // Runs no Python.
   static std::vector<LiveSave> all_alive();
@@ -127,7 +128,7 @@ class SavedTensor final : public Saved {
   static void* operator new(size_t nbytes);
   static void operator delete(void* address, size_t nbytes);
   SavedTensor(const at::Tensor& tensor, Undecided) : version_check_(tensor) {}
-  ~SavedTensor() override;
+  ~SavedTensor() override REQUIRES(gil);
 
   const at::Tensor& kept() const { return kept_; }
   void keep(const at::Tensor& tensor);
@@ -137,11 +138,11 @@ class SavedTensor final : public Saved {
   // Points to it for as long as it lives, then to null.
   const std::shared_ptr<SavedTensor*>& self();
 
-  at::Tensor unpack(Versions versions) override;
+  at::Tensor unpack(Versions versions) override REQUIRES(gil);
 
  private:
   std::optional<LiveSave> describe() const override;
-  at::Tensor unpacked();
+  at::Tensor unpacked() REQUIRES(gil);
 
   VersionCheck version_check_;
   at::Tensor kept_;

@@ -81,7 +81,7 @@ void SavedWrapper::prepare() {
 }
 
 at::Tensor SavedWrapper::unpack(Versions versions) {
-  if (versions == Versions::Check) version_check_.check([this] { return unpack(Versions::Ignore); });
+  if (versions == Versions::Check) version_check_.check([this]() REQUIRES(gil) { return unpack(Versions::Ignore); });
   const at::NoGradGuard no_grad;
   THPObjectPtr inner_tensors = checked(PyDict_New());
   for (Inner& inner : inners_) {

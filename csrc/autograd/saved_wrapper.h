@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "autograd/saved_tensor.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -34,8 +35,8 @@ class SavedWrapper final : public Saved {
   // Throws python_error where the subclass's code raises.
   SavedWrapper(PyObject* object, const PackInner& pack_inner);
 
-  void prepare() override;
-  at::Tensor unpack(Versions versions) override;
+  void prepare() override REQUIRES(gil);
+  at::Tensor unpack(Versions versions) override REQUIRES(gil);
 
  private:
   struct Inner {

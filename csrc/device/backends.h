@@ -23,6 +23,7 @@
 #include "device/memory.h"
 #include "device/spill_place.h"
 #include "storage/pinned_chunk.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -44,16 +45,16 @@ class BackendUsers {
   virtual ~BackendUsers() = default;
 
   // Is a tape alive that was opened for a backend of this place?
-  virtual bool have_tapes(const DiskPlace& place) const = 0;
+  virtual bool have_tapes(const DiskPlace& place) const REQUIRES(gil) = 0;
   // Does a context keep what is known of it?
   virtual bool know(const DiskPlace& place) const = 0;
   // Gives up the device memory that engines of the place have for coded copies.
-  virtual void give_up_staging(const DiskPlace& place) const = 0;
+  virtual void give_up_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
   // The place is not looked up any more: it is destroyed once nothing refers to it.
-  virtual void drop(std::shared_ptr<DiskPlace> place) const = 0;
+  virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
 
   // Makes a call that may block.
-  virtual void without_gil(const std::function<void()>& call) const = 0;
+  virtual void without_gil(const std::function<void()>& call) const REQUIRES(gil) = 0;
 };
 
 // Page-locked host memory.
@@ -71,7 +72,7 @@ class BackendKind {
   // The backend that serves `place`, the same one each time; null: none of this kind. At most one kind serves a place.
   // May block. Throws std::runtime_error where the user's options can serve no tensor of that device, and where what
   // the backend needs of the system cannot be had.
-  virtual const Backend* find(const Place& place, const BackendUsers& users) = 0;
+  virtual const Backend* find(const Place& place, const BackendUsers& users) REQUIRES(gil) = 0;
 
   // Is there an accelerator of this kind, whose tensors Placement::Host moves?
   virtual bool is_available() const { return false; }
@@ -80,13 +81,13 @@ class BackendKind {
   virtual void note_entry(Placement /*tier*/) {}
 
   // Makes the coders of the devices that the program uses already, also where nothing was saved there yet.
-  virtual void make_coders() {}
+  virtual void make_coders() REQUIRES(gil) {}
   // The coders that were made. Asks no device.
-  virtual std::vector<Coder*> coders() const { return {}; }
+  virtual std::vector<Coder*> coders() const REQUIRES(gil) { return {}; }
 
   // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
   // the bytes given back. May block.
-  virtual uint64_t trim(const BackendUsers& /*users*/) { return 0; }
+  virtual uint64_t trim(const BackendUsers& /*users*/) REQUIRES(gil) { return 0; }
 
   // How host memory is page-locked for its devices; empty: it is not.
   virtual HostRegistration host_registration() const { return {}; }
@@ -103,7 +104,8 @@ class RegisterBackendKind {
 
 // ---- what is asked of all kinds ----
 
-const Backend* find_backend(const Place& place, const BackendUsers& users);  // null: none serves it
+// Null: none serves it.
+const Backend* find_backend(const Place& place, const BackendUsers& users) REQUIRES(gil);
 
 BackendKind* find_backend_kind(std::string_view name);  // null: this build has none of that name
 
@@ -112,10 +114,10 @@ bool accelerator_available();
 
 void note_entry(Placement tier);
 
-void make_coders();
-std::vector<Coder*> all_coders();
+void make_coders() REQUIRES(gil);
+std::vector<Coder*> all_coders() REQUIRES(gil);
 
-uint64_t trim_backends(const BackendUsers& users);
+uint64_t trim_backends(const BackendUsers& users) REQUIRES(gil);
 
 PinnedMemory pinned_memory();
 

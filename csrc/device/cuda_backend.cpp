@@ -14,7 +14,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -25,6 +24,7 @@
 #include "device/cuda_streams.h"
 #include "device/marked_memory.h"
 #include "device/torch_memory.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -57,13 +57,13 @@ class TimedEvents {
 
   void give_back(TimedPoint point) {
     if (!point.is_set()) return;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     free_.push_back(point.id);
   }
 
  private:
   std::pair<uint32_t, cudaEvent_t> take() {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (free_.empty()) {
       cudaEvent_t event = nullptr;
       C10_CUDA_CHECK(cudaEventCreate(&event));
@@ -76,14 +76,14 @@ class TimedEvents {
   }
 
   cudaEvent_t event(TimedPoint point) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return events_.at(point.id - 1);
   }
 
   const c10::DeviceIndex device_;
-  std::mutex mutex_;  // never held while a call may block
-  std::vector<cudaEvent_t> events_;
-  std::vector<uint32_t> free_;
+  Mutex mutex_;  // never held while a call may block
+  std::vector<cudaEvent_t> events_ GUARDED_BY(mutex_);
+  std::vector<uint32_t> free_ GUARDED_BY(mutex_);
 };
 
 // The deleter of memory that begins some bytes behind the start of its allocation, for the sake of its address modulo

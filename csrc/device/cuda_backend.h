@@ -22,6 +22,7 @@
 
 #include "device/backend.h"
 #include "storage/pinned_arena.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -31,11 +32,11 @@ bool cuda_available();
 // Call it when a context is entered: from then on the allocator's allocations are noted. Does not initialise CUDA.
 void note_entry_on_cuda();
 
-// The parts of a device, made at first use, with a store of host memory. Needs the GIL.
-Backend cuda_backend(int device_index, SlotStore& store);
+// The parts of a device, made at first use, with a store of host memory.
+Backend cuda_backend(int device_index, SlotStore& store) REQUIRES(gil);
 
 // Blocks the host until a point of any CUDA stream is reached.
-void cuda_synchronize(Point point);
+void cuda_synchronize(Point point) EXCLUDES(gil);
 
 // Has a point of any CUDA stream been reached? For threads that are not the program's.
 bool cuda_has_reached(Point point);

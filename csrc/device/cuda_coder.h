@@ -11,16 +11,17 @@
 #include <vector>
 
 #include "device/coder.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
-// The device's one; nothing is compiled and no stream is made before prepare(). Needs the GIL.
-Coder& cuda_coder(int device_index);
+// The device's one; nothing is compiled and no stream is made before prepare().
+Coder& cuda_coder(int device_index) REQUIRES(gil);
 
-// Makes those of the devices that this process has a context on. Makes no context, and throws nothing. Needs the GIL.
-void make_cuda_coders();
+// Makes those of the devices that this process has a context on. Makes no context, and throws nothing.
+void make_cuda_coders() REQUIRES(gil);
 
-// Those that were made. Asks no device. Needs the GIL.
-std::vector<Coder*> cuda_coders();
+// Those that were made. Asks no device.
+std::vector<Coder*> cuda_coders() REQUIRES(gil);
 
 }  // namespace torchoffload

@@ -5,11 +5,11 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "device/cuda_memory.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -32,7 +32,7 @@ class CudaGraphPools final : public GraphPools {
   }
 
   void add(const std::vector<GraphPool>& pools) override {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     pools_.insert(pools.begin(), pools.end());
     ranges_.clear();
     if (!pools_.empty()) {
@@ -46,15 +46,17 @@ class CudaGraphPools final : public GraphPools {
 
   bool contains(const void* address) {
     if (!has_ranges_) return false;
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto after = ranges_.upper_bound(reinterpret_cast<size_t>(address));
     return after != ranges_.begin() && reinterpret_cast<size_t>(address) < std::prev(after)->second;
   }
 
  private:
-  std::mutex mutex_;
-  std::set<GraphPool> pools_;        // ids are never used again, so those of pools that are gone do no harm
-  std::map<size_t, size_t> ranges_;  // maps a segment's first address to the address behind its last byte
+  Mutex mutex_;
+  std::set<GraphPool> pools_
+      GUARDED_BY(mutex_);  // ids are never used again, so those of pools that are gone do no harm
+  std::map<size_t, size_t> ranges_
+      GUARDED_BY(mutex_);  // maps a segment's first address to the address behind its last byte
   std::atomic<bool> has_ranges_ = false;
 };
 

@@ -22,7 +22,7 @@ class CudaKind final : public BackendKind {
  public:
   std::string name() const override { return "cuda"; }
 
-  const Backend* find(const Place& place, const BackendUsers& users) override {
+  const Backend* find(const Place& place, const BackendUsers& users) override REQUIRES(gil) {
     const bool is_cuda = place.device_type == static_cast<int8_t>(c10::DeviceType::CUDA);
     if (!is_cuda) return nullptr;
     OfMemory& of_memory = place.use_pin_memory ? pinned_ : plain_;
@@ -32,7 +32,7 @@ class CudaKind final : public BackendKind {
     }
     if (const std::optional<SpillPlan> plan = spill_plan(place)) {
       return &SpillPlace::find(spilling_, users, *of_memory.arena, *plan, hooks_, place.device_index,
-                               [&](TieredStore& store) { return made(place, store); });
+                               [&](TieredStore& store) REQUIRES(gil) { return made(place, store); });
     }
     auto& backend = of_memory.backends.at(static_cast<size_t>(place.device_index));
     if (backend == nullptr) backend = made(place, *of_memory.arena);
@@ -43,8 +43,8 @@ class CudaKind final : public BackendKind {
 
   void note_entry(Placement) override { note_entry_on_cuda(); }
 
-  void make_coders() override { make_cuda_coders(); }
-  std::vector<Coder*> coders() const override { return cuda_coders(); }
+  void make_coders() override REQUIRES(gil) { make_cuda_coders(); }
+  std::vector<Coder*> coders() const override REQUIRES(gil) { return cuda_coders(); }
 
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 
@@ -62,7 +62,7 @@ class CudaKind final : public BackendKind {
     std::array<std::shared_ptr<const Backend>, C10_COMPILE_TIME_MAX_GPUS> backends{};
   };
 
-  static std::shared_ptr<const Backend> made(const Place& place, SlotStore& store) {
+  static std::shared_ptr<const Backend> made(const Place& place, SlotStore& store) REQUIRES(gil) {
     Backend backend = cuda_backend(place.device_index, store);
     if (place.use_pin_memory) backend.coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
     return wrapped(backend, place.device_index);

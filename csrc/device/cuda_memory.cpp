@@ -8,7 +8,8 @@
 
 #include <array>
 #include <atomic>
-#include <mutex>
+
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -40,7 +41,7 @@ class Listener {
     if (known != State::NotAsked) return known == State::Listening;
     auto* const allocator = c10::cuda::CUDACachingAllocator::get();
     if (!allocator->initialized()) return false;
-    const std::lock_guard lock(attach_mutex_);
+    const MutexLock lock(attach_mutex_);
     if (state_.load(std::memory_order_relaxed) == State::NotAsked) {
       const bool is_native = allocator->name() == "native";  // an allocator that is in use is never exchanged
       if (is_native) {
@@ -54,7 +55,7 @@ class Listener {
 
   std::optional<CudaAllocation> find(c10::DeviceIndex device, const void* address) {
     Table& table = tables_.at(static_cast<size_t>(device));
-    const std::lock_guard lock(table.mutex);
+    const MutexLock lock(table.mutex);
     const auto found = table.allocations.find(reinterpret_cast<size_t>(address));
     return found == table.allocations.end() ? std::nullopt : std::optional(found->second);
   }
@@ -71,8 +72,8 @@ class Listener {
  private:
   enum class State : uint8_t { NotAsked, Listening, Silent };
   struct Table {
-    std::mutex mutex;
-    ska::flat_hash_map<size_t, CudaAllocation> allocations;  // in use, by address
+    Mutex mutex;
+    ska::flat_hash_map<size_t, CudaAllocation> allocations GUARDED_BY(mutex);  // in use, by address
   };
 
   // Runs under the allocator's lock, at each allocation of the process. It must not call anything that allocates on a
@@ -83,7 +84,7 @@ class Listener {
         return add(entry);
       case TraceEntry::FREE_REQUESTED: {
         Table& table = tables_.at(static_cast<size_t>(entry.device_));
-        const std::lock_guard lock(table.mutex);
+        const MutexLock lock(table.mutex);
         table.allocations.erase(entry.addr_);
         return;
       }
@@ -109,11 +110,11 @@ class Listener {
       allocation.stream = c10::cuda::getDefaultCUDAStream(entry.device_);
     }
     Table& table = tables_.at(static_cast<size_t>(entry.device_));
-    const std::lock_guard lock(table.mutex);
+    const MutexLock lock(table.mutex);
     table.allocations[entry.addr_] = allocation;
   }
 
-  std::mutex attach_mutex_;
+  Mutex attach_mutex_;
   std::atomic<State> state_ = State::NotAsked;
   std::atomic<bool> must_settle_ = false;
   std::atomic<uint64_t> next_number_ = 1;

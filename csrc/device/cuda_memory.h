@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "system/gil.h"
+
 namespace torchoffload {
 
 // Attaches the listener unless it is attached. Never blocks. False where there is nothing to listen to: CUDA is not
@@ -19,9 +21,9 @@ bool listen_to_cuda_allocator();
 
 // It is not known which streams fill memory that was allocated before the listener was attached. So the host waits once
 // for the devices in use, before the first record is made: must_settle_cuda() is true from the attaching until
-// settle_cuda() has returned once. settle_cuda() blocks: call it without the GIL.
+// settle_cuda() has returned once. settle_cuda() blocks.
 bool must_settle_cuda();
-void settle_cuda();
+void settle_cuda() EXCLUDES(gil);
 
 struct CudaAllocation {
   uint64_t number = 0;                          // from 1, over all devices

@@ -2,6 +2,8 @@
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
+#include "system/mutex.h"
+
 namespace torchoffload {
 
 namespace {
@@ -12,7 +14,7 @@ constexpr size_t kExternalStreamsWithEvents = 64;
 
 cudaEvent_t ExternalEvents::take(c10::DeviceIndex device) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     std::vector<cudaEvent_t>& spare = spare_[device];
     if (!spare.empty()) {
       cudaEvent_t const event = spare.back();
@@ -28,7 +30,7 @@ cudaEvent_t ExternalEvents::take(c10::DeviceIndex device) {
 // Two are looked at for each that comes, so that those whose work is under way still do not keep their place.
 void ExternalEvents::note(TrackedStream& stream) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // another thread may capture
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   with_events_.push_back(&stream);
   for (int look = 0; look < 2 && with_events_.size() > kExternalStreamsWithEvents; ++look) {
     TrackedStream* const oldest = with_events_.front();

@@ -17,12 +17,12 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "device/streams.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -62,9 +62,9 @@ class ExternalEvents {
   void note(TrackedStream& stream);
 
  private:
-  std::mutex mutex_;  // taken under that of a stream, and never held while a stream's is waited for
-  std::deque<TrackedStream*> with_events_;
-  std::map<c10::DeviceIndex, std::vector<cudaEvent_t>> spare_;
+  Mutex mutex_;  // taken under that of a stream, and never held while a stream's is waited for
+  std::deque<TrackedStream*> with_events_ GUARDED_BY(mutex_);
+  std::map<c10::DeviceIndex, std::vector<cudaEvent_t>> spare_ GUARDED_BY(mutex_);
 };
 
 // A stream on which points are recorded, or which waits for points. See Note [Event ring].
@@ -90,7 +90,7 @@ class TrackedStream {
     uint64_t serial = 0;
     bool has_events_now = false;
     {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       serial = serial_.load(std::memory_order_relaxed) + 1;
       std::atomic<cudaEvent_t>& place = events_[serial % events_.size()];
       cudaEvent_t event = place.load(std::memory_order_relaxed);
@@ -117,8 +117,14 @@ class TrackedStream {
 
   // Moves its events to `spare`, if all its points were reached. False: it has them still.
   bool try_give_up_events(std::vector<cudaEvent_t>& spare) {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock) return false;
+    if (!mutex_.try_lock()) return false;
+    const bool has_given_up = move_events_if_reached(spare);
+    mutex_.unlock();
+    return has_given_up;
+  }
+
+ private:
+  bool move_events_if_reached(std::vector<cudaEvent_t>& spare) REQUIRES(mutex_) {
     const cudaEvent_t latest = events_[serial_.load(std::memory_order_relaxed) % events_.size()];
     if (latest != nullptr && cudaEventQuery(latest) != cudaSuccess) {
       (void)cudaGetLastError();  // CUDA must not report at the next call that it is not ready
@@ -131,13 +137,12 @@ class TrackedStream {
     return true;
   }
 
- private:
   const c10::DeviceIndex device_;
   const cudaStream_t stream_;
   const std::optional<c10::cuda::CUDAStream> torch_stream_;
-  std::mutex mutex_;                              // one point at a time; held while the stream's queue is full
+  Mutex mutex_;                                   // one point at a time; held while the stream's queue is full
   std::vector<std::atomic<cudaEvent_t>> events_;  // those that were needed so far
-  bool has_events_ = false;
+  bool has_events_ GUARDED_BY(mutex_) = false;
   std::atomic<uint64_t> serial_ = 0;
 };
 
@@ -159,14 +164,14 @@ class StreamTable {
     thread_local std::array<Known, 8> latest;
     Known& known = latest[static_cast<size_t>(id) % latest.size()];
     if (known.id != id || known.stream == nullptr) {
-      const std::lock_guard lock(mutex_);
+      const MutexLock lock(mutex_);
       known = {id, streams_.at(id).get()};  // throws for kNoStream
     }
     return *known.stream;
   }
 
   StreamId id_of(const c10::cuda::CUDAStream& stream) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto [known, is_new] = ids_.try_emplace({stream.device_index(), stream.id()}, kNoStream);
     if (is_new) known->second = add(stream.device_index(), stream.stream(), stream);
     return known->second;
@@ -180,20 +185,21 @@ class StreamTable {
     C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cudaStream_t stream = nullptr;
     C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, is_urgent ? greatest : 0));
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     return add(device, stream, std::nullopt);
   }
 
  private:
-  StreamId add(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream) {
+  StreamId add(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream)
+      REQUIRES(mutex_) {
     const StreamId id = next_stream_id();
     streams_.emplace(id, std::make_unique<TrackedStream>(device, stream, torch_stream));
     return id;
   }
 
-  std::mutex mutex_;
-  std::map<StreamId, std::unique_ptr<TrackedStream>> streams_;
-  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_;
+  Mutex mutex_;
+  std::map<StreamId, std::unique_ptr<TrackedStream>> streams_ GUARDED_BY(mutex_);
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, StreamId> ids_ GUARDED_BY(mutex_);
 };
 
 }  // namespace torchoffload

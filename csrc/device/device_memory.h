@@ -9,6 +9,7 @@
 
 #include "core/types.h"
 #include "device/memory.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -41,9 +42,9 @@ class DeviceMemory {
   virtual uint64_t allocation_of(MemoryRef memory) { return origin_of(memory).allocation; }
 
   // Before the first record is made: must settle() be called, which waits for all that the device was given so far?
-  // Without that origin_of() says nothing of older memory. settle() blocks: call it without the GIL.
+  // Without that origin_of() says nothing of older memory. settle() blocks.
   virtual bool must_settle() { return false; }
-  virtual void settle() {}
+  virtual void settle() EXCLUDES(gil) {}
 
   // Is this memory of CUDA graphs that are replayed behind autograd's back? See Note [Memory of graph trees].
   virtual bool is_graph_memory(const void* /*address*/) { return false; }

@@ -7,6 +7,7 @@
 
 #include "device/marked_memory.h"
 #include "device/torch_memory.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -36,7 +37,7 @@ uint64_t DiskBackend::trim() {
 
 Point DiskBackend::record(StreamId stream) {
   if (stream != host_) return {stream, queue_of(stream).submitted()};
-  std::lock_guard lock(host_mutex_);
+  const MutexLock lock(host_mutex_);
   return {host_, host_copy_count_};
 }
 
@@ -86,7 +87,7 @@ PointStatus DiskBackend::status(Point point) {
 std::string DiskBackend::failure(Point point) {
   if (point.is_beginning()) return {};
   if (point.stream != host_) return queue_of(point.stream).failure(point.serial);
-  std::lock_guard lock(host_mutex_);
+  const MutexLock lock(host_mutex_);
   auto found = host_failures_.find(point.serial);
   return found == host_failures_.end() ? std::string() : found->second;
 }
@@ -94,7 +95,7 @@ std::string DiskBackend::failure(Point point) {
 void DiskBackend::forget(Point point) {
   if (point.is_beginning() || fork_guard_.inherited()) return;
   if (point.stream != host_) return queue_of(point.stream).forget(point.serial);
-  std::lock_guard lock(host_mutex_);
+  const MutexLock lock(host_mutex_);
   host_failures_.erase(point.serial);
 }
 
@@ -115,7 +116,7 @@ void DiskBackend::copy(const IoJob& job, StreamId stream) {
     return;
   }
   std::string failure = transfer(job);
-  std::lock_guard lock(host_mutex_);
+  const MutexLock lock(host_mutex_);
   ++host_copy_count_;
   if (!failure.empty()) host_failures_.emplace(host_copy_count_, std::move(failure));
 }

@@ -10,12 +10,12 @@
 #pragma once
 
 #include <map>
-#include <mutex>
 #include <string>
 
 #include "device/backend.h"
 #include "storage/io_queue.h"
 #include "storage/spill_file.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -40,9 +40,8 @@ class DiskBackend final : public DeviceMemory, public Streams, public Link {
   bool is_idle() const;
 
   // Gives back what nothing uses: space on the disk, the file once it is empty, and the threads. The next copy makes
-  // them anew. Returns the bytes of disk given back. May block: call it without the GIL. Other threads may copy
-  // meanwhile.
-  uint64_t trim();
+  // them anew. Returns the bytes of disk given back. May block. Other threads may copy meanwhile.
+  uint64_t trim() EXCLUDES(gil);
 
   StreamId current_stream() override { return host_; }
   StreamId offload_stream() override { return offload_; }
@@ -77,9 +76,9 @@ class DiskBackend final : public DeviceMemory, public Streams, public Link {
   const StreamId reload_ = next_stream_id();
   SpillFile store_;
 
-  std::mutex host_mutex_;  // guards the two below
-  uint64_t host_copy_count_ = 0;
-  std::map<uint64_t, std::string> host_failures_;  // by serial
+  Mutex host_mutex_;
+  uint64_t host_copy_count_ GUARDED_BY(host_mutex_) = 0;
+  std::map<uint64_t, std::string> host_failures_ GUARDED_BY(host_mutex_);  // by serial
 
   IoQueue offload_queue_;
   IoQueue reload_queue_;

@@ -30,7 +30,7 @@ class DiskKind final : public BackendKind {
  public:
   std::string name() const override { return "disk"; }
 
-  const Backend* find(const Place& place, const BackendUsers& users) override {
+  const Backend* find(const Place& place, const BackendUsers& users) override REQUIRES(gil) {
     const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
     if (place.tier != Placement::Disk || !is_cpu) return nullptr;
     // Their spill file is one file: of several directories it is in the first.
@@ -40,7 +40,7 @@ class DiskKind final : public BackendKind {
     return &static_cast<Directory&>(found).backend();
   }
 
-  uint64_t trim(const BackendUsers& users) override { return directories_.trim(users); }
+  uint64_t trim(const BackendUsers& users) override REQUIRES(gil) { return directories_.trim(users); }
 
  private:
   DiskPlaces directories_;

@@ -3,7 +3,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <pthread.h>
 
-#include <mutex>
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -20,27 +20,28 @@ class Marks {
     static Marks* const leaked = [] {
       auto* const marks = new Marks;
       // A forked child frees memory too. There the lock must not be held by a thread that exists only in the parent.
-      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                     [] { instance().mutex_.unlock(); });
+      pthread_atfork([]() NO_THREAD_SAFETY_ANALYSIS { instance().mutex_.lock(); },
+                     []() NO_THREAD_SAFETY_ANALYSIS { instance().mutex_.unlock(); },
+                     []() NO_THREAD_SAFETY_ANALYSIS { instance().mutex_.unlock(); });
       return marks;
     }();
     return *leaked;
   }
 
   uint64_t add(void* context, c10::DeleterFnPtr deleter) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     marks_[context] = {++count_, deleter};
     return count_;
   }
 
   uint64_t number_of(void* context) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = marks_.find(context);
     return found == marks_.end() ? 0 : found->second.allocation;
   }
 
   c10::DeleterFnPtr take(void* context) {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     const auto found = marks_.find(context);
     if (found == marks_.end()) return nullptr;
     const c10::DeleterFnPtr deleter = found->second.deleter;
@@ -49,9 +50,9 @@ class Marks {
   }
 
  private:
-  std::mutex mutex_;                       // guards the two below; no memory is freed while it is held
-  ska::flat_hash_map<void*, Mark> marks_;  // by the memory's context
-  uint64_t count_ = 0;
+  Mutex mutex_;                                               // no memory is freed while it is held
+  ska::flat_hash_map<void*, Mark> marks_ GUARDED_BY(mutex_);  // by the memory's context
+  uint64_t count_ GUARDED_BY(mutex_) = 0;
 };
 
 void delete_marked(void* context) {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "device/backend.h"
+#include "system/gil.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -54,8 +55,8 @@ class DiskPlace {
   virtual bool is_idle() const = 0;
 
   // Gives up the space on the disk, the files and the threads that nothing uses. The next copy makes them anew. Returns
-  // the bytes of disk given back. May block: without the GIL.
-  virtual uint64_t trim() = 0;
+  // the bytes of disk given back. May block.
+  virtual uint64_t trim() EXCLUDES(gil) = 0;
 
  private:
   friend class DiskPlaces;
@@ -71,16 +72,16 @@ class DiskPlaces {
   // The place of these directories; the first time, what `make` makes. May block where it is another one than before:
   // those that are left are trimmed or dropped.
   DiskPlace& turn_to(const DiskKey& key, const BackendUsers& users,
-                     const std::function<std::shared_ptr<DiskPlace>()>& make);
+                     const std::function<std::shared_ptr<DiskPlace>()>& make) REQUIRES(gil);
 
   // Trims all places. Returns the bytes given back. May block.
-  uint64_t trim(const BackendUsers& users);
+  uint64_t trim(const BackendUsers& users) REQUIRES(gil);
 
  private:
   // Trims or drops the places that are left.
-  void tidy(const BackendUsers& users);
+  void tidy(const BackendUsers& users) REQUIRES(gil);
 
-  std::vector<std::shared_ptr<DiskPlace>> places_;  // the latest used first
+  std::vector<std::shared_ptr<DiskPlace>> places_ GUARDED_BY(gil);  // the latest used first
 };
 
 }  // namespace torchoffload

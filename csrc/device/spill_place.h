@@ -14,6 +14,7 @@
 #include "device/places.h"
 #include "storage/pinned_arena.h"
 #include "storage/tiered_store.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -33,7 +34,7 @@ class SpillPlace final : public DiskPlace {
   // The place of these directories among `places`, with the plan's limit of memory, which is the one of the context
   // that saves now, and its backend for a device. May block.
   static const Backend& find(DiskPlaces& places, const BackendUsers& users, PinnedArena& arena, const SpillPlan& plan,
-                             const SpillHooks& hooks, int device_index, const MakeBackend& make);
+                             const SpillHooks& hooks, int device_index, const MakeBackend& make) REQUIRES(gil);
 
   SpillPlace(const DiskKey& key, PinnedArena& arena, const SpillPlan& plan, const SpillHooks& hooks);
 

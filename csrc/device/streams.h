@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "core/types.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -67,8 +68,8 @@ class Streams {
   // What is enqueued on `waiter` after this call runs after `point`.
   virtual void wait(StreamId waiter, Point point) = 0;
 
-  // Blocks the host until `point` is reached. Call it without the GIL.
-  virtual void synchronize(Point point) = 0;
+  // Blocks the host until `point` is reached.
+  virtual void synchronize(Point point) EXCLUDES(gil) = 0;
 
   // Has `point` been reached? Only called where its stream completes ByPolling; a step on a GPU never asks.
   virtual PointStatus status(Point point) = 0;

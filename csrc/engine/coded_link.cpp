@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine/program.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -51,6 +52,7 @@ std::optional<CodedLink::Staging> CodedLink::try_allocate(size_t lane_count) con
 
 void CodedLink::adopt(Staging staging) {
   const auto give = [&](Direction& direction, Memory memory) {
+    const MutexLock lock(direction.mutex);
     direction.memory = std::move(memory);
     direction.allocated_on = staging.stream;
     direction.next = 0;
@@ -66,6 +68,7 @@ void CodedLink::adopt(Staging staging) {
 std::vector<std::pair<DeviceBytes, Rule>> CodedLink::take_staging() {
   std::vector<std::pair<DeviceBytes, Rule>> taken;
   const auto take = [&](Direction& direction, StreamId freed_on, Rule rule) {
+    const MutexLock lock(direction.mutex);
     if (!direction.memory) return;
     const Lane& latest = direction.latest_lane();
     const Point free_after = latest.is_used ? backend_.streams.record(freed_on) : latest.free_after;
@@ -88,7 +91,7 @@ CodedPiece CodedLink::on_device(codec::Code code, const codec::Piece& piece, std
 
 void CodedLink::copy_out(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
                          StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress) {
-  const std::lock_guard lock(out_.mutex);
+  const MutexLock lock(out_.mutex);
   const StreamId offload_stream = backend_.streams.offload_stream();
   try {
     encode_pieces(slot, source, pieces, tag, waits, time, progress);
@@ -127,7 +130,7 @@ void CodedLink::encode_pieces(const Slot& slot, const std::byte* source, const c
 
 void CodedLink::copy_in(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
                         CopyTime& time, CopyProgress& progress) {
-  const std::lock_guard lock(in_.mutex);
+  const MutexLock lock(in_.mutex);
   try {
     decode_pieces(target, slot, pieces, waits, time, progress);
     progress.is_whole = true;

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,6 +22,7 @@
 #include "engine/copy_time.h"
 #include "engine/stream_order.h"
 #include "storage/slot_store.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -52,9 +52,9 @@ class CodedLink {
   // Begins to make the code ready, in the background. Returns at once whether it is.
   bool prepare_code() const { return exists() && backend_.coder->prepare(); }
   // What copies need besides: staging memory, allocated on the current stream. Where memory is scarce there are fewer
-  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks: call it without the GIL,
-  // and while no graph is captured.
-  std::optional<Staging> allocate_staging() const;
+  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Call it while no graph is
+  // captured.
+  std::optional<Staging> allocate_staging() const EXCLUDES(gil);
   // From here on copies can be made. Not if it is_ready().
   void adopt(Staging staging);
   bool is_ready() const { return is_ready_; }
@@ -101,15 +101,15 @@ class CodedLink {
   // The lanes of one direction. The mutex is held while a copy is enqueued. Only copies of the same direction want it,
   // which would wait for the same streams.
   struct Direction {
-    std::mutex mutex;
-    Memory memory;
-    StreamId allocated_on = kNoStream;
-    std::vector<Lane> lanes;
-    size_t next = 0;
+    Mutex mutex;
+    Memory memory GUARDED_BY(mutex);
+    StreamId allocated_on GUARDED_BY(mutex) = kNoStream;
+    std::vector<Lane> lanes GUARDED_BY(mutex);
+    size_t next GUARDED_BY(mutex) = 0;
 
     // The lane that was used longest ago, and the point after which it is free. `freed_on`: the stream of its last use.
     // Where a copy failed on the way, that point is recorded only now.
-    Lane& take_lane(Streams& streams, StreamId freed_on) {
+    Lane& take_lane(Streams& streams, StreamId freed_on) REQUIRES(mutex) {
       Lane& lane = lanes[next];
       next = (next + 1) % lanes.size();
       if (lane.is_used) lane.free_after = streams.record(freed_on);
@@ -117,7 +117,7 @@ class CodedLink {
       return lane;
     }
     // The lane that was used last: once it is free all are, since their last uses are on one stream.
-    const Lane& latest_lane() const { return lanes[(next + lanes.size() - 1) % lanes.size()]; }
+    const Lane& latest_lane() const REQUIRES(mutex) { return lanes[(next + lanes.size() - 1) % lanes.size()]; }
   };
 
   // Room for a piece of any code.
@@ -127,9 +127,9 @@ class CodedLink {
   static CodedPiece on_device(codec::Code code, const codec::Piece& piece, std::byte* raw, const Slot& slot,
                               const Lane& lane);
   void encode_pieces(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
-                     StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
+                     StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress) REQUIRES(out_.mutex);
   void decode_pieces(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
-                     CopyTime& time, CopyProgress& progress);
+                     CopyTime& time, CopyProgress& progress) REQUIRES(in_.mutex);
 
   const Backend backend_;
   bool is_ready_ = false;

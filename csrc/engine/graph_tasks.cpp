@@ -84,7 +84,7 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
       if (is_of_tape && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
     }
   }
-  const auto is_reloaded = [&](RecordId id) {
+  const auto is_reloaded = [&](RecordId id) REQUIRES(gil) {
     return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Reloaded;
   };
   for (const RecordId id : reloaded) {

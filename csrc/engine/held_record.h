@@ -19,6 +19,7 @@
 #include "engine/version_counter.h"
 #include "engine/wrapper_versions.h"
 #include "storage/slot_store.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 

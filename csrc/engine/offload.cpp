@@ -174,10 +174,13 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
 // The first few: drain_window() makes the others by themselves.
 void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
   const TapeId tape = ledger_.record(id).tape;
-  const auto is_in_flight = [this](RecordId known) { return is_offloading(known); };
-  const auto bytes_of = [this](RecordId known) { return held(known).window_bytes; };
+  const auto bytes_of = [this](RecordId known) {
+    gil.assert_held();
+    return held(known).window_bytes;
+  };
   auto next = copy.window_waits.begin();
   const auto note = [&](RecordId known) {
+    gil.assert_held();
     const DeviceBytes& source = held(known).bytes;
     *next = streams_.wanted(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
     if (!*next) return false;
@@ -185,7 +188,7 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
     return next != copy.window_waits.end();
   };
   windows_.each_offload_to_wait_for(copy.nbytes, windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape),
-                                    is_in_flight, bytes_of, note);
+                                    asks_offloading(), bytes_of, note);
 }
 
 void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
@@ -255,7 +258,7 @@ std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards
 }
 
 std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
-  const auto end = std::partition(guards.begin(), guards.end(), [&](const Point& guard) {
+  const auto end = std::partition(guards.begin(), guards.end(), [&](const Point& guard) REQUIRES(gil) {
     return !streams_.is_polled(guard) && streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard);
   });
   for (const Point& guard : std::span(end, guards.end())) {
@@ -277,7 +280,7 @@ void Engine::enter_offload_window(RecordId id) {
   if (before && is_offloading(*before)) leave_offload_window(*before);
   const bool counts_whole = !mutated(Mutant::PartCountsItsStorage);
   held(id).window_bytes = counts_whole ? pinned_bytes(id) : ledger_.record(id).nbytes();
-  windows_.offload_began(id, held(id).window_bytes, [this](RecordId known) { return is_offloading(known); });
+  windows_.offload_began(id, held(id).window_bytes, asks_offloading());
 }
 
 void Engine::drain_window_of(RecordId id) {
@@ -295,8 +298,7 @@ void Engine::change_windows(TapeId tape, WindowBytes windows) {
 
 // R4: the compute stream is made to wait only when the window is full, for the oldest copy first.
 void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
-  const auto is_in_flight = [this](RecordId id) { return is_offloading(id); };
-  while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, is_in_flight)) {
+  while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, asks_offloading())) {
     const RecordId oldest = *next;
     count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
     const DeviceBytes source = held(oldest).bytes;  // a copy: another thread may drop the record's own meanwhile

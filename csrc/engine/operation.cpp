@@ -14,7 +14,7 @@ namespace torchoffload {
 namespace {
 
 std::atomic<bool> shut_down_flag = false;  // callbacks of autograd ask before they take the GIL
-uint64_t latest_operation = 0;             // guarded by the GIL
+uint64_t latest_operation GUARDED_BY(gil) = 0;
 
 }  // namespace
 

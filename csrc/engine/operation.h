@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "engine/program.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -41,20 +42,20 @@ struct ThreadState;
 
 class Operation {
  public:
-  Operation();
-  ~Operation();
+  Operation() REQUIRES(gil);
+  ~Operation() REQUIRES(gil);
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
   // Drops now what the thread gave up, if the calling operation is the outermost one. That may run any Python code and
   // block, so it is called only where nothing is held; see Note [What may run Python]. Returns whether there was
   // anything to drop: if so, everything has to be read again, the thread's pending copies included.
-  static bool drop_now();
+  static bool drop_now() REQUIRES(gil);
 
   // Runs `release` at once where no operation is open, else when the outermost one ends. An exception of `release`
   // becomes a warning, because this is called by destructors.
   template <typename Release>
-  static void run_or_queue(Release release) {
+  static void run_or_queue(Release release) REQUIRES(gil) {
     if (must_queue()) {
       queue(std::move(release));
     } else {
@@ -64,7 +65,7 @@ class Operation {
   }
 
   // The number of the operation that began last, of all threads. One inside of another has none of its own.
-  static uint64_t latest();
+  static uint64_t latest() REQUIRES(gil);
 
   // True once the interpreter is going down: from then on device memory is leaked, and not freed.
   static bool is_shut_down();
@@ -81,11 +82,11 @@ class Operation {
     }
   }
   // Is an operation of this thread open?
-  static bool must_queue();
-  static void queue(std::function<void()> release);
+  static bool must_queue() REQUIRES(gil);
+  static void queue(std::function<void()> release) REQUIRES(gil);
   // Drops the memory and makes the releases that were put off, until none is left. May run Python code and may block.
   // Returns whether there was anything.
-  static bool finish_outermost(ThreadState& now);
+  static bool finish_outermost(ThreadState& now) REQUIRES(gil);
 
   ThreadState& now_;
   const bool is_inside_another_;  // also one that is in a BlockingSection
@@ -99,10 +100,10 @@ class Operation {
 // Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. Operations of other
 // threads may run meanwhile, so the ledger must be read again afterwards. Drops nothing of what the operation gave up;
 // what is given up inside, such as a buffer that was just allocated, is dropped at once.
-class BlockingSection {
+class SCOPED_CAPABILITY BlockingSection {
  public:
-  BlockingSection();
-  ~BlockingSection();
+  BlockingSection() RELEASE(gil);
+  ~BlockingSection() RELEASE();
   BlockingSection(const BlockingSection&) = delete;
   BlockingSection& operator=(const BlockingSection&) = delete;
 
@@ -115,13 +116,13 @@ class BlockingSection {
 
 // Has the user pressed Ctrl-C while the calling thread waits without the GIL? Always false on threads where Python runs
 // no handlers of signals. Runs no Python code, and Python still handles the interruption later. See system/host_wait.h.
-bool is_interrupted();
+bool is_interrupted() EXCLUDES(gil);
 
 // Takes the GIL for its scope, on a thread that may or may not hold it, such as one of autograd's.
-class WithGil {
+class SCOPED_CAPABILITY WithGil {
  public:
-  WithGil();
-  ~WithGil();
+  WithGil() ACQUIRE(gil);
+  ~WithGil() RELEASE();
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
 

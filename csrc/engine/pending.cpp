@@ -51,24 +51,24 @@ struct Engine::Flush {
   const Engine* ordered_engine = nullptr;
   std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
 
-  void run();
+  void run() REQUIRES(gil);
   // Looks after the copies of the engine that have ended, and drops what was given up. Returns whether all has to be
   // looked at again. May block.
-  bool make_room(Engine& engine);
+  bool make_room(Engine& engine) REQUIRES(gil);
   bool is_possible(const PendingCopy& copy) const;
   // What becomes of the copy at this place, which can be enqueued.
-  Turn turn_of(size_t place);
-  bool can_wait(const PendingCopy& copy) const;
+  Turn turn_of(size_t place) REQUIRES(gil);
+  bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
   // How many of the copies before this place wait for room.
-  size_t waiting_before(size_t place) const;
+  size_t waiting_before(size_t place) const REQUIRES(gil);
   // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
-  std::optional<size_t> oldest_waiting(size_t last) const;
+  std::optional<size_t> oldest_waiting(size_t last) const REQUIRES(gil);
   // Enqueues the engine's copy that has waited longest, if another thread has packed that one. Returns whether it did
   // so. May block.
-  bool enqueue_of_another_thread(Engine& engine);
+  bool enqueue_of_another_thread(Engine& engine) REQUIRES(gil);
   // Both may block.
-  void begin_wait(size_t place);
-  void enqueue(ThreadState& owner, size_t place);
+  void begin_wait(size_t place) REQUIRES(gil);
+  void enqueue(ThreadState& owner, size_t place) REQUIRES(gil);
 };
 
 void Engine::flush_pending(const ContextState* leaving) {
@@ -143,7 +143,8 @@ Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
 
 bool Engine::Flush::can_wait(const PendingCopy& copy) const {
   Engine& engine = *copy.engine;
-  const auto lasts = [&](StreamId stream) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
+  const auto lasts = [&](StreamId stream)
+                         REQUIRES(gil) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
   return engine.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
          engine.is_pending(copy.record) && lasts(engine.held(copy.record).bytes.stream) &&
          lasts(engine.held(copy.record).allocated_on) && !engine.timeline_.is_on();
@@ -167,7 +168,7 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
 // it. Left to its own thread are: a copy that an operator saves again (R1); one whose failure its own program is to be
 // told of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
 bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
-  const auto can_be_taken = [&](const PendingCopy& copy) {
+  const auto can_be_taken = [&](const PendingCopy& copy) REQUIRES(gil) {
     return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&
            engine.context(copy.record).options.on_full != OnFull::Error &&
            !engine.backend_.streams.is_capturing_on(engine.held(copy.record).bytes.stream);

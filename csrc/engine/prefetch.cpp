@@ -34,11 +34,13 @@ void Engine::prefetch(TapeId tape, const AlsoWait& also) {
 
 bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also) {
   if (windows_.reload_place(id) == ledger_.tape(id).first_save) return true;
-  const TapeRecords::IsHere is_here = [this](RecordId record) { return slots_.is_here(held(record).slot); };
+  const TapeRecords::IsHere is_here = [this](RecordId record)
+                                          REQUIRES(gil) { return slots_.is_here(held(record).slot); };
   if (slots_.moves_slots()) fetch_ahead(id);
   const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
   auto wanted = windows_.take_reloads(id, kept_bytes, at_source, records);
-  std::erase_if(wanted, [&](const Windows::Ahead& ahead) { return lock_given_up(ahead.record).has_value(); });
+  std::erase_if(wanted,
+                [&](const Windows::Ahead& ahead) REQUIRES(gil) { return lock_given_up(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
@@ -47,6 +49,7 @@ bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, co
 void Engine::fetch_ahead(TapeId id) {
   const Tape& tape = ledger_.tape(id);
   const auto begin_fetch = [&](uint64_t save) {
+    gil.assert_held();
     const RecordId record = tape.save(save).record;
     if (!ledger_.is_live(record) || ledger_.record(record).state != RecordState::Offloaded) return true;
     return slots_.begin_fetch(held(record).slot);

@@ -16,7 +16,7 @@ namespace {
 
 // Leaked on purpose. It changes under the GIL, at any thread's first or last use of a backend: whoever may release the
 // GIL meanwhile goes through all_engines().
-std::vector<Engine*>& engines() {
+std::vector<Engine*>& engines() REQUIRES(gil) {
   static auto* const leaked = new std::vector<Engine*>;
   return *leaked;
 }
@@ -34,37 +34,40 @@ struct DroppedPlace {
 };
 
 // Likewise: whoever may release the GIL takes out the places that it looks at.
-std::vector<DroppedPlace>& dropped_places() {
+std::vector<DroppedPlace>& dropped_places() REQUIRES(gil) {
   static auto* const leaked = new std::vector<DroppedPlace>;
   return *leaked;
 }
 
 Engine* engine_of(const Backend& backend) { return static_cast<Engine*>(backend.user.get()); }
 
-bool is_profiling = false;
+bool is_profiling GUARDED_BY(gil) = false;
 
-Engine* make_engine(const Backend& backend) {
+Engine* make_engine(const Backend& backend) REQUIRES(gil) {
   const auto engine = std::make_shared<Engine>(backend);
   backend.user = engine;  // before anything that lets other threads in, which may ask for it, too
   engines().push_back(engine.get());
-  if (Operation::is_shut_down()) backend.store.stop();  // a thread that outlives the others came after stop_threads()
+  if (Operation::is_shut_down()) {  // a thread that outlives the others came after stop_threads()
+    const BlockingSection blocking;
+    backend.store.stop();
+  }
   if (is_profiling) engine->timeline().start_profile();
   return engine.get();
 }
 
-bool is_used(const Backend& backend) {
+bool is_used(const Backend& backend) REQUIRES(gil) {
   const Engine* const engine = engine_of(backend);
   if (engine == nullptr) return false;
   return backend.user.use_count() > 1 || !engine->is_unused() || ThreadState::any_has_pending(*engine) || is_profiling;
 }
 
-bool is_used(const DiskPlace& place) {
+bool is_used(const DiskPlace& place) REQUIRES(gil) {
   const std::vector<const Backend*> backends = place.backends();
-  return std::ranges::any_of(backends, [](const Backend* backend) { return is_used(*backend); });
+  return std::ranges::any_of(backends, [](const Backend* backend) REQUIRES(gil) { return is_used(*backend); });
 }
 
 // Looks whether something may still refer to the place, and notes since when nothing does. May block.
-bool is_referred_to(DroppedPlace& dropped) {
+bool is_referred_to(DroppedPlace& dropped) REQUIRES(gil) {
   for (const Backend* const backend : dropped.place->backends()) {
     if (Engine* const engine = engine_of(*backend)) engine->give_up_idle();
   }
@@ -84,7 +87,7 @@ bool is_referred_to(DroppedPlace& dropped) {
   return ThreadState::any_has_operation_until(dropped.unused->operation);
 }
 
-void forget_engine(const Backend& backend) {
+void forget_engine(const Backend& backend) REQUIRES(gil) {
   const std::shared_ptr<void> shared = std::exchange(backend.user, nullptr);
   if (shared == nullptr) return;
   auto* const engine = static_cast<Engine*>(shared.get());
@@ -95,10 +98,10 @@ void forget_engine(const Backend& backend) {
 // Destroys the dropped places that nothing refers to any more. May block: meanwhile other threads may drop places, and
 // look at them. So this one takes out those that it looks at, and between the look at one and the end of its engines
 // nothing blocks.
-void destroy_dropped() {
+void destroy_dropped() REQUIRES(gil) {
   std::vector<DroppedPlace> looked_at = std::exchange(dropped_places(), {});
   std::vector<std::shared_ptr<DiskPlace>> unused;
-  const auto put_back = [](DroppedPlace& dropped) {
+  const auto put_back = [](DroppedPlace& dropped) REQUIRES(gil) {
     if (dropped.place != nullptr) dropped_places().push_back(std::move(dropped));
   };
   try {
@@ -128,7 +131,7 @@ std::vector<SlotStore*> stores_of(const std::vector<std::shared_ptr<Engine>>& en
 }
 
 // May block.
-uint64_t trim_stores_of_engines() {
+uint64_t trim_stores_of_engines() REQUIRES(gil) {
   const std::vector<std::shared_ptr<Engine>> engines = all_engines();  // which keep their stores
   for (const auto& engine : engines) engine->give_up_staging();
   const BlockingSection blocking;
@@ -139,9 +142,9 @@ uint64_t trim_stores_of_engines() {
 
 class EnginesOfBackends final : public BackendUsers {
  public:
-  bool have_tapes(const DiskPlace& place) const override {
+  bool have_tapes(const DiskPlace& place) const override REQUIRES(gil) {
     const std::vector<const Backend*> backends = place.backends();
-    return std::ranges::any_of(backends, [](const Backend* backend) {
+    return std::ranges::any_of(backends, [](const Backend* backend) REQUIRES(gil) {
       const Engine* const engine = engine_of(*backend);
       return engine != nullptr && engine->ledger().live_tapes() > 0;
     });
@@ -150,13 +153,15 @@ class EnginesOfBackends final : public BackendUsers {
     const std::vector<const Backend*> backends = place.backends();
     return std::ranges::any_of(backends, [](const Backend* backend) { return backend->user.use_count() > 1; });
   }
-  void give_up_staging(const DiskPlace& place) const override {
+  void give_up_staging(const DiskPlace& place) const override REQUIRES(gil) {
     for (const Backend* const backend : place.backends()) {
       if (Engine* const engine = engine_of(*backend)) engine->give_up_staging();
     }
   }
-  void drop(std::shared_ptr<DiskPlace> place) const override { dropped_places().push_back({std::move(place)}); }
-  void without_gil(const std::function<void()>& call) const override {
+  void drop(std::shared_ptr<DiskPlace> place) const override REQUIRES(gil) {
+    dropped_places().push_back({std::move(place)});
+  }
+  void without_gil(const std::function<void()>& call) const override REQUIRES(gil) {
     const BlockingSection blocking;
     call();
   }

@@ -22,6 +22,7 @@
 
 #include "device/backends.h"
 #include "engine/engine.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -29,31 +30,31 @@ namespace torchoffload {
 // engine exists until that ends, and after it while a tape is alive or the caller has a share in it. May block if its
 // directory is another one than the last, since those that are left give up their files and threads.
 // Throws std::runtime_error for a CUDA tensor under Placement::Disk, and where no spill file can be made.
-Engine* find_engine(const Place& place);
+Engine* find_engine(const Place& place) REQUIRES(gil);
 
 // Every engine that there is: shares in them, since a caller that lets other threads run may see some come and go.
-std::vector<std::shared_ptr<Engine>> all_engines();
+std::vector<std::shared_ptr<Engine>> all_engines() REQUIRES(gil);
 
 // profile() on or off, for the engines there are and those that come. Starting it throws std::runtime_error while a
 // CUDA graph is being captured.
-void start_profile();
+void start_profile() REQUIRES(gil);
 // What each engine saw, with its device; empty where profile() was off.
 struct EngineProfile {
   std::string device;
   std::vector<Timeline::Entry> entries;
 };
-std::vector<EngineProfile> stop_profile();
+std::vector<EngineProfile> stop_profile() REQUIRES(gil);
 
 // Gives back what no slot uses, in every store, and the threads of those that no copy uses. Returns the bytes given
-// back. May block, without the GIL.
-uint64_t trim_stores();
+// back. May block.
+uint64_t trim_stores() REQUIRES(gil);
 
 // Begins to make the codes ready on the devices that the program uses, so that steps need not wait for them. Returns at
 // once.
-void prepare_coders();
+void prepare_coders() REQUIRES(gil);
 
 // The process is about to end, and Operation::shut_down() was called: no store takes anything any more, none that is
-// made later does, and no code is made ready. May block, without the GIL.
-void stop_threads();
+// made later does, and no code is made ready. May block.
+void stop_threads() REQUIRES(gil);
 
 }  // namespace torchoffload

@@ -10,7 +10,7 @@ namespace torchoffload {
 
 void Engine::reap() {
   if (!streams_.has_polled()) return streams_.reap();
-  while (const auto oldest = windows_.oldest_offload([this](RecordId id) { return is_offloading(id); })) {
+  while (const auto oldest = windows_.oldest_offload(asks_offloading())) {
     if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
     finish_offload(*oldest);
   }

@@ -14,6 +14,7 @@
 
 #include "engine/context_state.h"
 #include "storage/slot_store.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -66,7 +67,7 @@ class SlotBudget {
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards);
 
   // Makes room for at least one slot of `nbytes`. Blocks. Throws StoreFull.
-  void grow(uint64_t nbytes);
+  void grow(uint64_t nbytes) REQUIRES(gil);
 
   // Would grow() wait for a disk now? See SlotStore::waits_for_room(). Never blocks.
   bool waits_for_room(uint64_t nbytes) { return store_.waits_for_room(nbytes); }
@@ -81,7 +82,7 @@ class SlotBudget {
   // nullopt: the slot is not in memory. Never blocks.
   std::optional<HeldSlot> try_hold(const Slot& slot);
   // Brings it to memory first. Blocks. Throws std::runtime_error where it cannot be read.
-  HeldSlot hold(Slot slot);
+  HeldSlot hold(Slot slot) REQUIRES(gil);
   void note_filled(const Slot& slot, Point end) {
     if (moves_slots_) store_.note_filled(slot, end);
   }
@@ -95,14 +96,14 @@ class SlotBudget {
 
   // Call it between steps, while no tape is alive. Once several steps in a row have had the same number of bytes in
   // slots, the next one is expected to have as many, and the store is brought to that size. May block.
-  void fit_to_steps(ContextState& context);
+  void fit_to_steps(ContextState& context) REQUIRES(gil);
 
   // Call it when the step's need is not known any more: the store then grows ahead of the step. Never blocks.
   void grow_ahead(ContextState& context) { store_.grow_ahead(most_capacity_bytes(context)); }
 
   // Call it when a CUDA graph is being captured. Until the next step no memory is taken from the system in the
   // background. May block.
-  void hold_growth();
+  void hold_growth() REQUIRES(gil);
 
  private:
   bool is_in_default_budget(const ContextState& context) const;

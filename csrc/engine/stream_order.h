@@ -19,6 +19,7 @@
 #include "device/memory.h"
 #include "device/streams.h"
 #include "engine/operation.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -109,10 +110,10 @@ class StreamOrder {
 
   // Makes `waiter` wait for `point`, unless it is known to have waited for that point or a later one of the same
   // stream. May block.
-  void wait(Rule rule, StreamId waiter, Point point);
+  void wait(Rule rule, StreamId waiter, Point point) REQUIRES(gil);
 
   // Makes the host wait for `point`. Blocks.
-  void synchronize(Point point);
+  void synchronize(Point point) REQUIRES(gil);
 
   // A wait that is to be made.
   struct Wanted {
@@ -122,10 +123,10 @@ class StreamOrder {
   };
   // The same wait, where a Batch can make it among other calls, so that the GIL is released once for all of them:
   // wait() finds it made then. nullopt: none has to be made, or the host would be blocked by it.
-  std::optional<Wanted> wanted(Rule rule, StreamId waiter, Point point) const;
+  std::optional<Wanted> wanted(Rule rule, StreamId waiter, Point point) const REQUIRES(gil);
 
   // Would wait() make a wait?
-  bool must_wait(Rule rule, StreamId waiter, Point point) const;
+  bool must_wait(Rule rule, StreamId waiter, Point point) const REQUIRES(gil);
 
   // Makes waits without the GIL, between the calls that they order. remember() notes them afterwards, with the GIL.
   class Batch {
@@ -147,11 +148,12 @@ class StreamOrder {
     size_t made_count_ = 0;
   };
   Batch batch() const { return Batch(streams_); }
-  void remember(const Batch& batch);
+  void remember(const Batch& batch) REQUIRES(gil);
 
-  // Makes `call`, which enqueues on `stream`. Releases the GIL for it where that may block.
+  // Makes `call`, which enqueues on `stream`. Releases the GIL for it where that may block, so that the call may use
+  // nothing that the GIL guards. The analysis follows no release that depends on a condition.
   template <typename Call>
-  void without_gil(StreamId stream, Call call) {
+  void without_gil(StreamId stream, Call call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
     std::optional<BlockingSection> blocking;
     if (streams_.may_block(stream)) blocking.emplace();
     call();
@@ -162,23 +164,23 @@ class StreamOrder {
   // Drops memory after its stream was told to wait for the copy that touches it (R9); `rule` names the wait. The memory
   // stays on a list, for reap(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is being
   // captured, or the device fails. May block, but not where the copy is polled.
-  void retire(DeviceBytes bytes, Rule rule) noexcept;
+  void retire(DeviceBytes bytes, Rule rule) noexcept REQUIRES(gil);
 
   // Would retire() make the stream of this memory wait? A wait of the host is not meant.
-  bool stalls_when_dropped(const DeviceBytes& bytes, Rule rule) const {
+  bool stalls_when_dropped(const DeviceBytes& bytes, Rule rule) const REQUIRES(gil) {
     return bytes.memory && !is_polled(bytes.busy_until) && must_wait(rule, bytes.stream, bytes.busy_until) &&
            can_wait_to_drop(bytes) && !streams_.is_capturing() && !streams_.is_capturing_on(bytes.stream);
   }
 
   // Tries again to drop the memory on the list. May block, but not for what is polled.
-  void reap() {
+  void reap() REQUIRES(gil) {
     if (!retired_.empty()) reap_retired();
   }
 
-  bool has_retired() const { return !retired_.empty(); }
+  bool has_retired() const REQUIRES(gil) { return !retired_.empty(); }
 
   // Waits on the host for all I/O on retired memory, and drops that memory. Blocks, where there is any.
-  void finish_retired();
+  void finish_retired() REQUIRES(gil);
 
  private:
   struct Retired {
@@ -190,20 +192,20 @@ class StreamOrder {
   static bool is_left_out(Rule rule);
   bool is_reached(Point point) const { return streams_.status(point) == PointStatus::Reached; }  // where it is polled
   // Does what is enqueued on `waiter` from now on run after `point`, by the waits that are known?
-  bool is_ordered(StreamId waiter, Point point) const;
-  void remember(const Made& made);
+  bool is_ordered(StreamId waiter, Point point) const REQUIRES(gil);
+  void remember(const Made& made) REQUIRES(gil);
   // Can the stream of this memory be told to wait? See Note [Streams that may be destroyed].
   bool can_wait_to_drop(const DeviceBytes& bytes) const {
     return bytes.is_buffer ? can_be_used(bytes.stream) : is_lasting(bytes.stream);
   }
   // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
-  bool may_be_dropped(const DeviceBytes& bytes, Rule rule);
-  void reap_retired();
+  bool may_be_dropped(const DeviceBytes& bytes, Rule rule) REQUIRES(gil);
+  void reap_retired() REQUIRES(gil);
 
   Streams& streams_;
   const bool has_polled_;
-  std::vector<Made> made_;        // the latest wait of each pair of streams that are lasting
-  std::vector<Retired> retired_;  // in the order in which the memory was retired
+  std::vector<Made> made_ GUARDED_BY(gil);        // the latest wait of each pair of streams that are lasting
+  std::vector<Retired> retired_ GUARDED_BY(gil);  // in the order in which the memory was retired
 };
 
 }  // namespace torchoffload

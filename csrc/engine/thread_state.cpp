@@ -8,19 +8,19 @@ namespace torchoffload {
 
 namespace {
 
-// Guarded by the GIL, and leaked.
-std::vector<ThreadState*>& all_states() {
+// These are leaked.
+std::vector<ThreadState*>& all_states() REQUIRES(gil) {
   static auto* const leaked = new std::vector<ThreadState*>;
   return *leaked;
 }
 
-std::vector<ThreadState*>& waiting() {
+std::vector<ThreadState*>& waiting() REQUIRES(gil) {
   static auto* const leaked = new std::vector<ThreadState*>;
   return *leaked;
 }
 
-// Of threads that have ended, and that may be taken by others: guarded by the GIL, and leaked.
-std::vector<ThreadState*>& free_states() {
+// Of threads that have ended, and that may be taken by others.
+std::vector<ThreadState*>& free_states() REQUIRES(gil) {
   static auto* const leaked = new std::vector<ThreadState*>;
   return *leaked;
 }
@@ -57,7 +57,7 @@ class AtThreadExit {
 // Those that wait for room count in the window, so they stay listed: others that need the window enqueue them, or the
 // thread that takes the state over. Their operators have ended with the thread.
 // The memory that it had to drop is dropped by the first operation of the thread that takes the state over.
-void clear(ThreadState& state) {
+void clear(ThreadState& state) REQUIRES(gil) {
   state.operation_depth = 0;
   state.operation_began = 0;
   std::erase_if(state.pending, [](const PendingCopy& copy) { return copy.wait_number == 0; });
@@ -68,7 +68,7 @@ void clear(ThreadState& state) {
   state.asked = {};
 }
 
-void collect_ended() {
+void collect_ended() REQUIRES(gil) {
   Ended* entry = ended.exchange(nullptr, std::memory_order_acquire);
   while (entry != nullptr) {
     clear(*entry->state);
@@ -77,7 +77,7 @@ void collect_ended() {
   }
 }
 
-ThreadState* take_state() {
+ThreadState* take_state() REQUIRES(gil) {
   collect_ended();
   if (free_states().empty()) {
     all_states().push_back(new ThreadState);
@@ -108,6 +108,7 @@ void ThreadState::set_has_waiting(bool has_waiting_now) {
 ThreadState& ThreadState::current() {
   // With a dynamic initializer each call would first check whether it has run.
   if (mine == nullptr) {
+    gil.assert_held();
     mine = take_state();
     if (!has_thread_ended) {  // else a handle dies while the main thread's static destructors run
       thread_local AtThreadExit at_exit;

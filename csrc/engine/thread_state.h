@@ -17,6 +17,7 @@
 #include "core/types.h"
 #include "device/memory.h"
 #include "engine/program.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -71,18 +72,18 @@ struct ThreadState {
   AskedTape asked;
 
   // Those that `has_waiting` is true of. It is changed by set_has_waiting().
-  static const std::vector<ThreadState*>& with_waiting();
-  void set_has_waiting(bool has_waiting_now);
+  static const std::vector<ThreadState*>& with_waiting() REQUIRES(gil);
+  void set_has_waiting(bool has_waiting_now) REQUIRES(gil);
 
   static ThreadState& current();
 
   // Has some thread an open operation that is the one of this number, or began before it?
-  static bool any_has_operation_until(uint64_t number);
+  static bool any_has_operation_until(uint64_t number) REQUIRES(gil);
   // Has some thread that runs a pending copy of this engine, whose records were all released? Forgets those that
   // threads left behind.
-  static bool any_has_pending(const Engine& engine);
+  static bool any_has_pending(const Engine& engine) REQUIRES(gil);
   // The tape that a thread asked last is not one of this engine any more.
-  static void forget_asked(const Engine& engine);
+  static void forget_asked(const Engine& engine) REQUIRES(gil);
 };
 
 // While it lives, code of others runs on the thread, perhaps inside of an operator that has packed already. That code

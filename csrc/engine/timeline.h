@@ -12,6 +12,7 @@
 
 #include "device/device_memory.h"
 #include "device/streams.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -58,20 +59,20 @@ class Timeline {
 
   // Turns profile() on: until it is off, the allocated memory is noted with each entry, and no entry is forgotten. Does
   // nothing where the device tells no time. May block.
-  void start_profile();
+  void start_profile() REQUIRES(gil);
   // Turns profile() off. Returns the entries since start_profile(), in the order in which the host made them. Blocks
   // the host until the device has reached all of them.
-  std::vector<Entry> stop_profile();
+  std::vector<Entry> stop_profile() REQUIRES(gil);
   bool is_profiled() const { return is_profiled_; }
 
   // Notes for profile() that the tape of this number closed. Does nothing while profile() is off. May block.
-  void note_close(uint64_t tape);
+  void note_close(uint64_t tape) REQUIRES(gil);
 
   // The present place of a stream. May block.
-  TimedPoint now(StreamId stream);
+  TimedPoint now(StreamId stream) REQUIRES(gil);
 
   // Sets the origin if there is none. Call it before timed points are recorded without now(), as copies do. May block.
-  void set_origin();
+  void set_origin() REQUIRES(gil);
 
   // Adds an entry and takes over its points; a moment has no `end`. An entry without a begin is dropped, and so is one
   // that comes when the timeline is off.
@@ -103,7 +104,7 @@ class Timeline {
   // The seconds from the origin to a point that was reached. The point goes back to the backend.
   double take_seconds(TimedPoint& point);
   // Records a timed point, without the GIL where that may block.
-  TimedPoint record(StreamId stream);
+  TimedPoint record(StreamId stream) REQUIRES(gil);
 
   Streams& streams_;
   DeviceMemory& memory_;  // asked how much of it is in use

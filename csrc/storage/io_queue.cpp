@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "system/host_wait.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -49,32 +50,35 @@ IoQueue::IoQueue(std::string name, unsigned thread_count, Transfer transfer)
 
 IoQueue::~IoQueue() {
   if (fork_guard_.inherited()) return;
+  std::vector<pthread_t> ending;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     are_threads_ending_ = true;
+    ending = threads_;
   }
   submitted_or_ending_.notify_all();
-  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+  for (const pthread_t thread : ending) pthread_join(thread, nullptr);
 }
 
 bool IoQueue::is_idle() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_reached(submitted_);
 }
 
 void IoQueue::end_idle_threads() {
   if (fork_guard_.inherited()) return;
+  std::vector<pthread_t> ending;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (are_threads_ending_ || threads_.empty() || !is_reached(submitted_)) return;
     are_threads_ending_ = true;
+    ending.swap(threads_);
   }
   submitted_or_ending_.notify_all();
-  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
+  for (const pthread_t thread : ending) pthread_join(thread, nullptr);
   {
-    std::lock_guard lock(mutex_);
-    threads_.clear();
+    const MutexLock lock(mutex_);
     are_threads_ending_ = false;
   }
   threads_ended_.notify_all();
@@ -82,20 +86,22 @@ void IoQueue::end_idle_threads() {
 
 uint64_t IoQueue::submit(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
-  threads_ended_.wait(lock, [&] { return !are_threads_ending_; });
-  if (threads_.empty()) start_threads();
-  const uint64_t serial = add(job);
-  lock.unlock();
+  uint64_t serial = 0;
+  {
+    const MutexLock lock(mutex_);
+    while (are_threads_ending_) threads_ended_.wait(mutex_);
+    if (threads_.empty()) start_threads();
+    serial = add(job);
+  }
   submitted_or_ending_.notify_one();
   return serial;
 }
 
 uint64_t IoQueue::run_here(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const uint64_t serial = add(job);
-  while (taken_ < serial) take_and_run(lock);
+  while (taken_ < serial) take_and_run();
   return serial;
 }
 
@@ -111,7 +117,7 @@ void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
   if (fork_guard_.inherited()) throw_inherited();
   // The argument of Note [I/O streams] needs it.
   if (serial > other.submitted()) throw std::logic_error("IoQueue: told to run after a job that was not submitted");
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto same_queue = [&](const Floor& floor) { return floor.queue == &other; };
   auto known = std::find_if(floors_.begin(), floors_.end(), same_queue);
   if (known == floors_.end()) {
@@ -123,36 +129,36 @@ void IoQueue::run_after(const IoQueue& other, uint64_t serial) {
 
 uint64_t IoQueue::submitted() const {
   if (fork_guard_.inherited()) throw_inherited();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return submitted_;
 }
 
 void IoQueue::wait_for(uint64_t serial) const {
   if (is_reached(serial)) return;
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
-  completed_moved_.wait(lock, [&] { return is_reached(serial); });
+  while (!is_reached(serial)) completed_moved_.wait(mutex_);
 }
 
 void IoQueue::wait_on_host(uint64_t serial, const std::string& what) const {
   if (is_reached(serial)) return;
   if (fork_guard_.inherited()) throw_inherited();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (serial > submitted_) throw std::logic_error("IoQueue: a wait for a job that was not submitted");
-  HostWait::until(lock, completed_moved_, [&] { return is_reached(serial); }, [&] { return what; });
+  HostWait::until(mutex_, completed_moved_, [&] { return is_reached(serial); }, [&] { return what; });
 }
 
 std::string IoQueue::failure(uint64_t serial) const {
   if (fork_guard_.inherited()) throw_inherited();
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   auto found = failures_.find(serial);
   return found == failures_.end() ? std::string() : found->second;
 }
 
 void IoQueue::forget(uint64_t serial) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failures_.erase(serial) == 0 && !is_reached(serial)) forgotten_.insert(serial);
 }
 
@@ -173,15 +179,15 @@ void* IoQueue::thread_main(void* queue) {
 }
 
 void IoQueue::work() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   while (true) {
-    submitted_or_ending_.wait(lock, [&] { return are_threads_ending_ || !waiting_.empty(); });
+    while (!are_threads_ending_ && waiting_.empty()) submitted_or_ending_.wait(mutex_);
     if (waiting_.empty()) return;
-    take_and_run(lock);
+    take_and_run();
   }
 }
 
-void IoQueue::take_and_run(std::unique_lock<std::mutex>& lock) {
+void IoQueue::take_and_run() {
   Submitted next = std::move(waiting_.front());
   waiting_.pop_front();
   taken_ = next.serial;
@@ -191,9 +197,11 @@ void IoQueue::take_and_run(std::unique_lock<std::mutex>& lock) {
   }
   if (last_conflict > 0) next.floors.push_back({this, last_conflict});
   running_.push_back(next);
-  lock.unlock();
-  std::string failure = run(next);
-  lock.lock();
+  std::string failure;
+  {
+    const MutexUnlock unlocked(mutex_);
+    failure = run(next);
+  }
   finish(next.serial, std::move(failure));
 }
 

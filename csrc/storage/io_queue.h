@@ -10,18 +10,17 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "storage/slot_store.h"
+#include "system/mutex.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -107,34 +106,35 @@ class IoQueue {
     std::vector<Floor> floors;
   };
 
-  uint64_t add(const IoJob& job);  // with the lock held
-  void start_threads();            // throws StoreFull
+  uint64_t add(const IoJob& job) REQUIRES(mutex_);
+  void start_threads() REQUIRES(mutex_);  // throws StoreFull
   static void* thread_main(void* queue);
   void work();
   // Takes the first job that waits, and does it. The lock is given back meanwhile.
-  void take_and_run(std::unique_lock<std::mutex>& lock);
+  void take_and_run() REQUIRES(mutex_);
   std::string run(const Submitted& submitted) const;
-  void finish(uint64_t serial, std::string failure);
+  void finish(uint64_t serial, std::string failure) REQUIRES(mutex_);
 
   const std::string name_;
   const unsigned thread_count_;
   const Transfer transfer_;
   const ForkGuard fork_guard_;
 
-  mutable std::mutex mutex_;  // guards all below; completed_ is written under it, and read anywhere
-  mutable std::condition_variable submitted_or_ending_;
-  mutable std::condition_variable completed_moved_;
-  std::deque<Submitted> waiting_;
-  std::vector<Submitted> running_;  // taken off the queue and not done; at most one a thread
-  uint64_t submitted_ = 0;          // == taken_ + waiting_.size()
-  uint64_t taken_ = 0;
-  std::atomic<uint64_t> completed_{0};  // == min(serial in running_) - 1, or taken_ if none is running
-  std::vector<Floor> floors_;
-  std::map<uint64_t, std::string> failures_;  // by serial
-  std::set<uint64_t> forgotten_;              // not yet reached
-  std::vector<pthread_t> threads_;
-  std::condition_variable threads_ended_;
-  bool are_threads_ending_ = false;  // then nothing is submitted, and who ends them alone touches threads_
+  mutable Mutex mutex_;
+  mutable CondVar submitted_or_ending_;
+  mutable CondVar completed_moved_;
+  std::deque<Submitted> waiting_ GUARDED_BY(mutex_);
+  std::vector<Submitted> running_ GUARDED_BY(mutex_);  // taken off the queue and not done; at most one a thread
+  uint64_t submitted_ GUARDED_BY(mutex_) = 0;          // == taken_ + waiting_.size()
+  uint64_t taken_ GUARDED_BY(mutex_) = 0;
+  // == min(serial in running_) - 1, or taken_ if none is running. Written with the lock held, and read anywhere.
+  std::atomic<uint64_t> completed_{0};
+  std::vector<Floor> floors_ GUARDED_BY(mutex_);
+  std::map<uint64_t, std::string> failures_ GUARDED_BY(mutex_);  // by serial
+  std::set<uint64_t> forgotten_ GUARDED_BY(mutex_);              // not yet reached
+  std::vector<pthread_t> threads_ GUARDED_BY(mutex_);
+  CondVar threads_ended_;
+  bool are_threads_ending_ GUARDED_BY(mutex_) = false;  // then nothing is submitted
 };
 
 }  // namespace torchoffload

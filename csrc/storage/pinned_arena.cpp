@@ -7,6 +7,7 @@
 #include "core/mutant.h"
 #include "system/host_memory.h"
 #include "system/host_wait.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -21,12 +22,13 @@ class PinnedArena::Turn {
  public:
   explicit Turn(PinnedArena& arena) : Turn(arena, [] { return false; }) {}
 
-  // `is_done` is asked with the lock held: another thread's turn may have made this one unnecessary.
+  // `is_done` is asked with the lock held: another thread's turn may have made this one unnecessary. The analysis does
+  // not know that its lock is this arena's.
   template <typename IsDone>
-  Turn(PinnedArena& arena, IsDone is_done) : arena_(arena) {
-    std::unique_lock lock(arena.mutex_);
+  Turn(PinnedArena& arena, IsDone is_done) NO_THREAD_SAFETY_ANALYSIS : arena_(arena) {
+    const MutexLock lock(arena.mutex_);
     ++arena.waiting_count_;
-    arena.changed_.wait(lock, [&] { return is_done() || !arena.is_turn_taken_; });
+    while (!is_done() && arena.is_turn_taken_) arena.changed_.wait(arena.mutex_);
     --arena.waiting_count_;
     is_mine_ = !is_done();
     if (is_mine_) arena.is_turn_taken_ = true;
@@ -35,7 +37,7 @@ class PinnedArena::Turn {
 
   ~Turn() {
     if (!is_mine_) return;
-    std::lock_guard lock(arena_.mutex_);
+    const MutexLock lock(arena_.mutex_);
     arena_.is_turn_taken_ = false;
     arena_.changed_.notify_all();
   }
@@ -68,7 +70,7 @@ PinnedArena::~PinnedArena() {
 
 std::optional<Slot> PinnedArena::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return std::nullopt;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::optional<Range> range = ranges_.try_acquire(nbytes, guards);
   if (!range) return std::nullopt;
   peak_bytes_ = std::max(peak_bytes_, ranges_.used_bytes());
@@ -79,36 +81,36 @@ std::optional<Slot> PinnedArena::try_acquire(uint64_t nbytes, std::vector<Point>
 
 void PinnedArena::release(const Slot& slot, const std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.release(slot.range, guards);
 }
 
 uint64_t PinnedArena::capacity_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.capacity_bytes();
 }
 
 uint64_t PinnedArena::used_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.used_bytes();
 }
 
 bool PinnedArena::has_room(uint64_t nbytes) const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return fits(nbytes);
 }
 
 uint64_t PinnedArena::take_peak_bytes() {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::exchange(peak_bytes_, ranges_.used_bytes());
 }
 
 void PinnedArena::check_invariants() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.check_invariants();
 }
 
@@ -119,13 +121,13 @@ void PinnedArena::grow(uint64_t nbytes) {
   // A system that overcommits memory would grant this request, and kill the process when the pages are touched.
   if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
     throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");
-  const Turn turn(*this, [&] { return fits(nbytes); });
+  const Turn turn(*this, [&]() REQUIRES(mutex_) { return fits(nbytes); });
   if (!turn.is_mine()) return;  // another thread has made room meanwhile
   uint64_t request_bytes = 0;
   uint64_t least_bytes = 0;
   uint64_t unlocked_bytes = 0;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_stopped_) throw StoreFull(kStopped);
     request_bytes = plan_.bytes_on_need(nbytes, ranges_.capacity_bytes());
     least_bytes = plan_.least_bytes(nbytes);
@@ -146,7 +148,7 @@ void PinnedArena::grow(uint64_t nbytes) {
 
 void PinnedArena::add_chunk(const PinnedChunk& chunk) {
   grow_count_.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
   if (chunk.is_locked || registration_.register_memory == nullptr) plan_.saw_chunk(chunk.nbytes);
 }
@@ -155,7 +157,7 @@ void PinnedArena::take_chunk(uint64_t nbytes) {
   try {
     add_chunk(take_pinned_chunk(nbytes, page_bytes_, registration_));
   } catch (...) {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     plan_.saw_refusal(nbytes);
     throw;
   }
@@ -165,7 +167,7 @@ void PinnedArena::take_chunk(uint64_t nbytes) {
 
 void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
   add_chunk(take_plain_chunk(nbytes, page_bytes_, registration_));
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (std::exchange(has_told_trouble_, true)) return;
   trouble_ =
       std::string(refusal) +
@@ -174,13 +176,13 @@ void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
 }
 
 bool PinnedArena::may_be_unlocked() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return !requires_locked_;
 }
 
 bool PinnedArena::require_locked() {
   if (fork_guard_.inherited() || registration_.register_memory == nullptr) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const auto& [id, chunk] : chunks_) {
     if (!chunk.is_locked) return false;
   }
@@ -189,13 +191,13 @@ bool PinnedArena::require_locked() {
 }
 
 void PinnedArena::allow_unlocked() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   requires_locked_ = has_told_trouble_ = false;
 }
 
 std::string PinnedArena::take_trouble() {
   if (fork_guard_.inherited()) return {};
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::exchange(trouble_, {});
 }
 
@@ -207,13 +209,13 @@ bool PinnedArena::fits(uint64_t nbytes) const {
 
 void PinnedArena::grow_ahead(uint64_t limit_bytes) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   plan_.grow_ahead(limit_bytes);
 }
 
 void PinnedArena::reserve(uint64_t capacity_bytes) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   plan_.reserve(capacity_bytes);
   wake_if_wanted();
 }
@@ -221,7 +223,7 @@ void PinnedArena::reserve(uint64_t capacity_bytes) {
 void PinnedArena::grow_on_need() {
   if (fork_guard_.inherited()) return;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     plan_.grow_on_need();
   }
   const Turn after_the_chunk_in_the_making(*this);
@@ -229,15 +231,16 @@ void PinnedArena::grow_on_need() {
 
 void PinnedArena::stop() {
   if (fork_guard_.inherited()) return;
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();
-  ExitWait::until(lock, changed_, [&] { return !is_turn_taken_; }, "host memory that is being page-locked");
+  ExitWait::until(
+      mutex_, changed_, [&]() REQUIRES(mutex_) { return !is_turn_taken_; }, "host memory that is being page-locked");
 }
 
 bool PinnedArena::is_growing() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_turn_taken_ || may_grow_ahead();
 }
 
@@ -257,19 +260,18 @@ void* PinnedArena::thread_main(void* arena) {
 }
 
 void PinnedArena::work() {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return is_stopped_ || (!is_turn_taken_ && waiting_count_ == 0 && may_grow_ahead()); });
+    while (!is_stopped_ && !(!is_turn_taken_ && waiting_count_ == 0 && may_grow_ahead())) changed_.wait(mutex_);
     if (is_stopped_) return;
     const uint64_t nbytes = plan_.bytes_ahead(ranges_.capacity_bytes());
     is_turn_taken_ = true;
-    lock.unlock();
     try {
+      const MutexUnlock unlocked(mutex_);
       take_chunk(nbytes);
     } catch (const std::exception&) {
       // The plan remembers the refusal; see Note [Growing ahead].
     }
-    lock.lock();
     is_turn_taken_ = false;
     changed_.notify_all();
   }
@@ -299,23 +301,23 @@ uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   } catch (const StoreFull&) {
     // The next step grows chunk by chunk, and says so where that is refused.
   }
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   plan_.saw_shrink(needed_bytes, ranges_.capacity_bytes());
   return given_back_bytes - std::min(given_back_bytes, missing_bytes);
 }
 
 bool PinnedArena::should_shrink(uint64_t needed_bytes) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return plan_.should_shrink(needed_bytes, ranges_.capacity_bytes()) && !ranges_.idle_blocks().empty();
 }
 
 bool PinnedArena::is_stopped() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return is_stopped_;
 }
 
 PinnedArena::Idle PinnedArena::take_idle_chunks() {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Idle idle;
   for (auto& [id, guards] : ranges_.idle_blocks()) {
     idle.emplace_back(chunks_.at(id), std::move(guards));

@@ -13,12 +13,10 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -29,6 +27,7 @@
 #include "storage/growth_plan.h"
 #include "storage/pinned_chunk.h"
 #include "storage/slot_store.h"
+#include "system/mutex.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -105,52 +104,50 @@ class PinnedArena final : public SlotStore {
   class Turn;
   using Idle = std::vector<std::pair<PinnedChunk, std::vector<Point>>>;
 
-  // ---- called with the lock held ----
-
   // Is there room for a slot of `nbytes`?
-  bool fits(uint64_t nbytes) const;
+  bool fits(uint64_t nbytes) const REQUIRES(mutex_);
   // Is a chunk wanted ahead of need, and may the arena still grow?
-  bool may_grow_ahead() const;
+  bool may_grow_ahead() const REQUIRES(mutex_);
   // Wakes the arena's thread if it may grow ahead. Starts the thread at first use.
-  void wake_if_wanted();
+  void wake_if_wanted() REQUIRES(mutex_);
 
-  // ---- called in a turn, without the lock ----
+  // ---- called in a turn ----
 
   // Takes a chunk from the system and adds it. Blocks. Throws StoreFull.
-  void take_chunk(uint64_t nbytes);
+  void take_chunk(uint64_t nbytes) EXCLUDES(mutex_);
   // The same of memory that is not locked, after a refusal to lock some.
-  void take_unlocked_chunk(uint64_t nbytes, const char* refusal);
-  void add_chunk(const PinnedChunk& chunk);
-  bool may_be_unlocked() const;
-  bool should_shrink(uint64_t needed_bytes) const;
-  bool is_stopped() const;
+  void take_unlocked_chunk(uint64_t nbytes, const char* refusal) EXCLUDES(mutex_);
+  void add_chunk(const PinnedChunk& chunk) EXCLUDES(mutex_);
+  bool may_be_unlocked() const EXCLUDES(mutex_);
+  bool should_shrink(uint64_t needed_bytes) const EXCLUDES(mutex_);
+  bool is_stopped() const EXCLUDES(mutex_);
   // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
-  Idle take_idle_chunks();
+  Idle take_idle_chunks() EXCLUDES(mutex_);
   // Gives such chunks back to the system once the host has waited for their guards. Blocks. Returns their bytes.
-  uint64_t give_back_chunks(const Idle& idle);
+  uint64_t give_back_chunks(const Idle& idle) EXCLUDES(mutex_);
 
   // The arena's thread: takes the chunks that are wanted ahead.
   static void* thread_main(void* arena);
-  void work();
+  void work() EXCLUDES(mutex_);
 
   const HostRegistration registration_;
   const std::function<void(Point)> synchronize_;
   const uint64_t page_bytes_;
   const ForkGuard fork_guard_;
 
-  mutable std::mutex mutex_;  // guards all below
-  std::condition_variable changed_;
-  RangeAllocator ranges_{kAlignmentBytes};
-  std::map<BlockId, PinnedChunk> chunks_;  // the keys are ranges_' blocks
-  GrowthPlan plan_;
-  uint64_t peak_bytes_ = 0;
-  bool is_turn_taken_ = false;  // a thread is adding or removing blocks
-  uint32_t waiting_count_ = 0;  // how many threads wait for a turn
-  bool is_stopped_ = false;
-  bool requires_locked_ = false;
-  bool has_told_trouble_ = false;
-  std::string trouble_;  // that was not told yet
-  std::optional<pthread_t> thread_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  RangeAllocator ranges_ GUARDED_BY(mutex_){kAlignmentBytes};
+  std::map<BlockId, PinnedChunk> chunks_ GUARDED_BY(mutex_);  // the keys are ranges_' blocks
+  GrowthPlan plan_ GUARDED_BY(mutex_);
+  uint64_t peak_bytes_ GUARDED_BY(mutex_) = 0;
+  bool is_turn_taken_ GUARDED_BY(mutex_) = false;  // a thread is adding or removing blocks
+  uint32_t waiting_count_ GUARDED_BY(mutex_) = 0;  // how many threads wait for a turn
+  bool is_stopped_ GUARDED_BY(mutex_) = false;
+  bool requires_locked_ GUARDED_BY(mutex_) = false;
+  bool has_told_trouble_ GUARDED_BY(mutex_) = false;
+  std::string trouble_ GUARDED_BY(mutex_);  // that was not told yet
+  std::optional<pthread_t> thread_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> grow_count_{0};
 };

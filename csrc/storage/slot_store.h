@@ -15,6 +15,7 @@
 
 #include "core/range_allocator.h"
 #include "core/types.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -41,8 +42,8 @@ class SlotStore {
   // Never blocks, never grows. Appends the points that guard the slot's first write.
   virtual std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) = 0;
 
-  // Makes room for at least one slot of `nbytes`. May block: call it without the GIL. Throws StoreFull.
-  virtual void grow(uint64_t nbytes) = 0;
+  // Makes room for at least one slot of `nbytes`. May block. Throws StoreFull.
+  virtual void grow(uint64_t nbytes) EXCLUDES(gil) = 0;
 
   // Would grow() wait for a disk now, to make room for a slot of `nbytes`? Where it says so, what makes room is under
   // way, and room comes without anybody who waits for it. False where grow() waits for nothing, or throws. Never
@@ -52,7 +53,7 @@ class SlotStore {
   virtual void release(const Slot& slot, const std::vector<Point>& guards) = 0;
 
   // Gives idle blocks back to the system after a host wait for their guards. Returns the bytes given back. May block.
-  virtual uint64_t trim() = 0;
+  virtual uint64_t trim() EXCLUDES(gil) = 0;
 
   virtual uint64_t capacity_bytes() const = 0;  // held from the system
   virtual uint64_t used_bytes() const = 0;      // in slots
@@ -68,14 +69,14 @@ class SlotStore {
   virtual void reserve(uint64_t /*capacity_bytes*/) {}
 
   // Nothing is taken ahead. Waits for what is being taken.
-  virtual void grow_on_need() {}
+  virtual void grow_on_need() EXCLUDES(gil) {}
 
   // The most that was in slots at once since the last call of this; 0 where nothing can be made of it.
   virtual uint64_t take_peak_bytes() { return 0; }
 
   // Once the need is known, and best while no slot is in use: brings the capacity to what is needed, and at most 5%
   // more, as far as idle blocks allow. Once for a need. Returns the bytes given back. May block.
-  virtual uint64_t shrink(uint64_t /*needed_bytes*/) { return 0; }
+  virtual uint64_t shrink(uint64_t /*needed_bytes*/) EXCLUDES(gil) { return 0; }
 
   // ---- slots that move on to a disk: what follows says nothing of a store that leaves its slots where they are ----
 
@@ -93,7 +94,7 @@ class SlotStore {
 
   // The same for any slot. Blocks while its bytes are read from the disk, and while there is no room for them. Throws
   // std::runtime_error where they cannot be read.
-  virtual Slot hold(const Slot& slot) { return slot; }
+  virtual Slot hold(const Slot& slot) EXCLUDES(gil) { return slot; }
 
   // `until`: where the copy that used the address ends; absent: there was none. Never blocks.
   virtual void let_go(const Slot& /*slot*/, std::optional<Point> /*until*/) {}
@@ -117,7 +118,7 @@ class SlotStore {
 
   // The process is about to end: once this returns nothing more is taken or given back, by any thread. Waits for what
   // is being taken.
-  virtual void stop() {}
+  virtual void stop() EXCLUDES(gil) {}
 };
 
 }  // namespace torchoffload

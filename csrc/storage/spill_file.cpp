@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "system/mutex.h"
+
 namespace torchoffload {
 namespace {
 
@@ -45,7 +47,7 @@ TransferBuffers::~TransferBuffers() {
 
 std::byte* TransferBuffers::try_acquire() {
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!idle_.empty()) {
       std::byte* buffer = idle_.back();
       idle_.pop_back();
@@ -59,7 +61,7 @@ std::byte* TransferBuffers::try_acquire() {
 }
 
 void TransferBuffers::release(std::byte* buffer) {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(buffer);
 }
 
@@ -83,21 +85,21 @@ SpillFile::File::File(const std::string& directory)
 
 bool SpillFile::is_open() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return file_ != nullptr;
 }
 
 bool SpillFile::uses_direct_io() const {
   if (fork_guard_.inherited()) return false;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return file_ != nullptr && file_->uses_direct_io;
 }
 
 void SpillFile::open_again() {
-  if (file_ != nullptr) return;
+  if (file_in_turn() != nullptr) return;
   try {
     auto file = std::make_shared<File>(directory_);
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     file_ = std::move(file);
   } catch (const std::runtime_error& error) {
     throw StoreFull(error.what());
@@ -106,7 +108,7 @@ void SpillFile::open_again() {
 
 std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return std::nullopt;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::optional<Range> range = ranges_.try_acquire(nbytes, guards);
   if (!range) return std::nullopt;
   return Slot{*range, nullptr};
@@ -115,7 +117,7 @@ std::optional<Slot> SpillFile::try_acquire(uint64_t nbytes, std::vector<Point>& 
 void SpillFile::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kSpillFileInherited);
   require_sane_request(nbytes, "disk");
-  std::lock_guard growing(grow_mutex_);
+  const MutexLock growing(grow_mutex_);
   if (fits(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
   open_again();
   uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
@@ -130,29 +132,29 @@ void SpillFile::grow(uint64_t nbytes) {
     reserve_disk({begin, begin + chunk_bytes});
   }
   grow_count_.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   chunks_.emplace(ranges_.add_block(chunk_bytes), Span{begin, begin + chunk_bytes});
 }
 
 void SpillFile::release(const Slot& slot, const std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.release(slot.range, guards);
 }
 
 uint64_t SpillFile::trim() {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard growing(grow_mutex_);
+  const MutexLock growing(grow_mutex_);
   const auto [idle, end] = take_idle_chunks();
   uint64_t given_back_bytes = 0;
   for (const Span& span : idle) {
     const bool is_tail = span.begin >= end;  // given back by the truncation below
-    if (is_tail || io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin),
+    if (is_tail || io_calls.punch_hole(file_in_turn()->cached.get(), static_cast<off_t>(span.begin),
                                        static_cast<off_t>(span.nbytes())) == 0) {
       given_back_bytes += span.nbytes();
     }
   }
-  if (!idle.empty() && ftruncate(file_->cached.get(), static_cast<off_t>(end)) != 0) return 0;
+  if (!idle.empty() && ftruncate(file_in_turn()->cached.get(), static_cast<off_t>(end)) != 0) return 0;
   close_if_empty();
   return given_back_bytes;
 }
@@ -177,7 +179,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
     const auto known = reached.find(guard.stream);
     return known == reached.end() || known->second < guard.serial;
   };
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto blocks = ranges_.idle_blocks();
   for (const auto& [id, guards] : blocks) std::ranges::copy_if(guards, std::back_inserter(busy), is_busy);
   if (!busy.empty()) return std::nullopt;
@@ -194,19 +196,19 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
 // Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
 void SpillFile::close_if_empty() {
   std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (chunks_.empty()) file = std::move(file_);
 }
 
 uint64_t SpillFile::capacity_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.capacity_bytes();
 }
 
 uint64_t SpillFile::used_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.used_bytes();
 }
 
@@ -324,14 +326,14 @@ IoResult SpillFile::read_cached(const File& file, std::byte* target, Span span) 
 }
 
 bool SpillFile::fits(uint64_t nbytes) const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
 
 uint64_t SpillFile::first_gap(uint64_t nbytes) const {
   std::vector<Span> taken;
   {
-    std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const auto& [id, span] : chunks_) taken.push_back(span);
   }
   std::sort(taken.begin(), taken.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
@@ -344,13 +346,14 @@ uint64_t SpillFile::first_gap(uint64_t nbytes) const {
 }
 
 void SpillFile::reserve_disk(Span span) const {
+  const int file = file_in_turn()->cached.get();
   int error = 0;
   do {
-    error = io_calls.reserve(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+    error = io_calls.reserve(file, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   } while (error == EINTR);
   if (error == 0) return;
   // Part of it may have been reserved: no chunk uses it, so it goes back.
-  io_calls.punch_hole(file_->cached.get(), static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
+  io_calls.punch_hole(file, static_cast<off_t>(span.begin), static_cast<off_t>(span.nbytes()));
   throw StoreFull("cannot reserve " + std::to_string(span.nbytes()) + " bytes for " + name() + ": " +
                   std::strerror(error));
 }
@@ -360,7 +363,7 @@ SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
     throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
                            std::to_string(slot.nbytes()));
   }
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const uint64_t begin = chunks_.at(slot.range.block).begin + slot.range.offset;
   return {file_, {begin, begin + nbytes}};
 }
@@ -371,7 +374,7 @@ std::string SpillFile::describe(const char* what, Span span, const IoResult& res
 }
 
 void SpillFile::check_invariants() const {
-  std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ranges_.check_invariants();
   std::map<uint64_t, uint64_t> ends;
   uint64_t chunk_bytes = 0;

@@ -20,7 +20,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -29,6 +28,7 @@
 #include "storage/chunk.h"
 #include "storage/slot_store.h"
 #include "system/file_io.h"
+#include "system/mutex.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -53,8 +53,8 @@ class TransferBuffers {
  private:
   static constexpr size_t kUsualCount = 16;
 
-  std::mutex mutex_;
-  std::vector<std::byte*> idle_;
+  Mutex mutex_;
+  std::vector<std::byte*> idle_ GUARDED_BY(mutex_);
 };
 
 class SpillFile final : public SlotStore {
@@ -118,14 +118,17 @@ class SpillFile final : public SlotStore {
 
   static std::shared_ptr<File> try_open(const std::string& directory);  // null where what refuses it may pass
   bool fits(uint64_t nbytes) const;
-  uint64_t first_gap(uint64_t nbytes) const;  // the lowest file offset with room for a chunk
-  void open_again();                          // throws StoreFull
-  void close_if_empty();
+  // The lowest file offset with room for a chunk.
+  uint64_t first_gap(uint64_t nbytes) const REQUIRES(grow_mutex_);
+  void open_again() REQUIRES(grow_mutex_);  // throws StoreFull
+  void close_if_empty() REQUIRES(grow_mutex_);
+  // The file is changed under both locks, so that either is enough to read which one it is.
+  File* file_in_turn() const REQUIRES(grow_mutex_) NO_THREAD_SAFETY_ANALYSIS { return file_.get(); }
   // Takes the chunks without a slot in use out of the allocator, once the host has waited for their guards. Blocks.
-  Idle take_idle_chunks();
+  Idle take_idle_chunks() REQUIRES(grow_mutex_);
   // The same if all guards were `reached`, which has the latest serial of each stream; else returns the others.
   std::optional<Idle> try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached, std::vector<Point>& busy);
-  void reserve_disk(Span span) const;  // throws StoreFull
+  void reserve_disk(Span span) const REQUIRES(grow_mutex_);  // throws StoreFull
   Place locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 
@@ -134,12 +137,13 @@ class SpillFile final : public SlotStore {
   const ChunkPolicy policy_;
   const ForkGuard fork_guard_;
 
-  std::mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
+  Mutex grow_mutex_;  // held by grow() and trim() from end to end; taken before mutex_
 
-  mutable std::mutex mutex_;    // guards the three below
-  std::shared_ptr<File> file_;  // changed under both; null only while there is no chunk
-  RangeAllocator ranges_{kDiskBlockBytes};
-  std::map<BlockId, Span> chunks_;  // where in the file; the keys are ranges_' blocks, and no two overlap
+  mutable Mutex mutex_;
+  std::shared_ptr<File> file_ GUARDED_BY(mutex_);  // null only while there is no chunk; see file_in_turn()
+  RangeAllocator ranges_ GUARDED_BY(mutex_){kDiskBlockBytes};
+  // Where in the file. The keys are ranges_' blocks, and no two overlap.
+  std::map<BlockId, Span> chunks_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> grow_count_{0};
 };

@@ -8,6 +8,7 @@
 #include "core/mutant.h"
 #include "system/host_memory.h"
 #include "system/local_world.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -27,10 +28,10 @@ TieredStore::TieredStore(PinnedArena& arena, const std::vector<std::string>& dir
       hooks_(std::move(hooks)),
       memory_limit_bytes_(policy.memory_bytes) {
   for (const std::string& directory : directories)
-    disks_.push_back(
-        {std::make_unique<SpillFile>(directory, [](Point) {}), 0, 0, std::nullopt});  // its slots have no guards
-  for (const Disk& disk : disks_) disk.file->trim();  // made to be sure that it can be; the first write opens it again
-  transfers_ = hooks_.make_transfers(disks_.size(), [this](const SlotTransfer& transfer) { run(transfer); });
+    files_.push_back(std::make_unique<SpillFile>(directory, [](Point) {}));  // its slots have no guards
+  disks_.resize(files_.size());
+  for (const auto& file : files_) file->trim();  // made to be sure that it can be; the first write opens it again
+  transfers_ = hooks_.make_transfers(files_.size(), [this](const SlotTransfer& transfer) { run(transfer); });
 }
 
 TieredStore::~TieredStore() {
@@ -38,10 +39,12 @@ TieredStore::~TieredStore() {
     [[maybe_unused]] const TransferQueue* const leaked = transfers_.release();
     return;
   }
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();
-  transfers_->wait(lock, changed_, [&] { return transfer_count_ == 0; }, [&] { return describe_wait("the end of"); });
+  transfers_->wait(
+      mutex_, changed_, [&]() REQUIRES(mutex_) { return transfer_count_ == 0; },
+      [&] { return describe_wait("the end of"); });
   while (!slots_.empty()) free_slot(slots_.begin()->first, {});
 }
 
@@ -51,7 +54,7 @@ std::optional<Slot> TieredStore::try_acquire(uint64_t nbytes, std::vector<Point>
   if (fork_guard_.inherited()) return std::nullopt;
   std::optional<Slot> slot;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Resting made;
     made.nbytes = slot_bytes(nbytes);
     if (!take_memory(made, guards, UINT64_MAX)) return std::nullopt;
@@ -70,8 +73,8 @@ void TieredStore::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kTiersInherited);
   require_sane_request(nbytes, "host memory");
   {
-    std::unique_lock lock(mutex_);
-    make_room(lock, memory_for(slot_bytes(nbytes)), Beyond::No);
+    const MutexLock lock(mutex_);
+    make_room(memory_for(slot_bytes(nbytes)), Beyond::No);
   }
   transfers_->make_progress();
 }
@@ -79,7 +82,7 @@ void TieredStore::grow(uint64_t nbytes) {
 void TieredStore::note_filled(const Slot& slot, Point end) {
   if (fork_guard_.inherited()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     add_point(resting.busy_until, end);
     resting.filled = end;
@@ -96,7 +99,7 @@ void TieredStore::note_filled(const Slot& slot, Point end) {
 void TieredStore::release(const Slot& slot, const std::vector<Point>& guards) {
   if (fork_guard_.inherited()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     demand_.released(memory_for(resting.nbytes));
     if (resting.is_in_transfer()) {
@@ -119,7 +122,7 @@ void TieredStore::free_slot(uint64_t number, const std::vector<Point>& guards) {
   if (resting.memory.nbytes() > 0) give_up_memory(resting);
   if (resting.on_disk) {
     Disk& disk = disks_[resting.disk];
-    disk.file->release(*resting.on_disk, {});
+    files_[resting.disk]->release(*resting.on_disk, {});
     disk.slot_bytes -= resting.nbytes;
     if (disk.refusal) disk.refusal->due_wave = 0;  // there may be room again
   }
@@ -132,13 +135,13 @@ void TieredStore::free_slot(uint64_t number, const std::vector<Point>& guards) {
 
 bool TieredStore::is_here(const Slot& slot) const {
   if (fork_guard_.inherited()) return false;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return at(slot).is_in_memory() || mutated(Mutant::ReloadWaitsForFetch);
 }
 
 std::optional<Slot> TieredStore::try_hold(const Slot& slot) {
   if (fork_guard_.inherited()) return std::nullopt;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   Resting& resting = at(slot);
   const bool is_here = resting.is_in_memory() || (mutated(Mutant::ReloadWaitsForFetch) && resting.address != nullptr);
   return is_here ? std::optional(held(slot, resting)) : std::nullopt;
@@ -153,7 +156,7 @@ Slot TieredStore::held(const Slot& slot, Resting& resting) {
 Slot TieredStore::hold(const Slot& slot) {
   if (fork_guard_.inherited()) throw std::runtime_error(kTiersInherited);
   transfers_->make_progress();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   while (true) {
     Resting& resting = at(slot);
     if (resting.is_in_memory()) return held(slot, resting);
@@ -161,19 +164,18 @@ Slot TieredStore::hold(const Slot& slot) {
     if (resting.place == Place::OnDisk) {
       const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
       if (begun == Fetch::NoRoom) {
-        make_room(lock, memory_for(resting.nbytes), Beyond::Yes);
+        make_room(memory_for(resting.nbytes), Beyond::Yes);
         continue;
       }
       is_by_caller = begun == Fetch::ByCaller;
     }
     const uint64_t fetch_number = resting.fetch_number;
     if (is_by_caller) {
-      lock.unlock();
+      const MutexUnlock unlocked(mutex_);
       fetch(slot.range.offset);
-      lock.lock();
     }
     if (mutated(Mutant::ReloadWaitsForFetch)) return held(slot, resting);
-    wait_for_disk(lock, "a saved tensor to be read from", [&] {
+    wait_for_disk("a saved tensor to be read from", [&]() REQUIRES(mutex_) {
       const Resting& now = at(slot);
       return now.place != Place::BeingFetched || now.fetch_number != fetch_number;
     });
@@ -185,7 +187,7 @@ Slot TieredStore::hold(const Slot& slot) {
 void TieredStore::let_go(const Slot& slot, std::optional<Point> until) {
   if (fork_guard_.inherited()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     if (until) add_point(resting.busy_until, *until);
     --resting.hold_count;
@@ -200,7 +202,7 @@ bool TieredStore::begin_fetch(const Slot& slot) {
   if (fork_guard_.inherited()) return false;
   bool has_begun = true;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     // Slots that were saved before this one are wanted later.
     if (resting.place == Place::OnDisk) {
@@ -274,19 +276,18 @@ bool TieredStore::drop_oldest(uint64_t before) {
   return true;
 }
 
-void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond) {
+void TieredStore::make_room(uint64_t nbytes, Beyond beyond) {
   throw_if_stopped();
   std::string refusal;
   const bool can_give_up = !clean_.empty() || can_make_room();
   const bool would_fit = this->would_fit(nbytes);
   if (would_fit && !(is_arena_full() && can_give_up)) {
-    lock.unlock();
     try {
+      const MutexUnlock unlocked(mutex_);
       arena_.grow(nbytes);
     } catch (const StoreFull& full) {
       refusal = full.what();
     }
-    lock.lock();
     if (refusal.empty()) return;
     if (drop_oldest(UINT64_MAX)) return;
   }
@@ -294,7 +295,8 @@ void TieredStore::make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes,
   if (would_fit && refusal.empty() && drop_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;
-    return wait_for_disk(lock, "room in host memory, by way of", [&] { return change_count_ != seen || is_stopped_; });
+    return wait_for_disk("room in host memory, by way of",
+                         [&]() REQUIRES(mutex_) { return change_count_ != seen || is_stopped_; });
   }
   if (!refusal.empty()) throw StoreFull(refusal);
   if (would_fit) return;  // nothing can leave the arena: it grows
@@ -334,34 +336,35 @@ void TieredStore::add_point(std::vector<Point>& points, Point point) {
 uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;
   {
-    std::unique_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     transfers_->wait(
-        lock, changed_, [&] { return released_count_ == 0; }, [&] { return describe_wait("transfers of"); });
+        mutex_, changed_, [&]() REQUIRES(mutex_) { return released_count_ == 0; },
+        [&] { return describe_wait("transfers of"); });
     while (drop_oldest(UINT64_MAX)) {
     }
   }
   uint64_t given_back_bytes = arena_.trim();
-  for (const Disk& disk : disks_) given_back_bytes += disk.file->trim();
+  for (const auto& file : files_) given_back_bytes += file->trim();
   transfers_->end_idle_threads();
   return given_back_bytes;
 }
 
 uint64_t TieredStore::used_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return memory_bytes_;
 }
 
 uint64_t TieredStore::limit_bytes() const {
   if (fork_guard_.inherited()) return 0;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return limit_locked() + others_bytes();
 }
 
 uint64_t TieredStore::disk_used_bytes() const {
   if (fork_guard_.inherited()) return 0;
   uint64_t used_bytes = 0;
-  for (const Disk& disk : disks_) used_bytes += disk.file->used_bytes();
+  for (const auto& file : files_) used_bytes += file->used_bytes();
   return used_bytes;
 }
 
@@ -369,7 +372,7 @@ std::string TieredStore::take_trouble() {
   if (fork_guard_.inherited()) return {};
   std::string told = arena_.take_trouble();
   if (!told.empty()) return told;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::exchange(trouble_, {});
 }
 
@@ -377,7 +380,7 @@ void TieredStore::check_invariants() const {
   const auto require = [](bool holds, const char* what) {
     if (!holds) throw std::logic_error(std::string("TieredStore: ") + what);
   };
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   uint64_t memory_bytes = 0, slot_bytes = 0, writing_bytes = 0, fetching_bytes = 0;
   uint32_t transfer_count = 0;
   for (const auto& [number, resting] : slots_) {

@@ -39,12 +39,10 @@
 // - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -54,6 +52,7 @@
 #include "storage/slot_store.h"
 #include "storage/spill_file.h"
 #include "storage/transfer_queue.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -177,7 +176,6 @@ class TieredStore final : public SlotStore {
   };
 
   struct Disk {
-    std::unique_ptr<SpillFile> file;
     uint64_t queued_bytes = 0;
     uint64_t slot_bytes = 0;  // of slots on it
     std::optional<Refusal> refusal;
@@ -200,99 +198,102 @@ class TieredStore final : public SlotStore {
   // May a slot take memory beyond the limit where nothing can be written?
   enum class Beyond : uint8_t { No, Yes };
 
-  // ---- tiered_store.cpp; called with the lock held ----
+  // ---- tiered_store.cpp ----
 
-  Resting& at(const Slot& slot) { return slots_.at(slot.range.offset); }
-  const Resting& at(const Slot& slot) const { return slots_.at(slot.range.offset); }
+  Resting& at(const Slot& slot) REQUIRES(mutex_) { return slots_.at(slot.range.offset); }
+  const Resting& at(const Slot& slot) const REQUIRES(mutex_) { return slots_.at(slot.range.offset); }
   static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
-  uint64_t limit_locked() const;
-  uint64_t others_bytes() const;  // of the arena, in slots of other stores
-  bool fits(uint64_t nbytes) const { return memory_bytes_ + nbytes <= limit_locked() || beyond_bytes_ >= nbytes; }
+  uint64_t limit_locked() const REQUIRES(mutex_);
+  uint64_t others_bytes() const REQUIRES(mutex_);  // of the arena, in slots of other stores
+  bool fits(uint64_t nbytes) const REQUIRES(mutex_) {
+    return memory_bytes_ + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
+  }
   // Has the arena as much memory as this store and the others in it may use?
-  bool is_arena_full() const;
+  bool is_arena_full() const REQUIRES(mutex_);
   // Gives a slot memory of the arena. Slots in both places, with numbers below `before`, give theirs up for it, oldest
   // first. Returns false where that is not enough.
-  bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before);
-  void give_up_memory(Resting& resting);
-  bool drop_oldest(uint64_t before);
+  bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) REQUIRES(mutex_);
+  void give_up_memory(Resting& resting) REQUIRES(mutex_);
+  bool drop_oldest(uint64_t before) REQUIRES(mutex_);
   // Lists the slot, by its state, among those that can be written and those that can give up their memory.
-  void sort_in(uint64_t number, const Resting& resting);
+  void sort_in(uint64_t number, const Resting& resting) REQUIRES(mutex_);
   static void add_point(std::vector<Point>& points, Point point);
   // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull where nothing can.
-  void make_room(std::unique_lock<std::mutex>& lock, uint64_t nbytes, Beyond beyond);
+  void make_room(uint64_t nbytes, Beyond beyond) REQUIRES(mutex_);
   // Does the limit allow `nbytes` more of memory, once all slots in both places have given theirs up?
-  bool would_fit(uint64_t nbytes) const {
+  bool would_fit(uint64_t nbytes) const REQUIRES(mutex_) {
     return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
   }
-  Slot held(const Slot& slot, Resting& resting);
-  void free_slot(uint64_t number, const std::vector<Point>& guards);
+  Slot held(const Slot& slot, Resting& resting) REQUIRES(mutex_);
+  void free_slot(uint64_t number, const std::vector<Point>& guards) REQUIRES(mutex_);
   // Waits for transfers until `is_done`, and counts that. `what` is waited for, of all disks.
-  void wait_for_disk(std::unique_lock<std::mutex>& lock, const char* what, const std::function<bool()>& is_done);
+  void wait_for_disk(const char* what, const std::function<bool()>& is_done) REQUIRES(mutex_);
   // The same with the names of the files.
   std::string describe_wait(const char* what) const;
 
   // ---- tiered_transfers.cpp ----
 
-  // With the lock held:
   // Begins to write the oldest slots, as many as it takes for what slots are about to want of memory.
-  void write_ahead();
-  bool must_write_more() const;
-  bool begin_write_of_oldest();
+  void write_ahead() REQUIRES(mutex_);
+  bool must_write_more() const REQUIRES(mutex_);
+  bool begin_write_of_oldest() REQUIRES(mutex_);
   // Begins to write as many as it takes until `nbytes` of memory are free. `would_fit`: the limit allows them by now,
   // so that it is the arena which has no range of that size.
-  void begin_writes_for(uint64_t nbytes, bool would_fit);
+  void begin_writes_for(uint64_t nbytes, bool would_fit) REQUIRES(mutex_);
   // Is a transfer under way, or can one begin, that lets a slot give up its memory?
-  bool can_make_room() const { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
+  bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
   // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs where the
   // arena has no range of that size.
-  bool has_room(uint64_t nbytes);
+  bool has_room(uint64_t nbytes) REQUIRES(mutex_);
   // What became of a fetch. ByCaller: it has begun, but there is no thread for it, so that the caller is to run it.
   enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };
-  Fetch begin_fetch_of(uint64_t number, Resting& resting, uint64_t before);
-  void give_up_fetch(Resting& resting);
-  bool may_write_to(const Disk& disk) const;
-  std::optional<size_t> disk_to_write_to() const;
-  std::string disk_refusal() const;
-  void throw_if_stopped() const;
-  void note_refusal(Disk& disk, const std::string& why);
+  Fetch begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) REQUIRES(mutex_);
+  void give_up_fetch(Resting& resting) REQUIRES(mutex_);
+  bool may_write_to(const Disk& disk) const REQUIRES(mutex_);
+  std::optional<size_t> disk_to_write_to() const REQUIRES(mutex_);
+  std::string disk_refusal() const REQUIRES(mutex_);
+  void throw_if_stopped() const REQUIRES(mutex_);
+  void note_refusal(Disk& disk, const std::string& why) REQUIRES(mutex_);
 
-  // Without it, on a thread of the store:
-  void run(const SlotTransfer& transfer);
-  void write(uint64_t number);
-  void fetch(uint64_t number);
-  void ended(uint64_t number, std::unique_lock<std::mutex>& lock);
-  void wait_for_device(const std::vector<Point>& points);
-  bool wait_for_point(Point point);  // false: it was not reached yet
+  // On a thread of the store:
+  void run(const SlotTransfer& transfer) EXCLUDES(mutex_);
+  void write(uint64_t number) EXCLUDES(mutex_);
+  void fetch(uint64_t number) EXCLUDES(mutex_);
+  void ended(uint64_t number) REQUIRES(mutex_);
+  void wait_for_device(const std::vector<Point>& points) EXCLUDES(mutex_);
+  bool wait_for_point(Point point) EXCLUDES(mutex_);  // false: it was not reached yet
   static Slot acquire_on(SpillFile& file, uint64_t nbytes);
 
   PinnedArena& arena_;
   const bool writes_at_once_;
   const SpillHooks hooks_;
   const ForkGuard fork_guard_;
+  std::vector<std::unique_ptr<SpillFile>> files_;  // one for each disk; none comes or goes
 
-  mutable std::mutex mutex_;  // guards all below
-  mutable std::condition_variable changed_;
-  std::optional<uint64_t> memory_limit_bytes_;  // absent: the default budget
-  Slots slots_;
-  std::vector<Disk> disks_;
-  uint64_t last_number_ = 0;
-  BySize dirty_;                 // InMemory
-  BySize clean_;                 // InBoth, and held by nobody
-  uint64_t memory_bytes_ = 0;    // of all slots that have memory
-  uint64_t writing_bytes_ = 0;   // of those that are BeingWritten
-  uint64_t fetching_bytes_ = 0;  // of those that are BeingFetched: they will be clean
-  SlotDemand demand_;            // in bytes of memory that slots take while they are in memory
-  uint32_t transfer_count_ = 0;  // under way
-  uint32_t released_count_ = 0;  // of slots that were released while a transfer of them was under way
-  uint64_t change_count_ = 0;    // of events that may have made room
-  uint64_t beyond_bytes_ = 0;    // the next slot of at most so much may exceed the limit
-  uint64_t largest_bytes_ = 0;   // of a slot's memory
-  uint32_t device_calls_ = 0;    // of hooks_.wait_for_point, under way
-  bool is_stopped_ = false;
-  bool has_told_trouble_ = false;
-  std::string trouble_;  // that was not told yet
-  mutable std::optional<uint64_t> default_budget_bytes_;
-  mutable uint64_t budget_read_at_capacity_ = 0;
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  std::optional<uint64_t> memory_limit_bytes_ GUARDED_BY(mutex_);  // absent: the default budget
+  Slots slots_ GUARDED_BY(mutex_);
+  std::vector<Disk> disks_ GUARDED_BY(mutex_);
+  uint64_t last_number_ GUARDED_BY(mutex_) = 0;
+  BySize dirty_ GUARDED_BY(mutex_);                 // InMemory
+  BySize clean_ GUARDED_BY(mutex_);                 // InBoth, and held by nobody
+  uint64_t memory_bytes_ GUARDED_BY(mutex_) = 0;    // of all slots that have memory
+  uint64_t writing_bytes_ GUARDED_BY(mutex_) = 0;   // of those that are BeingWritten
+  uint64_t fetching_bytes_ GUARDED_BY(mutex_) = 0;  // of those that are BeingFetched: they will be clean
+  SlotDemand demand_ GUARDED_BY(mutex_);            // in bytes of memory that slots take while they are in memory
+  uint32_t transfer_count_ GUARDED_BY(mutex_) = 0;  // under way
+  // Of slots that were released while a transfer of them was under way.
+  uint32_t released_count_ GUARDED_BY(mutex_) = 0;
+  uint64_t change_count_ GUARDED_BY(mutex_) = 0;   // of events that may have made room
+  uint64_t beyond_bytes_ GUARDED_BY(mutex_) = 0;   // the next slot of at most so much may exceed the limit
+  uint64_t largest_bytes_ GUARDED_BY(mutex_) = 0;  // of a slot's memory
+  uint32_t device_calls_ GUARDED_BY(mutex_) = 0;   // of hooks_.wait_for_point, under way
+  bool is_stopped_ GUARDED_BY(mutex_) = false;
+  bool has_told_trouble_ GUARDED_BY(mutex_) = false;
+  std::string trouble_ GUARDED_BY(mutex_);  // that was not told yet
+  mutable std::optional<uint64_t> default_budget_bytes_ GUARDED_BY(mutex_);
+  mutable uint64_t budget_read_at_capacity_ GUARDED_BY(mutex_) = 0;
 
   std::unique_ptr<TransferQueue> transfers_;  // destroyed first: its threads use all of the above
 };

@@ -10,6 +10,7 @@
 #include "core/mutant.h"
 #include "storage/tiered_store.h"
 #include "system/host_wait.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -40,18 +41,17 @@ void reset_spill_counts() {
   wait_ns = 0;
 }
 
-void TieredStore::wait_for_disk(std::unique_lock<std::mutex>& lock, const char* what,
-                                const std::function<bool()>& is_done) {
+void TieredStore::wait_for_disk(const char* what, const std::function<bool()>& is_done) {
   if (is_done()) return;
   const auto begin = std::chrono::steady_clock::now();
   ++wait_count;
-  transfers_->wait(lock, changed_, is_done, [&] { return describe_wait(what); });
+  transfers_->wait(mutex_, changed_, is_done, [&] { return describe_wait(what); });
   wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begin).count();
 }
 
 std::string TieredStore::describe_wait(const char* what) const {
   std::string told = what;
-  for (const Disk& disk : disks_) told += (&disk == &disks_.front() ? " " : " or ") + disk.file->name();
+  for (const auto& file : files_) told += (&file == &files_.front() ? " " : " or ") + file->name();
   return told;
 }
 
@@ -81,7 +81,7 @@ bool TieredStore::may_write_to(const Disk& disk) const {
 
 std::optional<size_t> TieredStore::disk_to_write_to() const {
   std::optional<size_t> best;
-  const auto load = [&](size_t disk) {
+  const auto load = [&](size_t disk) REQUIRES(mutex_) {
     return std::tuple(disks_[disk].refusal.has_value(), disks_[disk].queued_bytes, disks_[disk].slot_bytes);
   };
   for (size_t disk = 0; disk < disks_.size(); ++disk) {
@@ -112,7 +112,7 @@ bool TieredStore::begin_write_of_oldest() {
 }
 
 void TieredStore::begin_writes_for(uint64_t nbytes, bool would_fit) {
-  const auto is_short = [&] {
+  const auto is_short = [&]() REQUIRES(mutex_) {
     const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
     return is_over || (would_fit && clean_.empty() && writing_bytes_ == 0);
   };
@@ -132,12 +132,12 @@ bool TieredStore::waits_for_room(uint64_t nbytes) {
   if (fork_guard_.inherited()) return false;
   const uint64_t memory_bytes = memory_for(slot_bytes(nbytes));
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     if (is_stopped_ || has_room(memory_bytes)) return false;
     begin_writes_for(memory_bytes, would_fit(memory_bytes));
   }
   transfers_->make_progress();
-  const std::lock_guard lock(mutex_);  // that may have made room
+  const MutexLock lock(mutex_);  // that may have made room
   return !is_stopped_ && !has_room(memory_bytes) && can_make_room();
 }
 
@@ -172,7 +172,7 @@ void TieredStore::give_up_fetch(Resting& resting) {
 
 void TieredStore::limit_memory(std::optional<uint64_t> memory_bytes) {
   if (fork_guard_.inherited()) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   memory_limit_bytes_ = memory_bytes;
   ++change_count_;
   changed_.notify_all();
@@ -180,7 +180,7 @@ void TieredStore::limit_memory(std::optional<uint64_t> memory_bytes) {
 
 bool TieredStore::is_idle() const {
   if (fork_guard_.inherited()) return false;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return slots_.empty() && transfer_count_ == 0;
 }
 
@@ -191,27 +191,27 @@ void TieredStore::run(const SlotTransfer& transfer) {
 }
 
 void TieredStore::write(uint64_t number) {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   Resting& resting = slots_.at(number);
   Disk& disk = disks_[resting.disk];
+  SpillFile& file = *files_[resting.disk];
   const Point filled = resting.filled;
   const std::byte* const address = resting.address;
   const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
-  lock.unlock();
   std::optional<Slot> place;
   std::string failure;
   if (!is_in_vain) {
+    const MutexUnlock unlocked(mutex_);
     try {
       // The I/O thread waits for the copy out: the slot's bytes are complete only then (R16).
       if (!mutated(Mutant::SpillWaitsForOffload)) wait_for_device({filled});
-      place = acquire_on(*disk.file, resting.nbytes);
+      place = acquire_on(file, resting.nbytes);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::Out, address, resting.nbytes);
-      failure = disk.file->write_blocks(*place, address, resting.nbytes);
+      failure = file.write_blocks(*place, address, resting.nbytes);
     } catch (const std::exception& error) {
       failure = error.what();
     }
   }
-  lock.lock();
   disk.queued_bytes -= resting.nbytes;
   writing_bytes_ -= std::min(writing_bytes_, resting.memory.nbytes());
   --transfer_count_;
@@ -222,7 +222,7 @@ void TieredStore::write(uint64_t number) {
     spilled_bytes += resting.nbytes;
     disk.refusal.reset();
   } else {
-    if (place) disk.file->release(*place, {});
+    if (place) file.release(*place, {});
     resting.place = Place::InMemory;
     if (is_in_vain) {
       if (disk.refusal) disk.refusal->is_tried = false;
@@ -230,30 +230,29 @@ void TieredStore::write(uint64_t number) {
       note_refusal(disk, failure);
     }
   }
-  ended(number, lock);
+  ended(number);
 }
 
 void TieredStore::fetch(uint64_t number) {
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   Resting& resting = slots_.at(number);
-  Disk& disk = disks_[resting.disk];
+  SpillFile& file = *files_[resting.disk];
   const std::vector<Point> guards = resting.fetch_guards;
   std::byte* const address = resting.address;
   const Slot place = resting.on_disk.value_or(Slot());  // a slot that is fetched has one
   const bool is_in_vain = resting.is_released && !mutated(Mutant::SlotHeldUntilIoDone);
-  lock.unlock();
   std::string failure = is_in_vain ? "its record was released" : "";
   if (!is_in_vain) {
+    const MutexUnlock unlocked(mutex_);
     try {
       // The I/O thread waits for the memory's former users: they read or write it until then (R16).
       if (!mutated(Mutant::FetchWaitsForGuards)) wait_for_device(guards);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::In, address, resting.nbytes);
-      failure = disk.file->read_blocks(address, place, resting.nbytes);
+      failure = file.read_blocks(address, place, resting.nbytes);
     } catch (const std::exception& error) {
       failure = error.what();
     }
   }
-  lock.lock();
   if (failure.empty()) {
     fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
     --transfer_count_;
@@ -265,10 +264,10 @@ void TieredStore::fetch(uint64_t number) {
     resting.failed_fetch_number = resting.fetch_number;
     resting.fetch_failure = failure;
   }
-  ended(number, lock);
+  ended(number);
 }
 
-void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
+void TieredStore::ended(uint64_t number) {
   ++change_count_;
   if (slots_.at(number).is_released) {
     --released_count_;
@@ -278,7 +277,6 @@ void TieredStore::ended(uint64_t number, std::unique_lock<std::mutex>& lock) {
     if (slots_.at(number).place == Place::InMemory) write_ahead();  // it was not written: another disk may take it
   }
   changed_.notify_all();
-  lock.unlock();
 }
 
 void TieredStore::wait_for_device(const std::vector<Point>& points) {
@@ -290,7 +288,7 @@ void TieredStore::wait_for_device(const std::vector<Point>& points) {
 
 bool TieredStore::wait_for_point(Point point) {
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     throw_if_stopped();
     ++device_calls_;
   }
@@ -302,7 +300,7 @@ bool TieredStore::wait_for_point(Point point) {
     failure = std::current_exception();
   }
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     --device_calls_;
     changed_.notify_all();
   }
@@ -322,10 +320,12 @@ Slot TieredStore::acquire_on(SpillFile& file, uint64_t nbytes) {
 void TieredStore::stop() {
   if (fork_guard_.inherited()) return;
   arena_.stop();
-  std::unique_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   is_stopped_ = true;
   changed_.notify_all();
-  ExitWait::until(lock, changed_, [&] { return device_calls_ == 0; }, "a copy between the device and host memory");
+  ExitWait::until(
+      mutex_, changed_, [&]() REQUIRES(mutex_) { return device_calls_ == 0; },
+      "a copy between the device and host memory");
 }
 
 void TieredStore::throw_if_stopped() const {

@@ -1,6 +1,7 @@
 #include "storage/transfer_queue.h"
 
 #include "system/host_wait.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -30,9 +31,9 @@ void ThreadedTransfers::submit(const SlotTransfer& transfer) {
   queue.submit({transfer.direction, Slot{{0, transfer.slot, 1}, nullptr}, nullptr, 0});
 }
 
-void ThreadedTransfers::wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                             const std::function<bool()>& is_done, const std::function<std::string()>& what) {
-  HostWait::until(lock, changed, is_done, what);
+void ThreadedTransfers::wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+                             const std::function<std::string()>& what) {
+  HostWait::until(mutex, changed, is_done, what);
 }
 
 void ThreadedTransfers::end_idle_threads() {

@@ -9,16 +9,15 @@
 // so that a test sees each order of events that it wants to see.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "storage/io_queue.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -38,8 +37,8 @@ class TransferQueue {
 
   // Waits until `is_done`, which is asked with the store's lock held, returns true. `changed` is notified when a
   // transfer has ended. `what` says what is waited for. Throws WaitAbandoned where the user interrupts the wait.
-  virtual void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                    const std::function<bool()>& is_done, const std::function<std::string()>& what) = 0;
+  virtual void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+                    const std::function<std::string()>& what) REQUIRES(mutex) = 0;
 
   // Called at the end of each call of the store.
   virtual void make_progress() {}
@@ -57,8 +56,8 @@ class ThreadedTransfers final : public TransferQueue {
   ThreadedTransfers(size_t disk_count, const RunTransfer& run);
 
   void submit(const SlotTransfer& transfer) override;
-  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const std::function<bool()>& is_done,
-            const std::function<std::string()>& what) override;
+  void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+            const std::function<std::string()>& what) override REQUIRES(mutex);
   void end_idle_threads() override;
 
   static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);

@@ -12,7 +12,7 @@ BackgroundCall::~BackgroundCall() {
 
 void BackgroundCall::begin() {
   if (has_begun_.load(std::memory_order_acquire) || fork_guard_.inherited()) return;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (has_begun_.load(std::memory_order_relaxed) || !may_go_on()) return;
   pthread_t thread;
   if (start_thread(thread, name_.c_str(), thread_main, this) != 0) return;
@@ -24,7 +24,7 @@ void BackgroundCall::begin() {
 void* BackgroundCall::thread_main(void* background_call) {
   auto& self = *static_cast<BackgroundCall*>(background_call);
   self.call_(self);
-  const std::lock_guard lock(self.mutex_);
+  const MutexLock lock(self.mutex_);
   self.is_running_ = false;
   self.ended_.notify_all();
   return nullptr;
@@ -32,18 +32,19 @@ void* BackgroundCall::thread_main(void* background_call) {
 
 void BackgroundCall::await_end() {
   if (fork_guard_.inherited()) return;
-  std::unique_lock lock(mutex_);
-  ended_.wait(lock, [&] { return !is_running_; });
+  const MutexLock lock(mutex_);
+  while (is_running_) ended_.wait(mutex_);
 }
 
 void BackgroundCall::stop() {
   if (fork_guard_.inherited()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const MutexLock lock(mutex_);
     is_stopped_.store(true, std::memory_order_release);
   }
-  std::unique_lock lock(mutex_);
-  ExitWait::until(lock, ended_, [&] { return !is_running_; }, ("the thread '" + name_ + "'").c_str());
+  const MutexLock lock(mutex_);
+  ExitWait::until(
+      mutex_, ended_, [&]() REQUIRES(mutex_) { return !is_running_; }, ("the thread '" + name_ + "'").c_str());
 }
 
 }  // namespace torchoffload

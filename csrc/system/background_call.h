@@ -9,13 +9,12 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "system/mutex.h"
 #include "system/process.h"
 
 namespace torchoffload {
@@ -53,10 +52,10 @@ class BackgroundCall {
   std::atomic<bool> has_begun_ = false;
   std::atomic<bool> is_stopped_ = false;
 
-  std::mutex mutex_;  // guards all below, and the writes of what is above
-  std::condition_variable ended_;
-  bool is_running_ = false;
-  std::optional<pthread_t> thread_;
+  Mutex mutex_;  // also held where the two above are written
+  CondVar ended_;
+  bool is_running_ GUARDED_BY(mutex_) = false;
+  std::optional<pthread_t> thread_ GUARDED_BY(mutex_);
 };
 
 }  // namespace torchoffload

@@ -9,10 +9,10 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <stdexcept>
 #include <string>
+
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -41,19 +41,20 @@ void tell_on_stderr(const std::string& text);
 
 class HostWait {
  public:
-  // Blocks until `is_done`, which is asked with the lock held, returns true. `what` is called at most once, likewise,
-  // and says what is waited for, as in "a read of the disk".
+  // Blocks until `is_done` returns true. `what` says what is waited for, as in "a read of the disk". Both are called
+  // with the lock held, which is more than the analysis can see of a lambda's own annotation.
   template <typename IsDone, typename What>
-  static void until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const IsDone& is_done,
-                    const What& what) {
+  static void until(Mutex& mutex, CondVar& changed, const IsDone& is_done, const What& what)
+      REQUIRES(mutex) NO_THREAD_SAFETY_ANALYSIS {
     HostWait wait;
-    while (!changed.wait_for(lock, wait_limits.slice, is_done)) {
+    auto slice_end = std::chrono::steady_clock::now() + wait_limits.slice;
+    while (!is_done()) {
+      if (changed.wait_until(mutex, slice_end) || is_done()) continue;
       const std::string told = wait.is_to_be_told() ? what() : std::string();
-      lock.unlock();
-      const bool is_abandoned = wait.look_around(told);
-      lock.lock();
+      const bool is_abandoned = wait.look_around_without(mutex, told);
       if (is_done()) return;
       if (is_abandoned) throw WaitAbandoned("torchoffload: a wait for " + std::string(what()) + " was interrupted");
+      slice_end = std::chrono::steady_clock::now() + wait_limits.slice;
     }
   }
 
@@ -61,6 +62,10 @@ class HostWait {
   bool is_to_be_told() const;
   // Returns whether the wait is to be abandoned.
   bool look_around(const std::string& told);
+  bool look_around_without(Mutex& mutex, const std::string& told) REQUIRES(mutex) {
+    const MutexUnlock unlocked(mutex);
+    return look_around(told);
+  }
 
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   bool has_told_ = false;
@@ -72,11 +77,14 @@ class HostWait {
 class ExitWait {
  public:
   template <typename IsDone>
-  static bool until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const IsDone& is_done,
-                    const char* what) {
-    if (changed.wait_until(lock, deadline(), is_done)) return true;
-    tell(what);
-    return false;
+  static bool until(Mutex& mutex, CondVar& changed, const IsDone& is_done, const char* what)
+      REQUIRES(mutex) NO_THREAD_SAFETY_ANALYSIS {  // as in HostWait::until
+    while (!is_done()) {
+      if (changed.wait_until(mutex, deadline()) || is_done()) continue;
+      tell(what);
+      return false;
+    }
+    return true;
   }
 
  private:

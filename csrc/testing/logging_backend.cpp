@@ -46,7 +46,7 @@ SeamLog& SeamLog::instance() {
 }
 
 void SeamLog::start() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   lines_.clear();
   compute_names_.clear();
   compute_counts_.clear();
@@ -55,37 +55,37 @@ void SeamLog::start() {
 }
 
 void SeamLog::stop() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   on_ = false;
 }
 
 bool SeamLog::is_on() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   return on_;
 }
 
 std::vector<std::string> SeamLog::lines() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   return lines_;
 }
 
 void SeamLog::write(const std::string& line) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (on_) lines_.push_back(line);
 }
 
 void SeamLog::meet_own_stream(StreamId stream, const std::string& name) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   own_names_.emplace(stream, name);
 }
 
 void SeamLog::meet_point(Point point) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (on_) serials_before_.emplace(point.stream, point.serial - 1);
 }
 
 std::string SeamLog::name_of(StreamId stream, int device_index) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (const auto own = own_names_.find(stream); own != own_names_.end()) return own->second;
   std::string& name = compute_names_[stream];
   if (name.empty()) {
@@ -98,7 +98,7 @@ std::string SeamLog::name_of(StreamId stream, int device_index) {
 std::string SeamLog::name_of(Point point, int device_index) {
   const std::string stream = name_of(point.stream, device_index);
   if (point.is_beginning()) return stream + "@beginning";
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto before = serials_before_.find(point.stream);
   if (before == serials_before_.end() || point.serial <= before->second) return stream + "@before";
   return stream + "@" + std::to_string(point.serial - before->second);

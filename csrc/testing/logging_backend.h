@@ -22,11 +22,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "device/backend.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -50,13 +50,13 @@ class SeamLog {
  private:
   SeamLog() = default;
 
-  mutable std::mutex mutex_;  // guards everything below
-  bool on_ = false;
-  std::vector<std::string> lines_;
-  std::map<StreamId, std::string> own_names_;      // of offload_stream and reload_stream, for ever
-  std::map<StreamId, std::string> compute_names_;  // since start()
-  std::map<int, int> compute_counts_;              // by device
-  std::map<StreamId, uint64_t> serials_before_;    // since start()
+  mutable Mutex mutex_;
+  bool on_ GUARDED_BY(mutex_) = false;
+  std::vector<std::string> lines_ GUARDED_BY(mutex_);
+  std::map<StreamId, std::string> own_names_ GUARDED_BY(mutex_);      // of offload_stream and reload_stream, for ever
+  std::map<StreamId, std::string> compute_names_ GUARDED_BY(mutex_);  // since start()
+  std::map<int, int> compute_counts_ GUARDED_BY(mutex_);              // by device
+  std::map<StreamId, uint64_t> serials_before_ GUARDED_BY(mutex_);    // since start()
 };
 
 // True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is

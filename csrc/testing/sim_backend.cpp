@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
-#include <mutex>
 #include <utility>
 
 #include "device/dtype_codes.h"
 #include "device/torch_memory.h"
+#include "system/mutex.h"
 #include "testing/logging_backend.h"
 
 namespace torchoffload {
@@ -54,26 +54,26 @@ SimAllocator& allocator() {
   return *instance;
 }
 
-// Guarded by the GIL. Never destroyed: what it calls may be a Python object.
+// Never destroyed: what it calls may be a Python object.
 std::function<void()>& allocation_hook() {
   static auto* const hook = new std::function<void()>;
   return *hook;
 }
 
 // Never destroyed either. An arena's own thread asks as well.
-std::mutex& refusal_mutex() {
-  static auto* const mutex = new std::mutex;
+Mutex& refusal_mutex() {
+  static auto* const mutex = new Mutex;
   return *mutex;
 }
 
-// Under the mutex. Empty: registering works.
-std::string& registration_refusal() {
+// Empty: registering works.
+std::string& registration_refusal() REQUIRES(refusal_mutex()) {
   static auto* const refusal = new std::string;
   return *refusal;
 }
 
-// Under the mutex. Empty: coding works.
-std::string& coding_refusal() {
+// Empty: coding works.
+std::string& coding_refusal() REQUIRES(refusal_mutex()) {
   static auto* const refusal = new std::string;
   return *refusal;
 }
@@ -99,14 +99,14 @@ StreamId SimBackend::reload_stream() { return world().stream_of(device_index_, S
 Point SimBackend::record(StreamId stream) {
   const Point point = world().record(stream);
   if (!tells_time()) return point;
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   points_s_[{stream, point.serial}] = clock_s(stream);
   return point;
 }
 
 void SimBackend::wait(StreamId waiter, Point point) {
   world().wait(waiter, point);
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = points_s_.find({point.stream, point.serial});
   if (found == points_s_.end()) return;
   double& clock = clock_s(waiter);
@@ -144,7 +144,7 @@ bool SimBackend::prepare() {
 }
 
 std::string SimBackend::obstacle() const {
-  const std::lock_guard lock(refusal_mutex());
+  const MutexLock lock(refusal_mutex());
   return coding_refusal();
 }
 
@@ -191,19 +191,19 @@ void SimBackend::saw_unpack(const void* address, uint64_t nbytes, StreamId strea
 void SimBackend::saw_operators_end() { world().end_operators(); }
 
 bool SimBackend::tells_time() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return link_bytes_per_s_ > 0;
 }
 
 TimedPoint SimBackend::record_timed(StreamId stream) {
   if (!tells_time()) return {};
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   timed_s_.push_back(clock_s(stream));
   return {static_cast<uint32_t>(timed_s_.size())};
 }
 
 std::optional<double> SimBackend::seconds_between(TimedPoint from, TimedPoint to) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return timed_s_.at(to.id - 1) - timed_s_.at(from.id - 1);
 }
 
@@ -212,13 +212,13 @@ bool SimBackend::is_lasting(StreamId stream) { return !world().is_external(strea
 uint64_t SimBackend::allocated_bytes() { return world().allocated_bytes(device_index_); }
 
 void SimBackend::set_link(double bytes_per_s) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   link_bytes_per_s_ = bytes_per_s;
   if (bytes_per_s <= 0) points_s_.clear();
 }
 
 void SimBackend::advance(double seconds) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   now_s_ += seconds;
 }
 
@@ -231,17 +231,17 @@ double& SimBackend::clock_s(StreamId stream) {
 }
 
 void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (link_bytes_per_s_ > 0) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
 }
 
 void SimBackend::set_coding_time(double seconds) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   coding_s_ = seconds;
 }
 
 void SimBackend::take_coding_time(StreamId stream) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (link_bytes_per_s_ > 0) clock_s(stream) += coding_s_;
 }
 
@@ -262,9 +262,9 @@ SimWorld* active_simulation() { return world().is_running() ? &world() : nullptr
 namespace {
 
 LoggedDevice& logged_device(int device_index) {
-  static std::mutex* const mutex = new std::mutex;
+  static Mutex* const mutex = new Mutex;
   static auto* const devices = new std::deque<LoggedDevice>;
-  std::lock_guard<std::mutex> lock(*mutex);
+  const MutexLock lock(*mutex);
   while (static_cast<int>(devices->size()) <= device_index) {
     devices->emplace_back(static_cast<int>(devices->size()));
   }
@@ -295,18 +295,18 @@ void hold_coding(bool holds) {
 bool is_coding_awaited() { return is_held_coding_awaited; }
 
 void refuse_coding(std::string why) {
-  std::lock_guard lock(refusal_mutex());
+  const MutexLock lock(refusal_mutex());
   coding_refusal() = std::move(why);
 }
 
 void refuse_registration(std::string why) {
-  std::lock_guard lock(refusal_mutex());
+  const MutexLock lock(refusal_mutex());
   registration_refusal() = std::move(why);
 }
 
 std::string simulated_register(void* address, size_t nbytes) {
   {
-    std::lock_guard lock(refusal_mutex());
+    const MutexLock lock(refusal_mutex());
     if (!registration_refusal().empty()) return registration_refusal();
   }
   world().register_host_memory(address, nbytes);

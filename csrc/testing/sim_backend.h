@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,6 +20,7 @@
 
 #include "device/backend.h"
 #include "storage/pinned_arena.h"
+#include "system/mutex.h"
 #include "testing/sim_world.h"
 
 namespace torchoffload {
@@ -85,16 +85,16 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
  private:
   void take_link(StreamId stream, uint64_t nbytes);
   void take_coding_time(StreamId stream);
-  double& clock_s(StreamId stream);  // under the mutex
+  double& clock_s(StreamId stream) REQUIRES(mutex_);
 
   const int device_index_;
-  mutable std::mutex mutex_;  // guards all below
-  double link_bytes_per_s_ = 0;
-  double coding_s_ = 0;                                       // of a piece
-  double now_s_ = 0;                                          // of computing
-  std::map<StreamId, double> copied_s_;                       // when what a stream of ours was given ends
-  std::map<std::pair<StreamId, uint64_t>, double> points_s_;  // by stream and serial
-  std::vector<double> timed_s_;                               // by TimedPoint::id, less one
+  mutable Mutex mutex_;
+  double link_bytes_per_s_ GUARDED_BY(mutex_) = 0;
+  double coding_s_ GUARDED_BY(mutex_) = 0;                  // of a piece
+  double now_s_ GUARDED_BY(mutex_) = 0;                     // of computing
+  std::map<StreamId, double> copied_s_ GUARDED_BY(mutex_);  // when what a stream of ours was given ends
+  std::map<std::pair<StreamId, uint64_t>, double> points_s_ GUARDED_BY(mutex_);  // by stream and serial
+  std::vector<double> timed_s_ GUARDED_BY(mutex_);                               // by TimedPoint::id, less one
 };
 
 // Runs before each allocation at the seam, as an allocator that is written in Python would; null for none.

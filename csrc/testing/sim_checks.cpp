@@ -69,7 +69,7 @@ MemoryOwner SimWorld::require_block(Stream& stream, AccessKind kind, const void*
 }
 
 void SimWorld::saw_pack(const void* address, uint64_t nbytes, StreamId id, uint64_t sequence_number) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   const Stream& packing = used(id);
   if (running_) pending_.push_back({span_of(address, nbytes), packing.index, this_thread(), sequence_number});
@@ -80,7 +80,7 @@ void SimWorld::commit_ended_operators() {
   if (pending_.empty()) return;
   const uint64_t thread = this_thread();
   const uint64_t now = options_.sequence_number();
-  std::erase_if(pending_, [&](const PendingWrite& write) {
+  std::erase_if(pending_, [&](const PendingWrite& write) REQUIRES(mutex_) {
     if (write.thread != thread || write.sequence_number == now) return false;
     access(streams_[write.stream], AccessKind::OperatorWrites, MemoryOwner::Source,
            reinterpret_cast<const void*>(write.span.begin), write.span.nbytes());
@@ -89,9 +89,9 @@ void SimWorld::commit_ended_operators() {
 }
 
 void SimWorld::end_operators() {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const uint64_t thread = this_thread();
-  std::erase_if(pending_, [&](const PendingWrite& write) {
+  std::erase_if(pending_, [&](const PendingWrite& write) REQUIRES(mutex_) {
     if (write.thread != thread) return false;
     access(streams_[write.stream], AccessKind::OperatorWrites, MemoryOwner::Source,
            reinterpret_cast<const void*>(write.span.begin), write.span.nbytes());
@@ -118,7 +118,7 @@ void SimWorld::check_no_open_operator(Stream& stream, const Span& span) {
 }
 
 void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& consuming = used(id);
   const MemoryOwner owner = require_block(consuming, AccessKind::UnpackReads, address, nbytes);
@@ -127,7 +127,7 @@ void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
 }
 
 void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   if (running_) {
     Stream& host = streams_[*disk_threads_];
@@ -138,25 +138,25 @@ void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
 }
 
 void SimWorld::fill(const void* address, uint64_t nbytes, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   access(stream(id), AccessKind::Fill, MemoryOwner::Source, address, nbytes);
   end_call();
 }
 
 void SimWorld::set_tells_origins(bool tells) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   tells_origins_ = tells;
 }
 
 std::pair<uint64_t, StreamId> SimWorld::origin_of(const void* address) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const SimBlock* const block = tells_origins_ ? heap_.find(address) : nullptr;
   return block == nullptr ? std::pair(uint64_t{0}, kNoStream) : std::pair(block->number, block->stream);
 }
 
 void SimWorld::note_use(const void* address, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   SimBlock* block = heap_.find(address);
   const bool known = block && (block->stream == id || std::count(block->users.begin(), block->users.end(), id));
@@ -166,7 +166,7 @@ void SimWorld::note_use(const void* address, StreamId id) {
 
 void* SimWorld::allocate(uint64_t nbytes, int device, MemoryOwner owner) {
   const StreamId id = current_stream(device);
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   const SimBlock& block = heap_.allocate(nbytes, device, id, owner, running_ ? simulation_ : 0);
   accesses_.forget(block.span());  // host memory that was not registered may have been there before
@@ -175,12 +175,13 @@ void* SimWorld::allocate(uint64_t nbytes, int device, MemoryOwner owner) {
 }
 
 void SimWorld::free(void* address) noexcept {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   SimBlock* block = heap_.find(address);
   if (block == nullptr) return;
   if (!running_ || block->simulation != simulation_) return heap_.free_to_system(*block);
   begin_call();
-  std::erase_if(pending_, [&](const PendingWrite& write) { return overlap(write.span, block->span()); });
+  std::erase_if(pending_,
+                [&](const PendingWrite& write) REQUIRES(mutex_) { return overlap(write.span, block->span()); });
 
   // The pool hands the memory out after what the allocating stream has enqueued, and after the streams it was told of.
   Stream& allocating = stream(block->stream);
@@ -204,19 +205,19 @@ void SimWorld::free(void* address) noexcept {
 }
 
 std::optional<int> SimWorld::device_index_of(const void* address) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const SimBlock* block = running_ ? heap_.find(address) : nullptr;
   if (block == nullptr || block->simulation != simulation_) return std::nullopt;
   return block->device;
 }
 
 void SimWorld::register_host_memory(void* address, uint64_t nbytes) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   host_memory_[address] = nbytes;
 }
 
 bool SimWorld::unregister_host_memory(void* address) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto found = host_memory_.find(address);
   if (found == host_memory_.end()) return false;
   const Span span = span_of(address, found->second);
@@ -230,28 +231,28 @@ bool SimWorld::unregister_host_memory(void* address) {
 }
 
 std::vector<std::string> SimWorld::races() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return races_;
 }
 
 void SimWorld::clear_races() {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   races_.clear();
   races_thrown_ = 0;
 }
 
 uint64_t SimWorld::allocated_bytes(int device) const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return heap_.allocated_bytes(device);
 }
 
 uint64_t SimWorld::peak_bytes(int device) const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return heap_.peak_bytes(device);
 }
 
 uint64_t SimWorld::access_count() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return accesses_.access_count();
 }
 

@@ -19,7 +19,7 @@ class SimKind final : public BackendKind {
  public:
   std::string name() const override { return "simulated"; }
 
-  const Backend* find(const Place& place, const BackendUsers& users) override {
+  const Backend* find(const Place& place, const BackendUsers& users) override REQUIRES(gil) {
     const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
     if (!is_cpu || place.tier != Placement::Host) return nullptr;
     const auto device_index = SimWorld::instance().device_index_of(place.memory.data());

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 
+#include "system/mutex.h"
 #include "testing/sim_world.h"
 
 namespace torchoffload {
@@ -24,12 +25,12 @@ std::unique_ptr<TransferQueue> SimTransfers::make(size_t disk_count, const RunTr
 }
 
 void SimTransfers::submit(const SlotTransfer& transfer) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   queue_.push_back(transfer);
 }
 
 std::optional<SlotTransfer> SimTransfers::take(size_t place) {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (place >= queue_.size()) return std::nullopt;
   const SlotTransfer taken = queue_[place];
   queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(place));
@@ -37,19 +38,18 @@ std::optional<SlotTransfer> SimTransfers::take(size_t place) {
 }
 
 size_t SimTransfers::queued_count() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return queue_.size();
 }
 
-void SimTransfers::wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed,
-                        const std::function<bool()>& is_done, const std::function<std::string()>& /*what*/) {
+void SimTransfers::wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+                        const std::function<std::string()>& /*what*/) {
   while (!is_done()) {
     if (const auto next = take(0)) {
-      lock.unlock();
+      const MutexUnlock unlocked(mutex);
       run_(*next);
-      lock.lock();
     } else {  // another thread runs what this one waits for
-      changed.wait_for(lock, std::chrono::seconds(1));
+      changed.wait_until(mutex, std::chrono::steady_clock::now() + std::chrono::seconds(1));
     }
   }
 }

@@ -10,10 +10,10 @@
 
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "storage/transfer_queue.h"
+#include "system/mutex.h"
 
 namespace torchoffload {
 
@@ -22,8 +22,8 @@ class SimTransfers final : public TransferQueue {
   explicit SimTransfers(RunTransfer run) : run_(std::move(run)) {}
 
   void submit(const SlotTransfer& transfer) override;
-  void wait(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const std::function<bool()>& is_done,
-            const std::function<std::string()>& what) override;
+  void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
+            const std::function<std::string()>& what) override REQUIRES(mutex);
   void make_progress() override;
 
   void run_when_waited_for() { runs_when_waited_for_ = true; }
@@ -38,8 +38,8 @@ class SimTransfers final : public TransferQueue {
 
   const RunTransfer run_;
   bool runs_when_waited_for_ = false;
-  std::mutex mutex_;  // guards the queue; taken under the store's lock, and never held while a transfer runs
-  std::deque<SlotTransfer> queue_;
+  Mutex mutex_;  // taken under the store's lock, and never held while a transfer runs
+  std::deque<SlotTransfer> queue_ GUARDED_BY(mutex_);
 };
 
 // While true, transfers run only where a caller waits for one, whatever the mode is.

@@ -32,7 +32,7 @@ SimWorld& SimWorld::instance() {
 }
 
 void SimWorld::start(const SimOptions& options) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (running_) throw std::logic_error("a simulation is running already");
   if (options.sequence_number == nullptr) throw std::invalid_argument("a simulation needs a sequence number");
   if (options.device_count < 1) throw std::invalid_argument("a simulation needs at least one device");
@@ -67,7 +67,7 @@ void SimWorld::start(const SimOptions& options) {
 }
 
 void SimWorld::stop() {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!running_) throw std::logic_error("no simulation is running");
   run_all();
   accesses_.clear();
@@ -77,22 +77,22 @@ void SimWorld::stop() {
 }
 
 bool SimWorld::is_running() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return running_;
 }
 
 int SimWorld::device_count() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return running_ ? options_.device_count : 0;
 }
 
 SimMode SimWorld::mode() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return running_ ? options_.mode : SimMode::Early;
 }
 
 uint64_t SimWorld::draw(uint64_t choices) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return random_() % choices;
 }
 
@@ -129,28 +129,28 @@ SimWorld::Stream& SimWorld::used(StreamId id) {
 
 StreamId SimWorld::make_external_stream(int index) {
   const StreamId made = make_compute_stream(index);
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   stream(made).is_external = true;
   return made;
 }
 
 void SimWorld::destroy_stream(StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   stream(id).is_destroyed = true;
 }
 
 bool SimWorld::is_external(StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return stream(id).is_external;
 }
 
 bool SimWorld::is_compute(StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return stream(id).role == StreamRole::Compute;
 }
 
 StreamId SimWorld::stream_of(int index, StreamRole role) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const Device& found = device(index);
   switch (role) {
     case StreamRole::Compute:
@@ -169,7 +169,7 @@ StreamId SimWorld::stream_of(int index, StreamRole role) {
 }
 
 StreamId SimWorld::make_compute_stream(int index) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   Device& found = device(index);
   const size_t made = found.compute_in_use++;
   if (made == found.compute.size()) {
@@ -180,19 +180,19 @@ StreamId SimWorld::make_compute_stream(int index) {
 }
 
 StreamId SimWorld::current_stream(int index) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const CurrentStreams& current = current_streams(simulation_);
   const auto chosen = current.stream_of_device.find(index);
   return chosen != current.stream_of_device.end() ? chosen->second : streams_[device(index).compute.front()].id;
 }
 
 int SimWorld::current_device() {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return current_streams(simulation_).device;
 }
 
 void SimWorld::set_current_stream(StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const Stream& chosen = used(id);
   if (chosen.role != StreamRole::Compute) throw std::invalid_argument("operators cannot run on " + chosen.name);
   CurrentStreams& current = current_streams(simulation_);
@@ -201,7 +201,7 @@ void SimWorld::set_current_stream(StreamId id) {
 }
 
 void SimWorld::set_current_device(int index) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   device(index);
   current_streams(simulation_).device = index;
 }
@@ -218,7 +218,7 @@ const SimWorld::Snapshot* SimWorld::snapshot(Point point) {
 }
 
 Point SimWorld::record(StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& recorded = used(id);
   recorded.clock.join(host_clock_);
@@ -228,7 +228,7 @@ Point SimWorld::record(StreamId id) {
 }
 
 void SimWorld::wait(StreamId waiter, Point point) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& waiting = used(waiter);
   if (!point.is_beginning() && point.stream != waiter) {
@@ -243,7 +243,7 @@ void SimWorld::wait(StreamId waiter, Point point) {
 }
 
 void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& copying = used(id);
   const MemoryOwner owner = require_block(copying, AccessKind::CopyOutReads, source, nbytes);
@@ -256,7 +256,7 @@ void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, St
 }
 
 void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& copying = used(id);
   const MemoryOwner owner = require_block(copying, AccessKind::CopyInWrites, target, nbytes);
@@ -267,7 +267,7 @@ void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, Str
 }
 
 void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& coding = used(id);
   const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
@@ -288,7 +288,7 @@ void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
 }
 
 void SimWorld::decode(const CodedPiece& piece, StreamId id) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   Stream& coding = used(id);
   const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
@@ -306,7 +306,7 @@ void SimWorld::decode(const CodedPiece& piece, StreamId id) {
 }
 
 void SimWorld::synchronize(Point point) {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   begin_call();
   if (!point.is_beginning()) {
     if (const Snapshot* reached = snapshot(point)) host_clock_.join(reached->clock);
@@ -371,7 +371,7 @@ void SimWorld::run_some() {
 }
 
 uint64_t SimWorld::queued_count() const {
-  Lock lock(mutex_);
+  const MutexLock lock(mutex_);
   uint64_t count = 0;
   for (const Stream& stream : streams_) count += stream.queue.size();
   return count;

@@ -15,7 +15,6 @@
 
 #include <deque>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -25,6 +24,7 @@
 
 #include "core/types.h"
 #include "device/coder.h"
+#include "system/mutex.h"
 #include "testing/sim_clock.h"
 #include "testing/sim_memory.h"
 
@@ -153,50 +153,50 @@ class SimWorld {
     uint64_t thread = 0;
     uint64_t sequence_number = 0;
   };
-  using Lock = std::lock_guard<std::mutex>;
 
   SimWorld() = default;
 
   // sim_world.cpp
-  uint32_t add_stream(int device, StreamRole role, const std::string& name);
-  Device& device(int index);
-  Stream& stream(StreamId id);
-  Stream& used(StreamId id);              // by a call
-  const Snapshot* snapshot(Point point);  // null: reached before this simulation
-  void run(Stream& stream, uint64_t command_count);
-  void carry_out(const Command& command);
-  void run_to(Point point);
-  void run_all();
-  void run_some();
-  void enqueue(Stream& stream, const Command& command);
+  uint32_t add_stream(int device, StreamRole role, const std::string& name) REQUIRES(mutex_);
+  Device& device(int index) REQUIRES(mutex_);
+  Stream& stream(StreamId id) REQUIRES(mutex_);
+  Stream& used(StreamId id) REQUIRES(mutex_);              // by a call
+  const Snapshot* snapshot(Point point) REQUIRES(mutex_);  // null: reached before this simulation
+  void run(Stream& stream, uint64_t command_count) REQUIRES(mutex_);
+  void carry_out(const Command& command) REQUIRES(mutex_);
+  void run_to(Point point) REQUIRES(mutex_);
+  void run_all() REQUIRES(mutex_);
+  void run_some() REQUIRES(mutex_);
+  void enqueue(Stream& stream, const Command& command) REQUIRES(mutex_);
 
   // sim_checks.cpp
-  void begin_call();
-  void end_call();
-  void commit_ended_operators();
-  void access(Stream& stream, AccessKind kind, MemoryOwner owner, const void* address, uint64_t nbytes);
-  void check_no_open_operator(Stream& stream, const Span& span);
-  MemoryOwner require_block(Stream& stream, AccessKind kind, const void* address, uint64_t nbytes);
-  void report(std::string text);
-  std::string describe(const Access& access) const;
+  void begin_call() REQUIRES(mutex_);
+  void end_call() REQUIRES(mutex_);
+  void commit_ended_operators() REQUIRES(mutex_);
+  void access(Stream& stream, AccessKind kind, MemoryOwner owner, const void* address, uint64_t nbytes)
+      REQUIRES(mutex_);
+  void check_no_open_operator(Stream& stream, const Span& span) REQUIRES(mutex_);
+  MemoryOwner require_block(Stream& stream, AccessKind kind, const void* address, uint64_t nbytes) REQUIRES(mutex_);
+  void report(std::string text) REQUIRES(mutex_);
+  std::string describe(const Access& access) const REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;  // guards everything below
-  bool running_ = false;
-  bool tells_origins_ = true;
-  SimOptions options_;
-  uint64_t simulation_ = 0;  // counts from 1
-  std::mt19937_64 random_;
-  std::deque<Stream> streams_;  // by dense index; never shrinks
-  std::map<StreamId, uint32_t> index_of_;
-  std::deque<Device> devices_;
-  SimHeap heap_;
-  AccessMap accesses_;
-  VectorClock host_clock_;
-  std::optional<uint32_t> disk_threads_;  // the index of the stream that stands for them
-  std::vector<PendingWrite> pending_;
-  std::map<void*, uint64_t> host_memory_;  // registered
-  std::vector<std::string> races_;
-  size_t races_thrown_ = 0;
+  mutable Mutex mutex_;
+  bool running_ GUARDED_BY(mutex_) = false;
+  bool tells_origins_ GUARDED_BY(mutex_) = true;
+  SimOptions options_ GUARDED_BY(mutex_);
+  uint64_t simulation_ GUARDED_BY(mutex_) = 0;  // counts from 1
+  std::mt19937_64 random_ GUARDED_BY(mutex_);
+  std::deque<Stream> streams_ GUARDED_BY(mutex_);  // by dense index; never shrinks
+  std::map<StreamId, uint32_t> index_of_ GUARDED_BY(mutex_);
+  std::deque<Device> devices_ GUARDED_BY(mutex_);
+  SimHeap heap_ GUARDED_BY(mutex_);
+  AccessMap accesses_ GUARDED_BY(mutex_);
+  VectorClock host_clock_ GUARDED_BY(mutex_);
+  std::optional<uint32_t> disk_threads_ GUARDED_BY(mutex_);  // the index of the stream that stands for them
+  std::vector<PendingWrite> pending_ GUARDED_BY(mutex_);
+  std::map<void*, uint64_t> host_memory_ GUARDED_BY(mutex_);  // registered
+  std::vector<std::string> races_ GUARDED_BY(mutex_);
+  size_t races_thrown_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace torchoffload
