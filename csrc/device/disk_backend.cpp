@@ -109,8 +109,8 @@ void DiskBackend::copy(const IoJob& job, StreamId stream) {
   if (stream != host_) {
     try {
       queue_of(stream).submit(job);
-    } catch (const StoreFull&) {  // no thread: bytes that are wanted are read all the same
-      if (job.direction == IoDirection::Out) throw;
+    } catch (const NoThread& none) {  // bytes that are wanted are read all the same
+      if (job.direction == IoDirection::Out) throw StoreFull(none.what());
       queue_of(stream).run_here(job);
     }
     return;

@@ -1,7 +1,6 @@
 #include "storage/io_queue.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <utility>
@@ -11,8 +10,6 @@
 
 namespace torchoffload {
 namespace {
-
-constexpr size_t kStackBytes = size_t{1} << 20;  // the threads call read, write and little else
 
 bool slots_overlap(const IoJob& a, const IoJob& b) {
   const Range& left = a.slot.range;
@@ -43,21 +40,8 @@ bool conflict(const IoJob& a, const IoJob& b) {
 }  // namespace
 
 IoQueue::IoQueue(std::string name, unsigned thread_count, Transfer transfer)
-    : name_(std::move(name)), thread_count_(std::max(thread_count, 1U)), transfer_(std::move(transfer)) {
-  running_.reserve(thread_count_);
-  threads_.reserve(thread_count_);
-}
-
-IoQueue::~IoQueue() {
-  if (fork_guard_.inherited()) return;
-  std::vector<pthread_t> ending;
-  {
-    const MutexLock lock(mutex_);
-    are_threads_ending_ = true;
-    ending = threads_;
-  }
-  submitted_or_ending_.notify_all();
-  for (const pthread_t thread : ending) pthread_join(thread, nullptr);
+    : transfer_(std::move(transfer)), pool_(std::move(name), thread_count, [this] { run_waiting(); }) {
+  running_.reserve(thread_count);
 }
 
 bool IoQueue::is_idle() const {
@@ -66,35 +50,12 @@ bool IoQueue::is_idle() const {
   return is_reached(submitted_);
 }
 
-void IoQueue::end_idle_threads() {
-  if (fork_guard_.inherited()) return;
-  std::vector<pthread_t> ending;
-  {
-    const MutexLock lock(mutex_);
-    if (are_threads_ending_ || threads_.empty() || !is_reached(submitted_)) return;
-    are_threads_ending_ = true;
-    ending.swap(threads_);
-  }
-  submitted_or_ending_.notify_all();
-  for (const pthread_t thread : ending) pthread_join(thread, nullptr);
-  {
-    const MutexLock lock(mutex_);
-    are_threads_ending_ = false;
-  }
-  threads_ended_.notify_all();
-}
-
+// The thread that takes the job waits for the lock until the job is there.
 uint64_t IoQueue::submit(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  uint64_t serial = 0;
-  {
-    const MutexLock lock(mutex_);
-    while (are_threads_ending_) threads_ended_.wait(mutex_);
-    if (threads_.empty()) start_threads();
-    serial = add(job);
-  }
-  submitted_or_ending_.notify_one();
-  return serial;
+  const MutexLock lock(mutex_);
+  pool_.submit();
+  return add(job);
 }
 
 uint64_t IoQueue::run_here(const IoJob& job) {
@@ -162,29 +123,9 @@ void IoQueue::forget(uint64_t serial) {
   if (failures_.erase(serial) == 0 && !is_reached(serial)) forgotten_.insert(serial);
 }
 
-void IoQueue::start_threads() {
-  int error = 0;
-  while (threads_.size() < thread_count_ && error == 0) {
-    pthread_t thread;
-    error = start_thread(thread, name_.c_str(), thread_main, this, kStackBytes);
-    if (error == 0) threads_.push_back(thread);
-  }
-  // One thread is enough to be right.
-  if (threads_.empty()) throw StoreFull(std::string("cannot start an I/O thread: ") + std::strerror(error));
-}
-
-void* IoQueue::thread_main(void* queue) {
-  static_cast<IoQueue*>(queue)->work();
-  return nullptr;
-}
-
-void IoQueue::work() {
+void IoQueue::run_waiting() {
   const MutexLock lock(mutex_);
-  while (true) {
-    while (!are_threads_ending_ && waiting_.empty()) submitted_or_ending_.wait(mutex_);
-    if (waiting_.empty()) return;
-    take_and_run();
-  }
+  while (!waiting_.empty()) take_and_run();
 }
 
 void IoQueue::take_and_run() {

@@ -1,13 +1,11 @@
-// IoQueue: one stream of file transfers, run in order of submission by a few threads of its own.
-// Ownership:     a queue owns its threads, and borrows the memory of a job until the job's serial is reached.
+// IoQueue: one stream of file transfers, run in order of submission by the threads of a pool of its own.
+// Ownership:     a queue owns its pool, and borrows the memory of a job until the job's serial is reached.
 // Thread safety: every method, any thread. Jobs run on the queue's threads, which take no signal and touch no Python.
 // Stream order:  as a CUDA stream's, for whoever looks at it through serials, slots and memory; see Note [I/O streams].
 // Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child submit() and wait_for() throw; see
 //                Note [Forked children].
 // Not handled:   a bound on what is queued (the engine's windows are the bound), cancelling, priorities.
 #pragma once
-
-#include <pthread.h>
 
 #include <atomic>
 #include <cstddef>
@@ -20,8 +18,10 @@
 #include <vector>
 
 #include "storage/slot_store.h"
+#include "system/file_io.h"
 #include "system/mutex.h"
 #include "system/process.h"
+#include "system/thread_pool.h"
 
 namespace torchoffload {
 
@@ -37,11 +37,8 @@ namespace torchoffload {
 // queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own queue is done,
 // so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
 // with a thread free to take it. It ends, as file I/O does, and the argument repeats. There are threads wherever there
-// is a job: end_idle_threads() ends them only while none is waiting or running, and a submit() that comes meanwhile
-// waits until they are gone, which depends on no job, and starts new ones. Where none can be started, the thread that
-// calls run_here() is one of them until its job is taken.
-
-enum class IoDirection : uint8_t { Out, In };  // memory to slot, slot to memory
+// is a job: the pool ends them only while it has nothing to do. Where none can be started, the thread that calls
+// run_here() is one of them until its job is taken.
 
 struct IoJob {
   IoDirection direction = IoDirection::Out;
@@ -55,16 +52,12 @@ class IoQueue {
   // What one job does; returns the reason of its failure, or empty.
   using Transfer = std::function<std::string(const IoJob&)>;
 
-  // `name`: of the threads, 15 characters at most. They start with the first job, also after end_idle_threads().
   IoQueue(std::string name, unsigned thread_count, Transfer transfer);
 
-  // Waits for what was submitted, and ends the threads: for tests, since the queues of a process are never destroyed.
-  // Queues that were told to run after this one have nothing left to run.
-  ~IoQueue();
-  IoQueue(const IoQueue&) = delete;
-  IoQueue& operator=(const IoQueue&) = delete;
+  // Its end waits for what was submitted: in tests, since the queues of a process are never destroyed. Queues that were
+  // told to run after this one have nothing left to run.
 
-  // Returns the job's serial, counted from 1. Throws StoreFull if no thread can be started; the next call tries again.
+  // Returns the job's serial, counted from 1. Throws NoThread if no thread can be started; the next call tries again.
   // Throws std::runtime_error after a fork.
   uint64_t submit(const IoJob& job);
 
@@ -92,8 +85,8 @@ class IoQueue {
 
   bool is_idle() const;  // every job is done
 
-  // Ends the threads where the queue is idle; else does nothing. Blocks until they are gone.
-  void end_idle_threads();
+  // See ThreadPool.
+  void end_idle_threads() { pool_.end_idle_threads(); }
 
  private:
   struct Floor {
@@ -107,21 +100,17 @@ class IoQueue {
   };
 
   uint64_t add(const IoJob& job) REQUIRES(mutex_);
-  void start_threads() REQUIRES(mutex_);  // throws StoreFull
-  static void* thread_main(void* queue);
-  void work();
+  // What the pool calls for each job that was submitted: does those that wait, until there are none.
+  void run_waiting();
   // Takes the first job that waits, and does it. The lock is given back meanwhile.
   void take_and_run() REQUIRES(mutex_);
   std::string run(const Submitted& submitted) const;
   void finish(uint64_t serial, std::string failure) REQUIRES(mutex_);
 
-  const std::string name_;
-  const unsigned thread_count_;
   const Transfer transfer_;
   const ForkGuard fork_guard_;
 
   mutable Mutex mutex_;
-  mutable CondVar submitted_or_ending_;
   mutable CondVar completed_moved_;
   std::deque<Submitted> waiting_ GUARDED_BY(mutex_);
   std::vector<Submitted> running_ GUARDED_BY(mutex_);  // taken off the queue and not done; at most one a thread
@@ -132,9 +121,8 @@ class IoQueue {
   std::vector<Floor> floors_ GUARDED_BY(mutex_);
   std::map<uint64_t, std::string> failures_ GUARDED_BY(mutex_);  // by serial
   std::set<uint64_t> forgotten_ GUARDED_BY(mutex_);              // not yet reached
-  std::vector<pthread_t> threads_ GUARDED_BY(mutex_);
-  CondVar threads_ended_;
-  bool are_threads_ending_ GUARDED_BY(mutex_) = false;  // then nothing is submitted
+
+  ThreadPool pool_;  // destroyed first: its threads use all of the above
 };
 
 }  // namespace torchoffload

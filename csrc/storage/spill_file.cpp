@@ -212,116 +212,84 @@ uint64_t SpillFile::used_bytes() const {
   return ranges_.used_bytes();
 }
 
-std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  const auto* bytes = static_cast<const std::byte*>(source);
-  IoResult result;
-  if (!try_write_direct(*file, bytes, span, result)) result = write_cached(*file, bytes, span);
-  return result.complete ? std::string() : describe("write", span, result);
+std::string SpillFile::write(const Slot& slot, const void* source, uint64_t nbytes, Memory memory) {
+  auto* const bytes = static_cast<std::byte*>(const_cast<void*>(source));  // not written: the direction is Out
+  return move(IoDirection::Out, slot, bytes, nbytes, memory);
 }
 
-std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  auto* bytes = static_cast<std::byte*>(target);
-  IoResult result;
-  if (!try_read_direct(*file, bytes, span, result)) result = read_cached(*file, bytes, span);
-  return result.complete ? std::string() : describe("read", span, result);
+std::string SpillFile::read(void* target, const Slot& slot, uint64_t nbytes, Memory memory) {
+  return move(IoDirection::In, slot, static_cast<std::byte*>(target), nbytes, memory);
 }
 
-std::string SpillFile::write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes) {
+std::string SpillFile::move(IoDirection direction, const Slot& slot, std::byte* bytes, uint64_t nbytes, Memory memory) {
   if (fork_guard_.inherited()) return kSpillFileInherited;
   const auto [file, span] = locate(slot, nbytes);
   IoResult result;
-  if (file->uses_direct_io) {
-    result = write_fully(file->direct.get(), source, span);
-    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("write", span, result);
-    file->uses_direct_io.store(false, std::memory_order_relaxed);
-  }
-  result = write_cached(*file, source, span);
-  return result.complete ? std::string() : describe("write", span, result);
+  if (!try_move_direct(*file, direction, bytes, span, memory, result))
+    result = move_cached(*file, direction, bytes, span);
+  if (result.complete) return {};
+  return describe(direction == IoDirection::Out ? "write" : "read", span, result);
 }
 
-std::string SpillFile::read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes) {
-  if (fork_guard_.inherited()) return kSpillFileInherited;
-  const auto [file, span] = locate(slot, nbytes);
-  IoResult result;
-  if (file->uses_direct_io) {
-    result = read_fully(file->direct.get(), target, span);
-    if (result.complete || result.error != EINVAL) return result.complete ? "" : describe("read", span, result);
-    file->uses_direct_io.store(false, std::memory_order_relaxed);
-  }
-  result = read_cached(*file, target, span);
-  return result.complete ? std::string() : describe("read", span, result);
-}
-
-bool SpillFile::try_write_direct(File& file, const std::byte* source, Span span, IoResult& result) {
+bool SpillFile::try_move_direct(File& file, IoDirection direction, std::byte* bytes, Span span, Memory memory,
+                                IoResult& result) {
   if (!file.uses_direct_io) return false;
-  std::byte* buffer = file.buffers.try_acquire();
-  if (buffer == nullptr) return false;
-  result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
-    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
-    result.error = copy_from_source(buffer, source + done_bytes, piece_bytes);
-    if (result.error != 0) {
-      result.complete = false;
-      break;
-    }
-    std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
-    const uint64_t begin = span.begin + done_bytes;
-    result = write_fully(file.direct.get(), buffer, {begin, begin + padded_bytes});
-    done_bytes += std::min(result.done_bytes, piece_bytes);
-    result.done_bytes = done_bytes;
+  if (memory == Memory::Blocks) {
+    result = move_fully(file.direct.get(), direction, bytes, span);
+  } else {
+    std::byte* const buffer = file.buffers.try_acquire();
+    if (buffer == nullptr) return false;
+    result = move_through_buffer(file, direction, bytes, span, buffer);
+    file.buffers.release(buffer);
   }
-  file.buffers.release(buffer);
   if (result.complete || result.error != EINVAL) return true;
   file.uses_direct_io.store(false, std::memory_order_relaxed);  // this file system takes the flag, and not the I/O
   return false;
 }
 
-bool SpillFile::try_read_direct(File& file, std::byte* target, Span span, IoResult& result) {
-  if (!file.uses_direct_io) return false;
-  std::byte* buffer = file.buffers.try_acquire();
-  if (buffer == nullptr) return false;
-  result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
-    const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const uint64_t begin = span.begin + done_bytes;
-    result = read_fully(file.direct.get(), buffer, {begin, begin + round_up(piece_bytes, kDiskBlockBytes)});
-    const uint64_t got_bytes = std::min(result.done_bytes, piece_bytes);
-    std::memcpy(target + done_bytes, buffer, got_bytes);
-    done_bytes += got_bytes;
-    result.done_bytes = done_bytes;
-  }
-  file.buffers.release(buffer);
-  if (result.complete || result.error != EINVAL) return true;
-  file.uses_direct_io.store(false, std::memory_order_relaxed);
-  return false;
-}
-
-IoResult SpillFile::write_cached(const File& file, const std::byte* source, Span span) {
+IoResult SpillFile::move_through_buffer(const File& file, IoDirection direction, std::byte* bytes, Span span,
+                                        std::byte* buffer) {
   IoResult result;
   result.complete = true;
-  for (uint64_t done_bytes = 0; done_bytes < span.nbytes() && result.complete;) {
+  while (result.complete && result.done_bytes < span.nbytes()) {
+    const uint64_t done_bytes = result.done_bytes;
     const uint64_t piece_bytes = std::min(span.nbytes() - done_bytes, TransferBuffers::kBufferBytes);
-    const Span piece{span.begin + done_bytes, span.begin + done_bytes + piece_bytes};
-    result = write_fully(file.cached.get(), source + done_bytes, piece);
-    done_bytes += result.done_bytes;
-    result.done_bytes = done_bytes;
-    // The disk starts while the next piece is copied: dirty pages do not pile up.
-    if (result.complete) start_write_back(file.cached.get(), piece);
+    const uint64_t padded_bytes = round_up(piece_bytes, kDiskBlockBytes);
+    const Span piece{span.begin + done_bytes, span.begin + done_bytes + padded_bytes};
+    if (direction == IoDirection::Out) {
+      if (const int error = copy_from_source(buffer, bytes + done_bytes, piece_bytes))
+        return {done_bytes, error, false};
+      std::memset(buffer + piece_bytes, 0, padded_bytes - piece_bytes);
+    }
+    const IoResult moved = move_fully(file.direct.get(), direction, buffer, piece);
+    const uint64_t moved_bytes = std::min(moved.done_bytes, piece_bytes);
+    if (direction == IoDirection::In) std::memcpy(bytes + done_bytes, buffer, moved_bytes);
+    result = {done_bytes + moved_bytes, moved.error, moved.complete};
   }
-  if (!result.complete) return result;
-  result.error = write_back_and_drop(file.cached.get(), block_aligned(span));
-  result.complete = result.error == 0;
   return result;
 }
 
-IoResult SpillFile::read_cached(const File& file, std::byte* target, Span span) {
-  const IoResult result = read_fully(file.cached.get(), target, span);
-  drop_pages(file.cached.get(), block_aligned(span));
+// What is written is on the disk, and not in memory, before it counts as done. The disk starts with each piece while
+// the next one is copied, so that dirty pages do not pile up.
+IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span) {
+  const int fd = file.cached.get();
+  if (direction == IoDirection::In) {
+    const IoResult result = move_fully(fd, direction, bytes, span);
+    drop_pages(fd, block_aligned(span));
+    return result;
+  }
+  IoResult result;
+  result.complete = true;
+  while (result.complete && result.done_bytes < span.nbytes()) {
+    const uint64_t begin = span.begin + result.done_bytes;
+    const Span piece{begin, std::min(span.end, begin + TransferBuffers::kBufferBytes)};
+    const IoResult moved = move_fully(fd, direction, bytes + result.done_bytes, piece);
+    result = {result.done_bytes + moved.done_bytes, moved.error, moved.complete};
+    if (moved.complete) start_write_back(fd, piece);
+  }
+  if (!result.complete) return result;
+  result.error = write_back_and_drop(fd, block_aligned(span));
+  result.complete = result.error == 0;
   return result;
 }
 

@@ -72,15 +72,14 @@ class SpillFile final : public SlotStore {
   uint64_t used_bytes() const override;
   uint64_t grow_count() const override { return grow_count_.load(std::memory_order_relaxed); }
 
+  // What memory a transfer finds. Any: it goes past the page cache by way of a buffer. Blocks: it begins at a multiple
+  // of 4096 bytes, as many as a multiple of that are moved, and nobody unmaps it meanwhile: it needs no buffer.
+  enum class Memory : uint8_t { Any, Blocks };
+
   // Move the first `nbytes` of a slot. Block. Return the reason of a failure, with file offset, byte counts and errno's
   // text, or empty: then all bytes are there.
-  std::string write(const Slot& slot, const void* source, uint64_t nbytes);
-  std::string read(void* target, const Slot& slot, uint64_t nbytes);
-
-  // The same for memory that begins at a multiple of 4096 bytes, and for such a number of bytes: they go past the page
-  // cache as they are, without a buffer. The caller owns the memory, and nobody unmaps it meanwhile.
-  std::string write_blocks(const Slot& slot, const std::byte* source, uint64_t nbytes);
-  std::string read_blocks(std::byte* target, const Slot& slot, uint64_t nbytes);
+  std::string write(const Slot& slot, const void* source, uint64_t nbytes, Memory memory = Memory::Any);
+  std::string read(void* target, const Slot& slot, uint64_t nbytes, Memory memory = Memory::Any);
 
   const std::string& directory() const { return directory_; }
   std::string name() const { return "the spill file in " + quoted(directory_); }
@@ -109,12 +108,13 @@ class SpillFile final : public SlotStore {
     Span span;
   };
 
-  // Each moves what it can of `span` past the page cache, through a buffer, and returns true with the result; false if
-  // that is refused here: the caller goes through the page cache.
-  static bool try_write_direct(File& file, const std::byte* source, Span span, IoResult& result);
-  static bool try_read_direct(File& file, std::byte* target, Span span, IoResult& result);
-  static IoResult write_cached(const File& file, const std::byte* source, Span span);
-  static IoResult read_cached(const File& file, std::byte* target, Span span);
+  std::string move(IoDirection direction, const Slot& slot, std::byte* bytes, uint64_t nbytes, Memory memory);
+  // Past the page cache. False if that is refused here: then the caller goes through the page cache.
+  static bool try_move_direct(File& file, IoDirection direction, std::byte* bytes, Span span, Memory memory,
+                              IoResult& result);
+  static IoResult move_through_buffer(const File& file, IoDirection direction, std::byte* bytes, Span span,
+                                      std::byte* buffer);
+  static IoResult move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span);
 
   static std::shared_ptr<File> try_open(const std::string& directory);  // null where what refuses it may pass
   bool fits(uint64_t nbytes) const;

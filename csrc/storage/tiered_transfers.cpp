@@ -148,7 +148,7 @@ TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting
   Fetch begun = Fetch::Begun;
   try {
     transfers_->submit({IoDirection::In, number, resting.disk});
-  } catch (const StoreFull&) {
+  } catch (const NoThread&) {
     begun = Fetch::ByCaller;
   }
   ++resting.fetch_number;
@@ -207,7 +207,7 @@ void TieredStore::write(uint64_t number) {
       if (!mutated(Mutant::SpillWaitsForOffload)) wait_for_device({filled});
       place = acquire_on(file, resting.nbytes);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::Out, address, resting.nbytes);
-      failure = file.write_blocks(*place, address, resting.nbytes);
+      failure = file.write(*place, address, resting.nbytes, SpillFile::Memory::Blocks);
     } catch (const std::exception& error) {
       failure = error.what();
     }
@@ -248,7 +248,7 @@ void TieredStore::fetch(uint64_t number) {
       // The I/O thread waits for the memory's former users: they read or write it until then (R16).
       if (!mutated(Mutant::FetchWaitsForGuards)) wait_for_device(guards);
       if (hooks_.saw_transfer != nullptr) hooks_.saw_transfer(IoDirection::In, address, resting.nbytes);
-      failure = file.read_blocks(address, place, resting.nbytes);
+      failure = file.read(address, place, resting.nbytes, SpillFile::Memory::Blocks);
     } catch (const std::exception& error) {
       failure = error.what();
     }

@@ -1,7 +1,8 @@
 #include "storage/transfer_queue.h"
 
+#include <exception>
+
 #include "system/host_wait.h"
-#include "system/mutex.h"
 
 namespace torchoffload {
 namespace {
@@ -10,15 +11,37 @@ constexpr unsigned kThreadsOfADirection = 2;
 
 }  // namespace
 
-ThreadedTransfers::ThreadedTransfers(size_t disk_count, const RunTransfer& run) {
-  for (size_t disk = 0; disk < disk_count; ++disk) {
-    const auto transfer = [run, disk](const IoJob& job) {
-      run({job.direction, job.slot.range.offset, disk});
-      return std::string();  // the store keeps the failures
-    };
-    disks_.push_back({std::make_unique<IoQueue>("spill-io", kThreadsOfADirection, transfer),
-                      std::make_unique<IoQueue>("fetch-io", kThreadsOfADirection, transfer)});
+// ---- the transfers of one disk in one direction ----
+
+ThreadedTransfers::Queue::Queue(const char* name, RunTransfer run)
+    : run_(std::move(run)), pool_(name, kThreadsOfADirection, [this] { run_next(); }) {}
+
+// The thread that takes the transfer waits for the lock until the transfer is there.
+void ThreadedTransfers::Queue::submit(const SlotTransfer& transfer) {
+  const MutexLock lock(mutex_);
+  pool_.submit();
+  waiting_.push_back(transfer);
+}
+
+void ThreadedTransfers::Queue::run_next() {
+  SlotTransfer next;
+  {
+    const MutexLock lock(mutex_);
+    if (waiting_.empty()) return;  // there was no memory to list it
+    next = waiting_.front();
+    waiting_.pop_front();
   }
+  try {
+    run_(next);
+  } catch (const std::exception&) {  // the store keeps the failures
+  }
+}
+
+// ---- all of them ----
+
+ThreadedTransfers::ThreadedTransfers(size_t disk_count, const RunTransfer& run) {
+  for (size_t disk = 0; disk < disk_count; ++disk)
+    disks_.push_back({std::make_unique<Queue>("spill-io", run), std::make_unique<Queue>("fetch-io", run)});
 }
 
 std::unique_ptr<TransferQueue> ThreadedTransfers::make(size_t disk_count, const RunTransfer& run) {
@@ -26,9 +49,8 @@ std::unique_ptr<TransferQueue> ThreadedTransfers::make(size_t disk_count, const 
 }
 
 void ThreadedTransfers::submit(const SlotTransfer& transfer) {
-  OfDisk& disk = disks_.at(transfer.disk);
-  IoQueue& queue = transfer.direction == IoDirection::Out ? *disk.out : *disk.in;
-  queue.submit({transfer.direction, Slot{{0, transfer.slot, 1}, nullptr}, nullptr, 0});
+  const OfDisk& disk = disks_.at(transfer.disk);
+  (transfer.direction == IoDirection::Out ? disk.out : disk.in)->submit(transfer);
 }
 
 void ThreadedTransfers::wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,

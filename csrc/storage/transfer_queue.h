@@ -2,7 +2,7 @@
 // Ownership:     borrows the store that runs the transfers, which outlives it. ThreadedTransfers owns its threads.
 // Thread safety: submit() and wait() are called with the store's lock held, and let other threads have it only while
 //                wait() waits. make_progress() and end_idle_threads() are called without it.
-// Failures:      submit() throws StoreFull where no thread can be started.
+// Failures:      submit() throws NoThread where no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
 // The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
@@ -11,13 +11,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "storage/io_queue.h"
+#include "system/file_io.h"
 #include "system/mutex.h"
+#include "system/thread_pool.h"
 
 namespace torchoffload {
 
@@ -63,9 +65,23 @@ class ThreadedTransfers final : public TransferQueue {
   static std::unique_ptr<TransferQueue> make(size_t disk_count, const RunTransfer& run);
 
  private:
+  class Queue {
+   public:
+    Queue(const char* name, RunTransfer run);
+    void submit(const SlotTransfer& transfer) EXCLUDES(mutex_);
+    void end_idle_threads() { pool_.end_idle_threads(); }
+
+   private:
+    void run_next() EXCLUDES(mutex_);
+
+    const RunTransfer run_;
+    Mutex mutex_;
+    std::deque<SlotTransfer> waiting_ GUARDED_BY(mutex_);
+    ThreadPool pool_;  // destroyed first: its threads use all of the above
+  };
   struct OfDisk {
-    std::unique_ptr<IoQueue> out;
-    std::unique_ptr<IoQueue> in;
+    std::unique_ptr<Queue> out;
+    std::unique_ptr<Queue> in;
   };
   std::vector<OfDisk> disks_;
 };

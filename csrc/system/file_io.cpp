@@ -78,15 +78,10 @@ FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
 
 std::string IoResult::reason() const { return error == 0 ? "end of file" : std::strerror(error); }
 
-IoResult read_fully(int fd, std::byte* target, Span span) {
+IoResult move_fully(int fd, IoDirection direction, std::byte* memory, Span span) {
   return transfer_fully(span, [=](uint64_t done_bytes, uint64_t nbytes, off_t offset) {
-    return io_calls.pread(fd, target + done_bytes, nbytes, offset);
-  });
-}
-
-IoResult write_fully(int fd, const std::byte* source, Span span) {
-  return transfer_fully(span, [=](uint64_t done_bytes, uint64_t nbytes, off_t offset) {
-    return io_calls.pwrite(fd, source + done_bytes, nbytes, offset);
+    return direction == IoDirection::Out ? io_calls.pwrite(fd, memory + done_bytes, nbytes, offset)
+                                         : io_calls.pread(fd, memory + done_bytes, nbytes, offset);
   });
 }
 

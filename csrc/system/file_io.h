@@ -31,6 +31,8 @@ extern IoCalls io_calls;
 extern const IoCalls& io_calls;
 #endif
 
+enum class IoDirection : uint8_t { Out, In };  // memory to file, file to memory
+
 class FileDescriptor {
  public:
   explicit FileDescriptor(int fd = kClosed) : fd_(fd) {}
@@ -55,9 +57,8 @@ struct IoResult {
   std::string reason() const;  // why it is not complete
 };
 
-// Read and write all of `span`, over interruptions and short transfers.
-IoResult read_fully(int fd, std::byte* target, Span span);
-IoResult write_fully(int fd, const std::byte* source, Span span);
+// Moves all of `span`, over interruptions and short transfers. Memory is only read when the direction is Out.
+IoResult move_fully(int fd, IoDirection direction, std::byte* memory, Span span);
 
 // Start writing dirty pages to the disk, and return at once. Best effort.
 void start_write_back(int fd, Span span);
