@@ -39,10 +39,10 @@ VersionRef VersionCounter::ref() const { return is_set_ ? VersionRef(in(shared_)
 void VersionCounter::take(VersionCounter& other) noexcept {
   new (shared_) c10::VariableVersion(std::move(*in(other.shared_)));
   is_set_ = true;
-  other.give_up();
+  other.drop();
 }
 
-void VersionCounter::give_up() noexcept {
+void VersionCounter::drop() noexcept {
   std::destroy_at(in(shared_));
   is_set_ = false;
 }

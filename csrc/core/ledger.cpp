@@ -295,10 +295,10 @@ void Ledger::finish_reload(RecordId id) {
   finished.prefetched = false;
 }
 
-void Ledger::give_up(RecordId id) {
-  Record& given_up = expect(id, RecordState::Reloaded, "give_up");
-  if (!given_up.has_slot) broken("a record without a slot gave its device memory up");
-  given_up.state = RecordState::Offloaded;
+void Ledger::weaken(RecordId id) {
+  Record& weakened = expect(id, RecordState::Reloaded, "weaken");
+  if (!weakened.has_slot) broken("a record without a slot gave its device memory up");
+  weakened.state = RecordState::Offloaded;
 }
 
 void Ledger::pass_by(RecordId id) {

@@ -14,7 +14,7 @@
 //   Resident -------------> Offloading ------------> Offloaded ------------> Reloading ------------> Reloaded
 //      \___________________________/ use_source --------------------------------------------------->   |
 //                                                    ^ pass_by ________________/                       |
-//                                                    ^ give_up (only with a slot) _____________________/
+//                                                    ^ weaken (only with a slot) _____________________/
 //   any state -> Released when the record has neither handles nor holds any more.
 #pragma once
 
@@ -186,7 +186,7 @@ class Ledger {
   void begin_reload(RecordId id);
   void begin_reload_ahead(RecordId id, uint64_t expected_at);
   void finish_reload(RecordId id);
-  void give_up(RecordId id);
+  void weaken(RecordId id);
   void pass_by(RecordId id);
 
   // A handle was given the bytes. Returns the present epoch, for the handle to remember and hand to drop_handle().

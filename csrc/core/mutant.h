@@ -22,7 +22,7 @@ enum class Mutant : uint8_t {
   ReloadWaitsForReload,          // R5, one guard for all that read the slot
   ConsumerWaitsForReload,        // R7
   LaterConsumerWaitsForReload,   // R7, on another stream than the first
-  ConsumerWaitsForGivenUp,       // R7, what an earlier consumer still holds
+  ConsumerWaitsForWeak,          // R7, what an earlier consumer still holds
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
   EncodeWaitsForStaging,         // R15, the lane's former copy out
@@ -63,7 +63,7 @@ enum class Mutant : uint8_t {
   ResizeCheckedInFlight,       // R10
   ResizeSeesAllocation,        // R10, other memory at the same address
   BufferHeldUntilSeen,         // R8
-  GivenUpIsFoundAgain,         // R8
+  WeakIsFoundAgain,            // R8
   PassedByReturnsToOffloaded,  // R11
   EndedTaskPassesBy,           // R14
   EndedTaskGivesUp,            // R14

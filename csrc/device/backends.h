@@ -49,7 +49,7 @@ class BackendUsers {
   // Does a context keep what is known of it?
   virtual bool know(const DiskPlace& place) const = 0;
   // Gives up the device memory that engines of the place have for coded copies.
-  virtual void give_up_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
+  virtual void release_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
   // The place is not looked up any more: it is destroyed once nothing refers to it.
   virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
 

@@ -39,7 +39,7 @@ class TimedEvents {
     const OnDevice on_device(device_);
     const auto [id, event] = take();
     const cudaError_t error = cudaEventRecord(event, stream);  // may block: no lock is held
-    if (error != cudaSuccess) give_back({id});
+    if (error != cudaSuccess) release({id});
     C10_CUDA_CHECK(error);
     return {id};
   }
@@ -55,7 +55,7 @@ class TimedEvents {
     return static_cast<double>(milliseconds) / 1000;
   }
 
-  void give_back(TimedPoint point) {
+  void release(TimedPoint point) {
     if (!point.is_set()) return;
     const MutexLock lock(mutex_);
     free_.push_back(point.id);
@@ -220,7 +220,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
     return timed_.seconds_between(from, to);
   }
-  void give_back(TimedPoint point) override { timed_.give_back(point); }
+  void release(TimedPoint point) override { timed_.release(point); }
   uint64_t allocated_bytes() override {
     try {
       const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device_);

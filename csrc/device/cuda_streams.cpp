@@ -36,7 +36,7 @@ void ExternalEvents::note(TrackedStream& stream) {
     TrackedStream* const oldest = with_events_.front();
     with_events_.pop_front();
     const OnDevice on_device(oldest->device());
-    if (!oldest->try_give_up_events(spare_[oldest->device()])) with_events_.push_back(oldest);
+    if (!oldest->try_release_events(spare_[oldest->device()])) with_events_.push_back(oldest);
   }
 }
 

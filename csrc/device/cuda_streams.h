@@ -116,11 +116,11 @@ class TrackedStream {
   }
 
   // Moves its events to `spare`, if all its points were reached. False: it has them still.
-  bool try_give_up_events(std::vector<cudaEvent_t>& spare) {
+  bool try_release_events(std::vector<cudaEvent_t>& spare) {
     if (!mutex_.try_lock()) return false;
-    const bool has_given_up = move_events_if_reached(spare);
+    const bool has_released = move_events_if_reached(spare);
     mutex_.unlock();
-    return has_given_up;
+    return has_released;
   }
 
  private:

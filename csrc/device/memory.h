@@ -73,7 +73,7 @@ class Memory {
     return *this;
   }
   ~Memory() {
-    if (memory_) give_up();
+    if (memory_) drop();
   }
 
   // Takes over the caller's share in `storage`.
@@ -94,7 +94,7 @@ class Memory {
 
  private:
   void share();
-  void give_up();
+  void drop();
 
   MemoryRef memory_;
 };
@@ -110,7 +110,7 @@ class WeakMemory {
     return *this;
   }
   ~WeakMemory() {
-    if (storage_ != nullptr) give_up();
+    if (storage_ != nullptr) drop();
   }
 
   explicit operator bool() const { return storage_ != nullptr; }
@@ -119,7 +119,7 @@ class WeakMemory {
   Memory lock() const;         // empty if the memory is gone
 
  private:
-  void give_up();
+  void drop();
 
   c10::StorageImpl* storage_ = nullptr;
 };

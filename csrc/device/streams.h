@@ -1,5 +1,5 @@
 // Streams: the orders in which a device does what it is given, and the points in them. A part of a Backend.
-// Ownership:     streams and points are numbers. A timed point is its device's own, until give_back().
+// Ownership:     streams and points are numbers. A timed point is its device's own, until release().
 // Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
 // Failures:      a call that throws has enqueued nothing.
 // Stream order:  a device does what it is told: it orders nothing on its own. Every cross-stream wait is made by
@@ -81,7 +81,7 @@ class Streams {
   virtual TimedPoint record_timed(StreamId /*stream*/) { return {}; }
   // From one to the other; nullopt while either was not reached yet.
   virtual std::optional<double> seconds_between(TimedPoint /*from*/, TimedPoint /*to*/) { return std::nullopt; }
-  virtual void give_back(TimedPoint) {}  // an unset one: nothing
+  virtual void release(TimedPoint) {}  // an unset one: nothing
 };
 
 // The next stream id, from the one counter of the process. Thread-safe.

@@ -67,7 +67,7 @@ uint64_t MemoryRef::nbytes() const { return storage_->nbytes(); }
 
 void Memory::share() { (void)Strong::reclaim_copy(memory_.storage()).release(); }
 
-void Memory::give_up() {
+void Memory::drop() {
   if (in_force == nullptr || mutated(Mutant::DropsArePutOff)) return drop_share(memory_.storage());
   put_off(in_force->shares_, memory_.storage());
 }
@@ -84,7 +84,7 @@ WeakMemory::WeakMemory(const WeakMemory& other) {
   storage_ = with_weak(other.storage_, [](const Weak& weak) { return Weak(weak).release(); });
 }
 
-void WeakMemory::give_up() {
+void WeakMemory::drop() {
   if (in_force == nullptr) return drop_weak_share(storage_);
   put_off(in_force->weak_shares_, storage_);
 }

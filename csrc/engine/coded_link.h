@@ -52,7 +52,7 @@ class CodedLink {
   // Begins to make the code ready, in the background. Returns at once whether it is.
   bool prepare_code() const { return exists() && backend_.coder->prepare(); }
   // What copies need besides: staging memory, allocated on the current stream. Where memory is scarce there are fewer
-  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Call it while no graph is
+  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Not while a graph is
   // captured.
   std::optional<Staging> allocate_staging() const EXCLUDES(gil);
   // From here on copies can be made. Not if it is_ready().

@@ -26,15 +26,15 @@ bool Engine::prepare_coding(const ContextOptions& options) {
   return coded_.is_ready();
 }
 
-void Engine::give_up_staging() {
+void Engine::release_staging() {
   if (!coded_.is_ready() || is_inherited() || ledger_.live_tapes() > 0 || backend_.streams.is_capturing()) return;
   const Operation operation;
   for (auto& [bytes, rule] : coded_.take_staging()) streams_.retire(std::move(bytes), rule);
 }
 
-void Engine::give_up_idle() {
+void Engine::release_idle() {
   if (is_inherited() || ledger_.live_tapes() > 0) return;
-  give_up_staging();
+  release_staging();
   streams_.reap();
 }
 

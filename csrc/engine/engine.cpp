@@ -107,7 +107,7 @@ void Engine::count_left_behind() {
 }
 
 void Engine::forget_learned_steps() {
-  lessons_.forget();
+  lessons_.clear();
   count_left_behind();
 }
 
@@ -123,7 +123,7 @@ void Engine::learn_times() {
   if (is_inherited()) return;
   const bool expected_coding = lessons_.expects_coding();
   while (auto taken = times_.take()) lessons_.learn_times(taken->shape, std::move(taken->times));
-  if (expected_coding && !lessons_.expects_coding()) give_up_staging();
+  if (expected_coding && !lessons_.expects_coding()) release_staging();
 }
 
 Timeline::Entry Engine::entry(EntryKind kind, RecordId id) {

@@ -83,11 +83,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return ledger_.live_tapes() == 0 && !streams_.has_retired() && !coded_.is_ready();
   }
   // Gives up what an engine without tapes has on the device, as far as possible now. May block.
-  void give_up_idle() REQUIRES(gil);
+  void release_idle() REQUIRES(gil);
   uint64_t tapes_opened() const REQUIRES(gil) { return tapes_opened_; }
   const CodedLink& coded() const { return coded_; }
   std::vector<CodingVerdict> codes_given_up() const REQUIRES(gil) { return lessons_.learner().codes_given_up(); }
-  void give_up_staging() REQUIRES(gil);  // of coded copies, unless a tape is alive. May block
+  void release_staging() REQUIRES(gil);  // of coded copies, unless a tape is alive. May block
   // The code by which a record of this dtype crosses the link under these options, as far as is known of the device,
   // once that is worth it. nullopt: it is not coded.
   std::optional<codec::Code> expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const
@@ -315,7 +315,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // small. Never blocks.
   void keep_if_resized(RecordId id) REQUIRES(gil);
   // Device memory is short: drops buffers reloaded ahead, and sources on their way out, of every tape. May block.
-  void make_room() REQUIRES(gil);
+  void free_device_memory() REQUIRES(gil);
 
   // ---- copies in: reload.cpp ----
 
@@ -339,9 +339,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // a read ahead that failed only puts the record back, to be read again.
   void finish_reload(RecordId id) REQUIRES(gil);
   // The bytes that an earlier consumer was given, if it still holds them.
-  std::optional<DeviceBytes> lock_given_up(RecordId id) REQUIRES(gil) {
-    return held(id).lock_given_up(ledger_.record(id));
-  }
+  std::optional<DeviceBytes> lock_weak(RecordId id) REQUIRES(gil) { return held(id).lock_weak(ledger_.record(id)); }
 
   // ---- reloads ahead of the consumer: prefetch.cpp ----
 
@@ -361,10 +359,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void pass_by_others(TapeId tape) REQUIRES(gil);
   void leave_reload_window(RecordId id) REQUIRES(gil) { windows_.reload_left(id, ledger_.record(id).nbytes()); }
   // Gives up the record's bytes if each live handle was given them (R8). May block.
-  void give_up_if_seen(RecordId id) REQUIRES(gil);
+  void weaken_if_seen(RecordId id) REQUIRES(gil);
   // From here on the bytes are held weakly, until the next reload. Does nothing where no slot could bring them back.
   // May block.
-  void give_up(RecordId id) REQUIRES(gil);
+  void weaken(RecordId id) REQUIRES(gil);
 
   // ---- the ends of graph tasks: graph_tasks.cpp ----
 

@@ -89,7 +89,7 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   };
   for (const RecordId id : reloaded) {
     if (!is_reloaded(id) || mutated(Mutant::EndedTaskGivesUp)) continue;
-    give_up(id);
+    weaken(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
   // Another graph task may have asked for the tape meanwhile.

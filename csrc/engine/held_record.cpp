@@ -31,23 +31,23 @@ bool HeldRecord::slot_is_complete(const Record& record, DeviceMemory& memory, Li
   return is_confirmed;
 }
 
-DeviceBytes HeldRecord::give_up() {
+DeviceBytes HeldRecord::weaken() {
   DeviceBytes held = std::exchange(bytes, {});
-  given_up = WeakMemory(held.memory.ref());
-  given_up_bytes = {{}, held.base_bytes, held.stream, held.busy_until, held.is_buffer};
+  weak = WeakMemory(held.memory.ref());
+  weak_bytes = {{}, held.base_bytes, held.stream, held.busy_until, held.is_buffer};
   return held;
 }
 
-std::optional<DeviceBytes> HeldRecord::lock_given_up(const Record& record) {
-  if (!given_up || mutated(Mutant::GivenUpIsFoundAgain)) return std::nullopt;
-  Memory alive = given_up.lock();
+std::optional<DeviceBytes> HeldRecord::lock_weak(const Record& record) {
+  if (!weak || mutated(Mutant::WeakIsFoundAgain)) return std::nullopt;
+  Memory alive = weak.lock();
   if (!alive) {
-    given_up = {};
+    weak = {};
     return std::nullopt;
   }
   // A source that the program has emptied since is reloaded from the slot, which was complete before it was given up.
-  if (!given_up_bytes.is_buffer && alive.nbytes() < record.span.end) return std::nullopt;
-  DeviceBytes found = given_up_bytes;
+  if (!weak_bytes.is_buffer && alive.nbytes() < record.span.end) return std::nullopt;
+  DeviceBytes found = weak_bytes;
   found.memory = std::move(alive);
   return found;
 }

@@ -33,8 +33,8 @@ struct RecordCode {
 struct HeldRecord {
   DeviceBytes bytes;               // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
   WeakMemory identity;             // the storage, while the tape is open
-  WeakMemory given_up;             // the memory that was given up last, for as long as a consumer holds it
-  DeviceBytes given_up_bytes;      // the rest of what is known of `given_up`
+  WeakMemory weak;                 // the memory that was given up last, for as long as a consumer holds it
+  DeviceBytes weak_bytes;          // the rest of what is known of `weak`
   VersionCounter version;          // the saved tensor's, which the record's identity compares
   WrapperVersions wrappers;        // while the tape is open
   StreamId packed_on = kNoStream;  // the current stream at its first save
@@ -71,9 +71,9 @@ struct HeldRecord {
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }
 
   // From here on the bytes are held weakly. Returns them with the strong share, for the caller to retire.
-  DeviceBytes give_up();
+  DeviceBytes weaken();
   // The bytes that were given up, if a consumer still holds them.
-  std::optional<DeviceBytes> lock_given_up(const Record& record);
+  std::optional<DeviceBytes> lock_weak(const Record& record);
 };
 
 }  // namespace torchoffload

@@ -85,7 +85,7 @@ bool Lessons::backward_began(TapeId id) {
 
 // ---- tests ----
 
-void Lessons::forget() {
+void Lessons::clear() {
   learner_ = {};
   order_ = {};
   lived_on_ = {};

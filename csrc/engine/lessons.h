@@ -101,7 +101,7 @@ class Lessons {
 
   const Learner& learner() const { return learner_; }
   void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // every known tape follows this plan
-  void forget();                                              // nothing is known, as in a new process
+  void clear();                                               // nothing is known, as in a new process
 
  private:
   struct OfTape {

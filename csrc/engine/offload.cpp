@@ -133,7 +133,7 @@ void Engine::try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) 
     if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.progress.end);
     if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.progress.end;
     backend_.link.forget(copy.progress.end);
-    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.streams.give_back(point);
+    for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.streams.release(point);
     return;
   }
   (void)loan.take();

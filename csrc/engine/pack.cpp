@@ -79,7 +79,8 @@ Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t 
   const RecordCode code = code_for(info, saved.dtype, nbytes, known);
   if (code.used) lessons_.note_coded(tape);
   const uint64_t slot_bytes = slot_bytes_for(context->options, saved.dtype, nbytes, code);
-  if (slots_.fits(*context, slot_bytes)) return {Decision::move_to(context->options.tier), slot_bytes, code};
+  if (slots_.is_within_budget(*context, slot_bytes))
+    return {Decision::move_to(context->options.tier), slot_bytes, code};
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
   SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
   return {Decision::keep(Reason::TierFull), nbytes};

@@ -42,7 +42,7 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 // A flush of the calling thread's copies. Where code of others has run, nothing is known any more of places in
 // `pending`, nor of what the streams were made to wait for.
 struct Engine::Flush {
-  enum class Turn : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
+  enum class Outcome : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
   ThreadState& thread;
   const ContextState* const leaving;
@@ -54,10 +54,10 @@ struct Engine::Flush {
   void run() REQUIRES(gil);
   // Looks after the copies of the engine that have ended, and drops what was given up. Returns whether all has to be
   // looked at again. May block.
-  bool make_room(Engine& engine) REQUIRES(gil);
+  bool drop_finished(Engine& engine) REQUIRES(gil);
   bool is_possible(const PendingCopy& copy) const;
   // What becomes of the copy at this place, which can be enqueued.
-  Turn turn_of(size_t place) REQUIRES(gil);
+  Outcome outcome_of(size_t place) REQUIRES(gil);
   bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
   // How many of the copies before this place wait for room.
   size_t waiting_before(size_t place) const REQUIRES(gil);
@@ -92,16 +92,16 @@ void Engine::Flush::run() {
       ++next;
       continue;
     }
-    if (make_room(*thread.pending[next].engine) || is_changed()) {
+    if (drop_finished(*thread.pending[next].engine) || is_changed()) {
       next = 0;
       order = {};
       continue;
     }
-    const Turn turn = turn_of(next);
-    if (turn == Turn::Waits) {
+    const Outcome outcome = outcome_of(next);
+    if (outcome == Outcome::Waits) {
       begin_wait(next++);
-    } else if (turn != Turn::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
-      const size_t chosen = turn == Turn::Goes ? next : oldest_waiting(next).value_or(next);
+    } else if (outcome != Outcome::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
+      const size_t chosen = outcome == Outcome::Goes ? next : oldest_waiting(next).value_or(next);
       if (chosen < next) --next;
       enqueue(thread, chosen);
     }
@@ -110,7 +110,7 @@ void Engine::Flush::run() {
   if (thread.has_waiting) thread.set_has_waiting(std::ranges::any_of(thread.pending, is_waiting));
 }
 
-bool Engine::Flush::make_room(Engine& engine) {
+bool Engine::Flush::drop_finished(Engine& engine) {
   if (!engine.is_inherited()) engine.reap();
   return Operation::drop_now();
 }
@@ -123,22 +123,22 @@ bool Engine::Flush::is_possible(const PendingCopy& copy) const {
   return has_ended && !copy.engine->backend_.streams.is_capturing();
 }
 
-Engine::Flush::Turn Engine::Flush::turn_of(size_t place) {
+Engine::Flush::Outcome Engine::Flush::outcome_of(size_t place) {
   const PendingCopy& copy = thread.pending[place];
   Engine& engine = *copy.engine;
-  if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Turn::Goes;
+  if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Outcome::Goes;
   const bool may_wait = can_wait(copy);
-  if (!may_wait && engine.windows_.waiting_bytes() == 0) return Turn::Goes;
+  if (!may_wait && engine.windows_.waiting_bytes() == 0) return Outcome::Goes;
   const Record& record = engine.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
   const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
-  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Turn::OldestGoes;
-  if (is_new && waiting_before(place) >= kMostWaiting) return Turn::OldestOfThreadGoes;
-  if (!may_wait) return Turn::Goes;
-  if (std::ranges::find(without_room, &engine) != without_room.end()) return Turn::Waits;
-  if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Turn::Goes;
+  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Outcome::OldestGoes;
+  if (is_new && waiting_before(place) >= kMostWaiting) return Outcome::OldestOfThreadGoes;
+  if (!may_wait) return Outcome::Goes;
+  if (std::ranges::find(without_room, &engine) != without_room.end()) return Outcome::Waits;
+  if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Outcome::Goes;
   without_room.push_back(&engine);
-  return Turn::Waits;
+  return Outcome::Waits;
 }
 
 bool Engine::Flush::can_wait(const PendingCopy& copy) const {

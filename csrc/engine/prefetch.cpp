@@ -39,8 +39,7 @@ bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, co
   if (slots_.moves_slots()) fetch_ahead(id);
   const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
   auto wanted = windows_.take_reloads(id, kept_bytes, at_source, records);
-  std::erase_if(wanted,
-                [&](const Windows::Ahead& ahead) REQUIRES(gil) { return lock_given_up(ahead.record).has_value(); });
+  std::erase_if(wanted, [&](const Windows::Ahead& ahead) REQUIRES(gil) { return lock_weak(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
@@ -108,17 +107,17 @@ void Engine::pass_by_others(TapeId id) {
 
 // ---- given up ----
 
-void Engine::give_up_if_seen(RecordId id) {
+void Engine::weaken_if_seen(RecordId id) {
   if (ledger_.record(id).state != RecordState::Reloaded) return;
-  if (ledger_.all_seen(id) || mutated(Mutant::BufferHeldUntilSeen)) give_up(id);
+  if (ledger_.all_seen(id) || mutated(Mutant::BufferHeldUntilSeen)) weaken(id);
 }
 
-void Engine::give_up(RecordId id) {
+void Engine::weaken(RecordId id) {
   HeldRecord& held = this->held(id);
   if (!held.slot_is_complete(ledger_.record(id), backend_.memory, backend_.link, streams_)) return;
   const Rule rule = held.are_bytes_reloaded() ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload;
-  DeviceBytes bytes = held.give_up();
-  ledger_.give_up(id);
+  DeviceBytes bytes = held.weaken();
+  ledger_.weaken(id);
   retire(std::move(bytes), rule, entry(EntryKind::DropWait, id));
 }
 

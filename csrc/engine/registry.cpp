@@ -69,7 +69,7 @@ bool is_used(const DiskPlace& place) REQUIRES(gil) {
 // Looks whether something may still refer to the place, and notes since when nothing does. May block.
 bool is_referred_to(DroppedPlace& dropped) REQUIRES(gil) {
   for (const Backend* const backend : dropped.place->backends()) {
-    if (Engine* const engine = engine_of(*backend)) engine->give_up_idle();
+    if (Engine* const engine = engine_of(*backend)) engine->release_idle();
   }
   if (is_used(*dropped.place) || !dropped.place->is_idle()) {
     dropped.unused.reset();
@@ -133,7 +133,7 @@ std::vector<SlotStore*> stores_of(const std::vector<std::shared_ptr<Engine>>& en
 // May block.
 uint64_t trim_stores_of_engines() REQUIRES(gil) {
   const std::vector<std::shared_ptr<Engine>> engines = all_engines();  // which keep their stores
-  for (const auto& engine : engines) engine->give_up_staging();
+  for (const auto& engine : engines) engine->release_staging();
   const BlockingSection blocking;
   uint64_t given_back_bytes = 0;
   for (SlotStore* const store : stores_of(engines)) given_back_bytes += store->trim();
@@ -153,9 +153,9 @@ class EnginesOfBackends final : public BackendUsers {
     const std::vector<const Backend*> backends = place.backends();
     return std::ranges::any_of(backends, [](const Backend* backend) { return backend->user.use_count() > 1; });
   }
-  void give_up_staging(const DiskPlace& place) const override REQUIRES(gil) {
+  void release_staging(const DiskPlace& place) const override REQUIRES(gil) {
     for (const Backend* const backend : place.backends()) {
-      if (Engine* const engine = engine_of(*backend)) engine->give_up_staging();
+      if (Engine* const engine = engine_of(*backend)) engine->release_staging();
     }
   }
   void drop(std::shared_ptr<DiskPlace> place) const override REQUIRES(gil) {

@@ -31,7 +31,7 @@ void Engine::release(const RecordHandle& handle) {
   }
   const Ledger::DroppedHandle dropped = ledger_.drop_handle(id, handle.seen_epoch);
   if (dropped.released) return drop_held(id, dropped);
-  if (dropped.was == RecordState::Reloaded && !is_inherited()) give_up_if_seen(id);
+  if (dropped.was == RecordState::Reloaded && !is_inherited()) weaken_if_seen(id);
 }
 
 void Engine::let_go(RecordId id) noexcept {

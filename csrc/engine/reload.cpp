@@ -140,7 +140,7 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   if (copy.time.end.is_set()) {
     copy.time.enter(timeline_, entry(EntryKind::CopyIn, id));
   } else {
-    backend_.streams.give_back(copy.time.begin);
+    backend_.streams.release(copy.time.begin);
   }
   const bool is_alone = held.reload_end == copy.latest_reload;
   const auto guard_slot = [&](Point reload_end) {

@@ -23,7 +23,7 @@ constexpr uint32_t kStepsUntilKnown = 3;
 
 // ---- the budget ----
 
-bool SlotBudget::fits(ContextState& context, uint64_t nbytes) {
+bool SlotBudget::is_within_budget(ContextState& context, uint64_t nbytes) {
   if (mutated(Mutant::BudgetHonoured)) return true;
   const bool is_of_disk = context.options.tier == Placement::Disk;
   if (store_.limits_itself() && !is_of_disk) return true;  // what is beyond the budget goes on to the disk
@@ -121,7 +121,7 @@ void SlotBudget::hold_growth() {
 }
 
 uint64_t SlotBudget::most_capacity_bytes(ContextState& context) {
-  (void)fits(context, 0);
+  (void)is_within_budget(context, 0);
   if (store_.limits_itself()) return store_.limit_bytes();
   if (context.options.budget_bytes) return store_.used_bytes() - context.charged_bytes + *context.options.budget_bytes;
   return default_budget_bytes_.value_or(0);

@@ -50,7 +50,7 @@ class SlotBudget {
   // ---- the budget ----
 
   // Is there room for a slot of `nbytes` in the context's budget, beside what was charged to it before?
-  bool fits(ContextState& context, uint64_t nbytes);
+  bool is_within_budget(ContextState& context, uint64_t nbytes);
 
   // Charges a slot of `nbytes` to the context's budget. Returns what was charged, for uncharge().
   uint64_t charge(ContextState& context, uint64_t nbytes);

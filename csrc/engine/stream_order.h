@@ -47,7 +47,7 @@ enum class Rule : uint8_t {
   // R7. A consumer on another stream than the first one waits as the first did.
   LaterConsumerWaitsForReload = static_cast<uint8_t>(Mutant::LaterConsumerWaitsForReload),
   // R7. A consumer that is given bytes which an earlier one still holds waits for their copy in, too.
-  ConsumerWaitsForGivenUp = static_cast<uint8_t>(Mutant::ConsumerWaitsForGivenUp),
+  ConsumerWaitsForWeak = static_cast<uint8_t>(Mutant::ConsumerWaitsForWeak),
   // R9. The stream of a source that is dropped waits for the copy out: the allocator may give the memory to later work
   // on that stream.
   DroppedSourceWaitsForOffload = static_cast<uint8_t>(Mutant::DroppedSourceWaitsForOffload),

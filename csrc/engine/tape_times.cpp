@@ -42,7 +42,7 @@ void TapeTimes::opened(TapeId id, uint64_t number) {
   tapes_[id.index] = {number};
   if (!timeline_.is_on()) return;
   for (OfTape& known : tapes_) {
-    if (known.is_timed && known.number + kTimedTapeLife < number) give_up(known);
+    if (known.is_timed && known.number + kTimedTapeLife < number) cancel(known);
   }
 }
 
@@ -53,11 +53,11 @@ void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
     timeline_.start();
     tape.first_entry = timeline_.entry_count();
   } else if (tape.is_timed && !wants_times) {
-    give_up(tape);
+    cancel(tape);
   }
 }
 
-void TapeTimes::give_up(OfTape& tape) {
+void TapeTimes::cancel(OfTape& tape) {
   tape.is_timed = false;
   stop_timing();
 }
@@ -76,7 +76,7 @@ void TapeTimes::stop_timing() {
 void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone) {
   OfTape& tape = tapes_[id.index];
   if (!tape.is_timed) return;
-  if (!shape) return give_up(tape);
+  if (!shape) return cancel(tape);
   tape.is_timed = false;
   gone_.push_back({*shape, tape.number, record_count, tape.first_entry, timeline_.entry_count(), code, was_alone});
 }

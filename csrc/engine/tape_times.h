@@ -59,7 +59,7 @@ class TapeTimes {
   // One timed tape less: entries that no other one wants are forgotten.
   void stop_timing();
   // Times the tape no more, and tells the timeline that one user less wants entries.
-  void give_up(OfTape& tape);
+  void cancel(OfTape& tape);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
   // which a stream waited for us is subtracted, but for step_s.
   StepTimes times_of(const Gone& tape);

@@ -35,8 +35,8 @@ void Timeline::start() { ++wanted_; }
 
 Timeline::~Timeline() {
   forget_unread();
-  for (const TimedPoint point : {origin_, profile_origin_}) streams_.give_back(point);
-  for (const Close& close : closes_) streams_.give_back(close.entry.begin);
+  for (const TimedPoint point : {origin_, profile_origin_}) streams_.release(point);
+  for (const Close& close : closes_) streams_.release(close.entry.begin);
 }
 
 TimedPoint Timeline::record(StreamId stream) {
@@ -51,7 +51,7 @@ void Timeline::set_origin() {
   if (is_on() && !origin_.is_set()) {
     origin_ = origin;
   } else {  // another thread has set it meanwhile, or the timeline was turned off
-    streams_.give_back(origin);
+    streams_.release(origin);
   }
 }
 
@@ -65,7 +65,7 @@ void Timeline::stop() {
   forget_unread();
   entries_.clear();
   first_entry_ = read_count_ = 0;
-  streams_.give_back(origin_);
+  streams_.release(origin_);
   origin_ = {};
 }
 
@@ -85,7 +85,7 @@ void Timeline::note_close(uint64_t tape) {
   try {
     entry.device_bytes = memory_.allocated_bytes();
     entry.begin = now(streams_.current_stream());
-    if (!is_profiled_) return streams_.give_back(entry.begin);  // profile() was turned off while this call waited
+    if (!is_profiled_) return streams_.release(entry.begin);  // profile() was turned off while this call waited
     closes_.push_back({entry_count(), entry});
   } catch (...) {  // tapes close in destructors, too; a failing device raises again at the next call that can report it
   }
@@ -100,7 +100,7 @@ bool Timeline::read_profile() {
 double Timeline::take_seconds(TimedPoint& point) {
   const std::optional<double> seconds = streams_.seconds_between(origin_, point);
   if (!seconds) throw std::logic_error("Timeline: the device has not come to a point that it had come to before");
-  streams_.give_back(std::exchange(point, {}));
+  streams_.release(std::exchange(point, {}));
   return *seconds;
 }
 
@@ -134,8 +134,8 @@ std::vector<Timeline::Entry> Timeline::stop_profile() {
 
 void Timeline::forget_unread() {
   for (uint64_t number = read_count_; number < entry_count(); ++number) {
-    streams_.give_back(entry(number).begin);
-    streams_.give_back(entry(number).end);
+    streams_.release(entry(number).begin);
+    streams_.release(entry(number).end);
   }
 }
 
@@ -147,8 +147,8 @@ void Timeline::forget_before(uint64_t number) {
 
 void Timeline::add(Entry entry) {
   if (!is_on() || !origin_.is_set() || !entry.begin.is_set()) {
-    streams_.give_back(entry.begin);
-    return streams_.give_back(entry.end);
+    streams_.release(entry.begin);
+    return streams_.release(entry.end);
   }
   if (is_profiled_) entry.device_bytes = memory_.allocated_bytes();
   entries_.push_back(entry);
@@ -163,8 +163,8 @@ uint64_t Timeline::read() {
     if (!end_s) break;
     entry.begin_s = *begin_s;
     entry.end_s = *end_s;
-    streams_.give_back(entry.begin);
-    streams_.give_back(entry.end);
+    streams_.release(entry.begin);
+    streams_.release(entry.end);
   }
   return read_count_;
 }

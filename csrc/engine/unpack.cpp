@@ -98,8 +98,8 @@ std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
 // reload is started.
 std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
   const RecordId id = ask.id();
-  if (const auto alive = lock_given_up(id)) {
-    streams_.wait(Rule::ConsumerWaitsForGivenUp, ask.consumer, alive->busy_until);
+  if (const auto alive = lock_weak(id)) {
+    streams_.wait(Rule::ConsumerWaitsForWeak, ask.consumer, alive->busy_until);
     return hand_out(id, *alive);
   }
   const Windows::Ahead only[] = {{id, ask.handle.save}};
@@ -109,7 +109,7 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
   } catch (const std::exception& error) {
     // This is PyTorch's own error, and the failed call has changed nothing.
     if (ask.has_made_room || !program::is_out_of_memory(error)) throw;
-    make_room();
+    free_device_memory();
     // Nothing is loaded ahead for this ask either, because the operator that asks needs memory too.
     ask.has_made_room = ask.is_prefetched_for = true;
     return std::nullopt;
@@ -159,7 +159,7 @@ std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
   if (!is_as_before) return std::nullopt;  // another thread used the record while this one waited
   ask.handle.seen_epoch = ledger_.mark_seen(id, ask.handle.seen_epoch);
   DeviceBytes handed_out = hand_out(id, bytes);
-  ask.in_backward ? give_up_if_seen(id) : give_up(id);
+  ask.in_backward ? weaken_if_seen(id) : weaken(id);
   return handed_out;
 }
 
@@ -192,7 +192,7 @@ void Engine::keep_if_resized(RecordId id) {
 
 // Drops the buffers that were reloaded ahead, and the sources whose copies are on their way. The memory is dropped at
 // once, so the ledger must be read again afterwards.
-void Engine::make_room() {
+void Engine::free_device_memory() {
   while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
   drain_window(0, 0);
   streams_.finish_retired();

@@ -38,12 +38,12 @@ class VersionCounter {
     if (other.is_set_) take(other);
   }
   VersionCounter& operator=(VersionCounter&& other) noexcept {
-    if (is_set_) give_up();
+    if (is_set_) drop();
     if (other.is_set_) take(other);
     return *this;
   }
   ~VersionCounter() {
-    if (is_set_) give_up();
+    if (is_set_) drop();
   }
 
   // Valid for as long as this object stays where it is.
@@ -53,7 +53,7 @@ class VersionCounter {
 
  private:
   void take(VersionCounter& other) noexcept;
-  void give_up() noexcept;
+  void drop() noexcept;
 
   alignas(void*) std::byte shared_[sizeof(void*)];
   bool is_set_ = false;

@@ -105,7 +105,7 @@ class PinnedArena final : public SlotStore {
   using Idle = std::vector<std::pair<PinnedChunk, std::vector<Point>>>;
 
   // Is there room for a slot of `nbytes`?
-  bool fits(uint64_t nbytes) const REQUIRES(mutex_);
+  bool has_range(uint64_t nbytes) const REQUIRES(mutex_);
   // Is a chunk wanted ahead of need, and may the arena still grow?
   bool may_grow_ahead() const REQUIRES(mutex_);
   // Wakes the arena's thread if it may grow ahead. Starts the thread at first use.

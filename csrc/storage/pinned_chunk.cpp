@@ -109,7 +109,7 @@ PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRe
                     limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
 }
 
-bool give_back(const PinnedChunk& chunk, const HostRegistration& registration) {
+bool free_chunk(const PinnedChunk& chunk, const HostRegistration& registration) {
   if (chunk.is_locked && !registration.unregister_memory(chunk.address).empty()) return false;
   munmap(chunk.address, chunk.nbytes);
   return true;

@@ -46,6 +46,6 @@ PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRe
 PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // False: the driver refused, and the memory is leaked.
-bool give_back(const PinnedChunk& chunk, const HostRegistration& registration);
+bool free_chunk(const PinnedChunk& chunk, const HostRegistration& registration);
 
 }  // namespace torchoffload

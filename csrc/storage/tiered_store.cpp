@@ -74,7 +74,7 @@ void TieredStore::grow(uint64_t nbytes) {
   require_sane_request(nbytes, "host memory");
   {
     const MutexLock lock(mutex_);
-    make_room(memory_for(slot_bytes(nbytes)), Beyond::No);
+    make_room(memory_for(slot_bytes(nbytes)), OverLimit::No);
   }
   transfers_->make_progress();
 }
@@ -106,7 +106,7 @@ void TieredStore::release(const Slot& slot, const std::vector<Point>& guards) {
       resting.is_released = true;
       ++released_count_;
       for (const Point& guard : guards) add_point(resting.busy_until, guard);
-      if (mutated(Mutant::SlotHeldUntilIoDone)) give_up_memory(resting);
+      if (mutated(Mutant::SlotHeldUntilIoDone)) release_memory(resting);
     } else {
       free_slot(slot.range.offset, guards);
     }
@@ -119,7 +119,7 @@ void TieredStore::release(const Slot& slot, const std::vector<Point>& guards) {
 void TieredStore::free_slot(uint64_t number, const std::vector<Point>& guards) {
   Resting& resting = slots_.at(number);
   for (const Point& guard : guards) add_point(resting.busy_until, guard);
-  if (resting.memory.nbytes() > 0) give_up_memory(resting);
+  if (resting.memory.nbytes() > 0) release_memory(resting);
   if (resting.on_disk) {
     Disk& disk = disks_[resting.disk];
     files_[resting.disk]->release(*resting.on_disk, {});
@@ -164,7 +164,7 @@ Slot TieredStore::hold(const Slot& slot) {
     if (resting.place == Place::OnDisk) {
       const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
       if (begun == Fetch::NoRoom) {
-        make_room(memory_for(resting.nbytes), Beyond::Yes);
+        make_room(memory_for(resting.nbytes), OverLimit::Yes);
         continue;
       }
       is_by_caller = begun == Fetch::ByCaller;
@@ -207,7 +207,7 @@ bool TieredStore::begin_fetch(const Slot& slot) {
     // Slots that were saved before this one are wanted later.
     if (resting.place == Place::OnDisk) {
       const Fetch begun = is_stopped_ ? Fetch::NoRoom : begin_fetch_of(slot.range.offset, resting, slot.range.offset);
-      if (begun == Fetch::ByCaller) give_up_fetch(resting);  // nobody waits for the slot yet
+      if (begun == Fetch::ByCaller) cancel_fetch(resting);  // nobody waits for the slot yet
       has_begun = begun == Fetch::Begun;
     }
   }
@@ -239,14 +239,14 @@ bool TieredStore::is_arena_full() const {
 
 bool TieredStore::take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) {
   const uint64_t nbytes = memory_for(resting.nbytes);
-  while (!fits(nbytes)) {
-    if (!drop_oldest(before)) return false;
+  while (!is_within_limit(nbytes)) {
+    if (!evict_oldest(before)) return false;
   }
   std::optional<Slot> memory;
   while (!(memory = arena_.try_acquire(nbytes, guards))) {
-    if (!is_arena_full() || !drop_oldest(before)) return false;
+    if (!is_arena_full() || !evict_oldest(before)) return false;
   }
-  if (memory_bytes_ + nbytes > limit_locked()) beyond_bytes_ = 0;
+  if (memory_bytes_ + nbytes > limit_locked()) over_limit_bytes_ = 0;
   resting.memory = *memory;
   const auto begin = reinterpret_cast<uintptr_t>(memory->address);
   resting.address = memory->address + (round_up(begin, kDiskBlockBytes) - begin);
@@ -255,7 +255,7 @@ bool TieredStore::take_memory(Resting& resting, std::vector<Point>& guards, uint
   return true;
 }
 
-void TieredStore::give_up_memory(Resting& resting) {
+void TieredStore::release_memory(Resting& resting) {
   if (resting.memory.nbytes() == 0) return;
   const bool is_guarded = !mutated(Mutant::SpilledMemoryIsGuarded);
   arena_.release(resting.memory, is_guarded ? resting.busy_until : std::vector<Point>());
@@ -265,23 +265,23 @@ void TieredStore::give_up_memory(Resting& resting) {
   resting.busy_until.clear();
 }
 
-bool TieredStore::drop_oldest(uint64_t before) {
+bool TieredStore::evict_oldest(uint64_t before) {
   if (clean_.empty() || clean_.first() >= before) return false;
   const uint64_t number = clean_.first();
   Resting& resting = slots_.at(number);
-  give_up_memory(resting);
+  release_memory(resting);
   resting.address = nullptr;
   resting.place = Place::OnDisk;
   sort_in(number, resting);
   return true;
 }
 
-void TieredStore::make_room(uint64_t nbytes, Beyond beyond) {
+void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
   throw_if_stopped();
   std::string refusal;
-  const bool can_give_up = !clean_.empty() || can_make_room();
-  const bool would_fit = this->would_fit(nbytes);
-  if (would_fit && !(is_arena_full() && can_give_up)) {
+  const bool can_evict = !clean_.empty() || can_make_room();
+  const bool can_be_within_limit = this->can_be_within_limit(nbytes);
+  if (can_be_within_limit && !(is_arena_full() && can_evict)) {
     try {
       const MutexUnlock unlocked(mutex_);
       arena_.grow(nbytes);
@@ -289,19 +289,19 @@ void TieredStore::make_room(uint64_t nbytes, Beyond beyond) {
       refusal = full.what();
     }
     if (refusal.empty()) return;
-    if (drop_oldest(UINT64_MAX)) return;
+    if (evict_oldest(UINT64_MAX)) return;
   }
-  begin_writes_for(nbytes, would_fit);
-  if (would_fit && refusal.empty() && drop_oldest(UINT64_MAX)) return;
+  begin_writes_for(nbytes, can_be_within_limit);
+  if (can_be_within_limit && refusal.empty() && evict_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;
     return wait_for_disk("room in host memory, by way of",
                          [&]() REQUIRES(mutex_) { return change_count_ != seen || is_stopped_; });
   }
   if (!refusal.empty()) throw StoreFull(refusal);
-  if (would_fit) return;  // nothing can leave the arena: it grows
-  if (beyond == Beyond::No && !dirty_.empty()) throw StoreFull(disk_refusal());
-  beyond_bytes_ = nbytes;
+  if (can_be_within_limit) return;  // nothing can leave the arena: it grows
+  if (over_limit == OverLimit::No && !dirty_.empty()) throw StoreFull(disk_refusal());
+  over_limit_bytes_ = nbytes;
 }
 
 void TieredStore::sort_in(uint64_t number, const Resting& resting) {
@@ -340,7 +340,7 @@ uint64_t TieredStore::trim() {
     transfers_->wait(
         mutex_, changed_, [&]() REQUIRES(mutex_) { return released_count_ == 0; },
         [&] { return describe_wait("transfers of"); });
-    while (drop_oldest(UINT64_MAX)) {
+    while (evict_oldest(UINT64_MAX)) {
     }
   }
   uint64_t given_back_bytes = arena_.trim();

@@ -196,7 +196,7 @@ class TieredStore final : public SlotStore {
   };
 
   // May a slot take memory beyond the limit where nothing can be written?
-  enum class Beyond : uint8_t { No, Yes };
+  enum class OverLimit : uint8_t { No, Yes };
 
   // ---- tiered_store.cpp ----
 
@@ -205,24 +205,24 @@ class TieredStore final : public SlotStore {
   static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
   uint64_t limit_locked() const REQUIRES(mutex_);
   uint64_t others_bytes() const REQUIRES(mutex_);  // of the arena, in slots of other stores
-  bool fits(uint64_t nbytes) const REQUIRES(mutex_) {
-    return memory_bytes_ + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
+  bool is_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+    return memory_bytes_ + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   // Has the arena as much memory as this store and the others in it may use?
   bool is_arena_full() const REQUIRES(mutex_);
   // Gives a slot memory of the arena. Slots in both places, with numbers below `before`, give theirs up for it, oldest
   // first. Returns false where that is not enough.
   bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) REQUIRES(mutex_);
-  void give_up_memory(Resting& resting) REQUIRES(mutex_);
-  bool drop_oldest(uint64_t before) REQUIRES(mutex_);
+  void release_memory(Resting& resting) REQUIRES(mutex_);
+  bool evict_oldest(uint64_t before) REQUIRES(mutex_);
   // Lists the slot, by its state, among those that can be written and those that can give up their memory.
   void sort_in(uint64_t number, const Resting& resting) REQUIRES(mutex_);
   static void add_point(std::vector<Point>& points, Point point);
   // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull where nothing can.
-  void make_room(uint64_t nbytes, Beyond beyond) REQUIRES(mutex_);
+  void make_room(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
   // Does the limit allow `nbytes` more of memory, once all slots in both places have given theirs up?
-  bool would_fit(uint64_t nbytes) const REQUIRES(mutex_) {
-    return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || beyond_bytes_ >= nbytes;
+  bool can_be_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+    return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   Slot held(const Slot& slot, Resting& resting) REQUIRES(mutex_);
   void free_slot(uint64_t number, const std::vector<Point>& guards) REQUIRES(mutex_);
@@ -237,9 +237,9 @@ class TieredStore final : public SlotStore {
   void write_ahead() REQUIRES(mutex_);
   bool must_write_more() const REQUIRES(mutex_);
   bool begin_write_of_oldest() REQUIRES(mutex_);
-  // Begins to write as many as it takes until `nbytes` of memory are free. `would_fit`: the limit allows them by now,
-  // so that it is the arena which has no range of that size.
-  void begin_writes_for(uint64_t nbytes, bool would_fit) REQUIRES(mutex_);
+  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit allows them
+  // by now, so that it is the arena which has no range of that size.
+  void begin_writes_for(uint64_t nbytes, bool can_be_within_limit) REQUIRES(mutex_);
   // Is a transfer under way, or can one begin, that lets a slot give up its memory?
   bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
   // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs where the
@@ -248,7 +248,7 @@ class TieredStore final : public SlotStore {
   // What became of a fetch. ByCaller: it has begun, but there is no thread for it, so that the caller is to run it.
   enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };
   Fetch begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) REQUIRES(mutex_);
-  void give_up_fetch(Resting& resting) REQUIRES(mutex_);
+  void cancel_fetch(Resting& resting) REQUIRES(mutex_);
   bool may_write_to(const Disk& disk) const REQUIRES(mutex_);
   std::optional<size_t> disk_to_write_to() const REQUIRES(mutex_);
   std::string disk_refusal() const REQUIRES(mutex_);
@@ -285,10 +285,10 @@ class TieredStore final : public SlotStore {
   uint32_t transfer_count_ GUARDED_BY(mutex_) = 0;  // under way
   // Of slots that were released while a transfer of them was under way.
   uint32_t released_count_ GUARDED_BY(mutex_) = 0;
-  uint64_t change_count_ GUARDED_BY(mutex_) = 0;   // of events that may have made room
-  uint64_t beyond_bytes_ GUARDED_BY(mutex_) = 0;   // the next slot of at most so much may exceed the limit
-  uint64_t largest_bytes_ GUARDED_BY(mutex_) = 0;  // of a slot's memory
-  uint32_t device_calls_ GUARDED_BY(mutex_) = 0;   // of hooks_.wait_for_point, under way
+  uint64_t change_count_ GUARDED_BY(mutex_) = 0;      // of events that may have made room
+  uint64_t over_limit_bytes_ GUARDED_BY(mutex_) = 0;  // the next slot of at most so much may exceed the limit
+  uint64_t largest_bytes_ GUARDED_BY(mutex_) = 0;     // of a slot's memory
+  uint32_t device_calls_ GUARDED_BY(mutex_) = 0;      // of hooks_.wait_for_point, under way
   bool is_stopped_ GUARDED_BY(mutex_) = false;
   bool has_told_trouble_ GUARDED_BY(mutex_) = false;
   std::string trouble_ GUARDED_BY(mutex_);  // that was not told yet

@@ -111,19 +111,19 @@ bool TieredStore::begin_write_of_oldest() {
   return true;
 }
 
-void TieredStore::begin_writes_for(uint64_t nbytes, bool would_fit) {
+void TieredStore::begin_writes_for(uint64_t nbytes, bool can_be_within_limit) {
   const auto is_short = [&]() REQUIRES(mutex_) {
     const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
-    return is_over || (would_fit && clean_.empty() && writing_bytes_ == 0);
+    return is_over || (can_be_within_limit && clean_.empty() && writing_bytes_ == 0);
   };
   while (is_short() && begin_write_of_oldest()) {
   }
 }
 
 bool TieredStore::has_room(uint64_t nbytes) {
-  if (!would_fit(nbytes)) return false;
+  if (!can_be_within_limit(nbytes)) return false;
   while (is_arena_full() && !arena_.has_room(nbytes)) {
-    if (!drop_oldest(UINT64_MAX)) return false;
+    if (!evict_oldest(UINT64_MAX)) return false;
   }
   return true;
 }
@@ -134,7 +134,7 @@ bool TieredStore::waits_for_room(uint64_t nbytes) {
   {
     const MutexLock lock(mutex_);
     if (is_stopped_ || has_room(memory_bytes)) return false;
-    begin_writes_for(memory_bytes, would_fit(memory_bytes));
+    begin_writes_for(memory_bytes, can_be_within_limit(memory_bytes));
   }
   transfers_->make_progress();
   const MutexLock lock(mutex_);  // that may have made room
@@ -159,11 +159,11 @@ TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting
   return begun;
 }
 
-void TieredStore::give_up_fetch(Resting& resting) {
+void TieredStore::cancel_fetch(Resting& resting) {
   fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
   --transfer_count_;
   for (const Point& guard : std::exchange(resting.fetch_guards, {})) add_point(resting.busy_until, guard);
-  give_up_memory(resting);
+  release_memory(resting);
   resting.address = nullptr;
   resting.place = Place::OnDisk;
 }
@@ -260,7 +260,7 @@ void TieredStore::fetch(uint64_t number) {
     resting.place = Place::InBoth;
     fetched_bytes += resting.nbytes;
   } else {
-    give_up_fetch(resting);
+    cancel_fetch(resting);
     resting.failed_fetch_number = resting.fetch_number;
     resting.fetch_failure = failure;
   }

@@ -2,7 +2,7 @@
 // Ownership:     owns its threads. What a call is to do stands with whoever made the pool.
 // Thread safety: every method, any thread. The threads take no signal and touch no Python.
 // Failures:      submit() throws NoThread. The call itself throws nothing.
-// Shutdown:      leaked on purpose with its owner; see Note [No CUDA after main]. In a forked child nothing is submitted;
+// Shutdown:      leaked on purpose with its owner; see Note [No CUDA after main]. Nothing is submitted in a forked child;
 //                see Note [Forked children].
 #pragma once
 

@@ -120,7 +120,7 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) override {
     return inner_.streams.seconds_between(from, to);
   }
-  void give_back(TimedPoint point) override { inner_.streams.give_back(point); }
+  void release(TimedPoint point) override { inner_.streams.release(point); }
   uint64_t allocated_bytes() override { return inner_.memory.allocated_bytes(); }
   Completion completion(StreamId stream) const override { return inner_.streams.completion(stream); }
   bool may_block(StreamId stream) const override { return inner_.streams.may_block(stream); }

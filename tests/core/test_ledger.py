@@ -113,7 +113,7 @@ def finish_reload(record: Record) -> None:
 
 
 @transition(lambda record: record.state == "Reloaded" and record.has_slot)
-def give_up(record: Record) -> None:
+def weaken(record: Record) -> None:
     record.state = "Offloaded"
 
 
@@ -351,7 +351,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "begin_reload": {"Offloaded": "Reloading"},
     "begin_reload_ahead": {"Offloaded": "Reloading"},
     "finish_reload": {"Reloading": "Reloaded"},
-    "give_up": {"Reloaded": "Offloaded"},
+    "weaken": {"Reloaded": "Offloaded"},
     "pass_by": {"Reloading": "Offloaded"},
     "keep": {"Resident": "Resident", "Offloading": "Resident"},
 }
@@ -382,7 +382,7 @@ def test_a_record_without_a_slot_never_gives_its_memory_up() -> None:
     ledger.add_handle(key)
     ledger.use_source(key)
     with pytest.raises(RuntimeError, match="a record without a slot gave its device memory up"):
-        ledger.give_up(key)
+        ledger.weaken(key)
     assert ledger.state(key) == "Reloaded"
 
 

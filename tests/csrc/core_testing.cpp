@@ -93,7 +93,7 @@ void bind_core_testing(py::module_& module) {
       .def("begin_reload_ahead", [](TestedLedger& self, Key id,
                                     uint64_t expected_at) { self.begin_reload_ahead(record_id(id), expected_at); })
       .def("finish_reload", [](TestedLedger& self, Key id) { self.finish_reload(record_id(id)); })
-      .def("give_up", [](TestedLedger& self, Key id) { self.give_up(record_id(id)); })
+      .def("weaken", [](TestedLedger& self, Key id) { self.weaken(record_id(id)); })
       .def("pass_by", [](TestedLedger& self, Key id) { self.pass_by(record_id(id)); })
       .def("mark_seen", [](TestedLedger& self, Key id, uint32_t seen) { return self.mark_seen(record_id(id), seen); })
       .def("all_seen", [](TestedLedger& self, Key id) { return self.all_seen(record_id(id)); })

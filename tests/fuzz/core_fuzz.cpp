@@ -28,7 +28,7 @@ constexpr unsigned kStepsPerRound = 1500;
 const std::vector<std::string_view> kWanted = {
     "open tape",    "close tape",    "new record",    "join",           "join after its source",
     "release",      "tape gone",     "begin offload", "finish offload", "use source",
-    "begin reload", "finish reload", "give up",       "pass by",        "keep",
+    "begin reload", "finish reload", "weaken",       "pass by",        "keep",
     "see",          "see again",     "refused",       "store full",     "exact fit",
     "reused range", "grow",          "shrink",        "reload ahead",   "window full",
     "missed",       "passed by",     "long loop",     "stale id",       "wrong release"};
@@ -188,7 +188,7 @@ class World {
         {"use source", model_.holding(id).has_source(), RecordState::Reloaded, &Ledger::use_source},
         {"begin reload", state == RecordState::Offloaded, RecordState::Reloading, &Ledger::begin_reload},
         {"finish reload", state == RecordState::Reloading, RecordState::Reloaded, &Ledger::finish_reload},
-        {"give up", state == RecordState::Reloaded && has_slot, RecordState::Offloaded, &Ledger::give_up},
+        {"weaken", state == RecordState::Reloaded && has_slot, RecordState::Offloaded, &Ledger::weaken},
         {"pass by", state == RecordState::Reloading, RecordState::Offloaded, &Ledger::pass_by},
     };
     // Mostly what comes next in a life, or few would get far.

@@ -185,7 +185,7 @@ def three_operators_save_one_tensor(stage: Stage) -> str:
     return f"reloaded {torchoffload.stats().records_reloaded} times"
 
 
-@scenario("GivenUpIsFoundAgain", right="one storage", wrong="two storages")
+@scenario("WeakIsFoundAgain", right="one storage", wrong="two storages")
 def a_saved_tensor_is_looked_at_twice(stage: Stage) -> str:
     x = stage.leaf()
     with stage.context():

@@ -243,7 +243,7 @@ def one_reload_serves_two_streams(stage: Stage) -> None:
     stage.in_backward(look)
 
 
-@scenario("ConsumerWaitsForGivenUp", wrong=_RACES_WITH_RELOAD)
+@scenario("ConsumerWaitsForWeak", wrong=_RACES_WITH_RELOAD)
 def what_one_stream_still_holds_is_handed_to_another(stage: Stage) -> None:
     side = stage.simulation.new_stream()
     x = stage.leaf()
