@@ -53,10 +53,10 @@ class CudaGraphPools final : public GraphPools {
 
  private:
   Mutex mutex_;
-  std::set<GraphPool> pools_
-      GUARDED_BY(mutex_);  // ids are never used again, so those of pools that are gone do no harm
-  std::map<size_t, size_t> ranges_
-      GUARDED_BY(mutex_);  // maps a segment's first address to the address behind its last byte
+  // Ids are never used again, so those of pools that are gone do no harm.
+  std::set<GraphPool> pools_ GUARDED_BY(mutex_);
+  // Maps a segment's first address to the address behind its last byte.
+  std::map<size_t, size_t> ranges_ GUARDED_BY(mutex_);
   std::atomic<bool> has_ranges_ = false;
 };
 

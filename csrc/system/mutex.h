@@ -1,4 +1,4 @@
-// Mutex, MutexLock, MutexUnlock, CondVar: those of the standard library, with annotations that clang checks.
+// Mutex: that of the standard library, and what belongs to it, with annotations that clang checks.
 // Ownership:     a MutexLock holds its mutex for its scope; a MutexUnlock gives it back for its scope.
 // Thread safety: Mutex and CondVar: every method, any thread. The others belong to one thread.
 // Cost:          those of std::mutex and std::condition_variable.

@@ -170,6 +170,8 @@ def test_a_function_fits_a_screen(path):
     begun: dict[int, tuple[int, str]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         column = len(line) - len(line.lstrip())
+        if re.match(r"\s+(REQUIRES\(|EXCLUDES\(|: \w+\()", line):  # below the first line of its function
+            column -= 4
         if line.rstrip().endswith(") {") or re.search(r"\)( const| noexcept| override| mutable)* \{$", line):
             begun[column] = (number, line.strip())
         elif re.fullmatch(r"\s*\}", line) and column in begun:

@@ -28,7 +28,7 @@ constexpr unsigned kStepsPerRound = 1500;
 const std::vector<std::string_view> kWanted = {
     "open tape",    "close tape",    "new record",    "join",           "join after its source",
     "release",      "tape gone",     "begin offload", "finish offload", "use source",
-    "begin reload", "finish reload", "weaken",       "pass by",        "keep",
+    "begin reload", "finish reload", "weaken",        "pass by",        "keep",
     "see",          "see again",     "refused",       "store full",     "exact fit",
     "reused range", "grow",          "shrink",        "reload ahead",   "window full",
     "missed",       "passed by",     "long loop",     "stale id",       "wrong release"};
