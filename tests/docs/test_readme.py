@@ -18,6 +18,7 @@ REPORT = re.compile(r"^ {4}(torchoffload(?:, since|\.fit:) .*\n(?: {4}.*\n)+)", 
 # Where the copies of one step overlap those of the next, how often computing waits differs from run to run.
 DIFFERS = ("  reloaded", "  waits", "  windows", "  pinned", "  last", "      ")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+AMOUNT = re.compile(rf"{NUMBER.pattern} (?:ms|B|KiB|MiB|GiB)\b")
 
 # The results that a row is made of, by workload. A row of train_step.py has its offloader there, one of fit.py its way.
 STEPS = {
@@ -127,14 +128,14 @@ def shown_by(page: str, begins: str) -> list[str]:
 
 
 def test_the_program_with_fit_prints_what_the_page_shows():
-    """The numbers depend on how long the blocks take."""
+    """The times and amounts depend on how long the blocks take."""
     (program,) = PROGRAM.findall(README)
     printed = printed_on_a_cpu(program)
     shown = shown_by(README, "torchoffload.fit:")
     assert len(shown) >= 4
     assert shown[0] in printed
-    without_numbers = [NUMBER.sub("#", line) for line in printed]
-    assert [line for line in shown if NUMBER.sub("#", line) not in without_numbers] == []
+    without_amounts = [AMOUNT.sub("#", line) for line in printed]
+    assert [line for line in shown if AMOUNT.sub("#", line) not in without_amounts] == []
 
 
 def test_the_program_of_the_quick_start_prints_what_the_pages_show():

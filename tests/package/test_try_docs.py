@@ -26,9 +26,12 @@ def test_each_example_that_takes_no_gpu_is_run_with_what_it_printed(try_docs):
 
 
 def test_the_readme_and_the_quick_start_have_a_program_and_its_report(try_docs):
-    for name, program, report in try_docs.programs():
-        assert "torchoffload.OffloadActivations" in program, name
-        assert report.startswith("torchoffload, since the last reset_stats():\n  offloaded "), name
+    (readme, of_fit, plan), (quick_start, of_context, counts) = try_docs.programs()
+    assert (readme, quick_start) == ("README.md", "docs/quick-start.md")
+    assert "torchoffload.fit(" in of_fit
+    assert plan.startswith("torchoffload.fit: Sequential, 16 blocks, within ")
+    assert "torchoffload.OffloadActivations" in of_context
+    assert counts.startswith("torchoffload, since the last reset_stats():\n  offloaded ")
 
 
 @pytest.mark.parametrize(
