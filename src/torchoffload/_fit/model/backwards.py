@@ -1,4 +1,4 @@
-"""When the backward of what a model returned begins, and when it ends."""
+"""When the backward of a model's output begins, and when it ends."""
 
 import weakref
 from functools import partial
@@ -37,7 +37,7 @@ class _Call:
 
 
 class Backwards:
-    """Tells a listener of each backward through what a model returned.
+    """Tells a listener of each backward through an output of a model.
 
     Parameters
     ----------

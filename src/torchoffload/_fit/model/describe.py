@@ -1,4 +1,4 @@
-"""What a fitted model tells: its plan in words, the frontier of memory and time, and a picture of that."""
+"""The report on a fitted model: its plan in words, the frontier of memory and time, and a picture of that."""
 
 import os
 from collections import Counter
@@ -18,7 +18,7 @@ _OPERATORS_SHOWN = 6
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """What the step takes in one amount of memory, as predicted.
+    """The step in one amount of memory, as predicted.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class FrontierPoint:
     recompute_s : float
         How much of it is spent on computing again, in seconds.
     kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
+        The bytes that the blocks keep on the device, and the bytes that they move.
     """
 
     memory_bytes: int
@@ -103,7 +103,7 @@ def _operators(fitted: Snapshot, step: Step, kind: int, outputs: list[int]) -> s
 
 
 def _call_text(fitted: Snapshot, step: Step, planned: CallPlan, kind_number: int) -> str | None:
-    """Return what a call of a block does, in words; None if it saves nothing."""
+    """Return the plan of a call of a block, in words; None if it saves nothing."""
     kind = step.kinds[kind_number]
     way = kind.ways[planned.way]
     moved = sum(kind.outputs[output].nbytes for output in planned.moved)
@@ -133,7 +133,7 @@ def _tried(trial: Trial) -> str:
 
 
 def _more_memory_lines(fitted: Snapshot, step: Step, settled: Trial) -> list[str]:
-    """Return what more memory would gain."""
+    """Return the gain of more memory, in words."""
     if settled.is_plain and settled.peak_bytes <= fitted.room_bytes:
         return ["The step fits as it is: nothing moves and nothing is computed again, so you can leave fit out."]
     more = plan_step(step, fitted.room_bytes + _GIB)

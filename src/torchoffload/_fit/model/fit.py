@@ -52,7 +52,7 @@ _calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDict
 
 
 class Fitted:
-    """The handle that ``fit`` returns: the plan of a model, what it predicts, and how to undo it.
+    """The handle that ``fit`` returns: the plan of a model, its predicted time and memory, and the way to undo it.
 
     Dropping the handle changes nothing: the model goes on following its plan. Used as a context manager, it removes
     the hooks at the end of the block.
@@ -112,7 +112,7 @@ class Fitted:
         return frontier(self._driver.snapshot(), count)
 
     def report(self) -> str:
-        """Return a text for people: the plan, how each block runs, and what more memory would buy."""
+        """Return a text for people: the plan, how each block runs, and the gain of more memory."""
         return _OFF if self._is_off else describe(self._driver.snapshot())
 
     def _check_is_on(self) -> None:
@@ -405,7 +405,7 @@ def _memory_bytes(options: FitOptions, saved: SavedPlan | None, meter: Meter) ->
 
 
 def _idle_advice() -> str:
-    """Return what a program that called fit should know if nothing was saved in any context."""
+    """Return advice for a program that called fit, if nothing was saved in any context."""
     models = [(calls.driver.model_name, calls.driver.clock.has_been_called) for calls in list(_calls.values())]
     if not models or idle_modules_advice():
         return ""

@@ -1,4 +1,4 @@
-"""What steps that were timed tell of the times of plans that were not."""
+"""Predictions of the times of plans, from the steps that were timed under others."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ from torchoffload._fit.plan.step import Step, StepPlan
 
 __all__ = ["Belief", "Beliefs"]
 
-# How computing again and the link may differ from what the survey measured. The survey times operators one by one, and
-# the link alone: in a step both have others beside them.
+# How the times of computing again and the rate of the link may differ from the survey's. The survey times operators one
+# by one, and the link alone: in a step both have others beside them.
 _AGAIN = (0.4, 0.7, 1.0, 1.5, 2.5)
 _RATES = (0.5, 0.7, 0.85, 1.0)
 _LEAST_PACE, _MOST_PACE = 0.1, 10.0
@@ -27,9 +27,9 @@ class Belief:
     Attributes
     ----------
     again : float
-        How many times as long computing again takes as the survey measured, beside what all takes.
+        How many times as long computing again takes as the survey measured, beside the pace of all operators.
     rate : float
-        What part of the rate that was measured the link has in a step.
+        The part of the measured rate that the link has in a step.
     pace : float
         How many times as long all takes that is computed.
     doubt : float
@@ -47,12 +47,12 @@ class Belief:
 
 
 class Beliefs:
-    """What may be true of the times of a step, given the plans that were timed.
+    """Explanations of the times of a step, given the plans that were timed.
 
     Parameters
     ----------
     step : Step
-        What the survey showed.
+        The surveyed step.
     """
 
     def __init__(self, step: Step) -> None:

@@ -211,8 +211,7 @@ class Climb:
 
     @property
     def disagreement(self) -> float | None:
-        """The time of the survey's own plan, over the time predicted for it from the survey; None if it was not
-        timed."""
+        """The time of the survey's own plan, over its time as predicted from the survey; None if it was not timed."""
         predicted_s = self._own.plan.timed_as(self._surveyed).step_s
         return None if self._own.step_s is None or predicted_s <= 0 else self._own.step_s / predicted_s
 
