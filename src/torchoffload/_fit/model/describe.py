@@ -77,9 +77,9 @@ def _ms(seconds: float | None) -> str:
 
 
 def _runs(names: Sequence[str], texts: Sequence[str | None]) -> Iterator[str]:
-    """Yield a line for neighbouring calls of which the same is told: the name of the first and of the last, and that.
+    """Yield one line for neighbouring calls with the same text: the names of the first and the last, and the text.
 
-    Nothing is told of calls without a text.
+    Calls without a text get no line.
     """
     first = 0
     for number in range(1, len(texts) + 1):

@@ -17,7 +17,7 @@ from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
 
-_GROWN = 0.01  # of the memory: so much more than in the survey is there for good before a step
+_GROWN = 0.01  # of the memory: growth since the survey, before a step, that leads to a new plan
 
 
 class Driver(FittedModel):

@@ -61,7 +61,8 @@ class FittedModel(abc.ABC):
     budget : Budget
         The memory that plans may take.
     options : FitOptions
-        The things that plans may do, the options of the contexts that move, and the end of a step that does not fit.
+        The actions that plans may use, the options of the contexts that move, and the result of a step that does not
+        fit.
 
     Attributes
     ----------
@@ -78,7 +79,7 @@ class FittedModel(abc.ABC):
     notes : list of str
         The events that did not go as planned.
     allocator : str
-        The change to the device's allocator, for people.
+        The settings of the device's allocator, for people.
     left_plan_count : int
         How many calls of blocks called other operators than planned.
     """
@@ -323,7 +324,7 @@ class FittedModel(abc.ABC):
         self.choose()
 
     def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
-        """Note which blocks fit does nothing in, and warn of it once."""
+        """Note the blocks that fit leaves alone, and warn of them once."""
         if unseen is None or unseen[0] in self.notes:
             return
         text, is_worth_a_warning = unseen
@@ -424,7 +425,8 @@ class FittedModel(abc.ABC):
         self._log_settled(trial)
 
     def _plan_beside(self, nbytes: int) -> None:
-        """Plan anew beside more that is there for good than in the survey, as an optimizer's state that came later."""
+        """Plan anew beside bytes that stay and were not there in the survey, as of an optimizer's state that came
+        later."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._base_bytes += nbytes
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
@@ -461,8 +463,9 @@ class FittedModel(abc.ABC):
             self.meter.forget_reserved()
 
     def follow_saved(self, saved: SavedPlan) -> None:
-        """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
+        """Follow a plan that was read from a file, without a survey; make another one if the options differ from its
+        own."""
+        if saved.is_of_several:  # these ranks may not be the same ones: they make a plan together
             self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
             return
         self.called = CalledBlocks(saved.modules(self.names), self.names)
@@ -483,7 +486,7 @@ class FittedModel(abc.ABC):
     def refuse(self, key: tuple[Any, ...], message: str) -> None:
         """Have no block of a kind computed again from the next step on, since one could not be in its backward.
 
-        Nor those of kinds that are told apart by their arguments alone.
+        Other kinds that differ from it by their arguments alone are not computed again either.
         """
         self._was_refused = True
         for other, kind in self._kinds.items():

@@ -189,7 +189,7 @@ def _has_ended(frame: FrameType | None) -> bool:
 
 
 def _note_traced(identity: int) -> None:
-    """Called by Dynamo while it traces a call, of which nothing of ours runs later."""
+    """Called by Dynamo while it traces a call; nothing of ours runs in that call later."""
     for module, calls in list(_calls.items()):
         if id(module) == identity and calls._model() is module and torch.is_grad_enabled():
             calls.note_traced()

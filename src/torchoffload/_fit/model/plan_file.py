@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
-    """Read a plan. ValueError if the file is none that ``write_plan`` wrote."""
+    """Read a plan. ValueError if ``write_plan`` did not write the file."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:

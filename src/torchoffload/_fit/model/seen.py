@@ -19,7 +19,7 @@ class Seen:
     blocks_bytes, block_count : int
         The most bytes of arguments, and the most calls, that the blocks of a step had.
     has_new_state : bool
-        Whether a block had a state since that was not surveyed.
+        Whether a block has since had a state that was not surveyed.
     """
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ _RATES = (0.5, 0.7, 0.85, 1.0)
 _LEAST_PACE, _MOST_PACE = 0.1, 10.0
 _ROUNDS = 4  # until the pace of a belief is found; each begins with the pace of the one before
 _NEAR = 0.005
-_NOISE = 0.04  # by which steps under one plan differ
-_LIKELY = 1.5  # a belief is likely that is no more doubtful than the best one by this
+_NOISE = 0.04  # the part by which the times of steps under one plan differ
+_LIKELY = 1.5  # a belief is likely if its doubt exceeds the best one's by at most this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Belief:
     rate : float
         The part of the measured rate that the link has in a step.
     pace : float
-        How many times as long all takes that is computed.
+        How many times as long all operators take as the survey measured.
     doubt : float
         How badly it explains the times, and how far it is from the survey's.
     """
@@ -42,7 +42,7 @@ class Belief:
     doubt: float = 0.0
 
     def of(self, step: Step) -> Step:
-        """Return a surveyed step with the times that it has if this is true."""
+        """Return a surveyed step with the times that it has if this belief is true."""
         return step.with_times(pace=self.pace, again=self.again, rate=self.rate)
 
 
@@ -68,7 +68,7 @@ class Beliefs:
 
     @property
     def likely(self) -> list[Belief]:
-        """Those that explain them nearly as well."""
+        """The beliefs that explain the times nearly as well."""
         most = self.best.doubt + _LIKELY
         return [belief for belief in self._all if belief.doubt <= most]
 

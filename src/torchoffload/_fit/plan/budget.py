@@ -13,10 +13,10 @@ from torchoffload._observe.units import human_bytes
 __all__ = ["Budget"]
 
 _ANY_BYTES = 1 << 62
-# One model may be trained less often than another one, as a generator is whose critic takes five steps for each of its.
+# One model may be trained less often than another one: the critic of a generator may take five steps for each of its.
 _PATIENCE = 8
-# Steps of other models, after which a model that takes none has no share. It may be trained again later, as models
-# are that take turns: it has its share again then.
+# If a model takes no step for so many steps of others, it has no share. Models that take turns may be trained again
+# later: then it has its share again.
 _LEFT_OVER = 32
 _budgets: "weakref.WeakSet[Budget]" = weakref.WeakSet()
 

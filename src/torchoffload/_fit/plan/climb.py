@@ -14,8 +14,8 @@ __all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next
 _STEPS_OF_PLAN = 2  # memory is reserved in the first one, and so the second one is timed
 _STEPS_OF_OTHER_SIZES = 12
 _LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
-_MOST_SLOWNESS = 1.3  # a plan of which a step takes so many times as long as the survey's own has no second step
-_CAUTIOUS_SLOWNESS = 1.15  # which is tried only if it takes no longer than this, whatever is true of the times
+_MOST_SLOWNESS = 1.3  # a plan whose step takes so many times as long as the survey's own has no second step
+_CAUTIOUS_SLOWNESS = 1.15  # a plan is tried only if no likely belief predicts more than so many times the survey's own
 _LEAST_GAIN = 0.01
 _UNKNOWN_GAIN = 0.1
 _DISAGREEMENT = 1.25  # the survey's times and its plan's may differ by this factor without a note
@@ -50,7 +50,7 @@ class Room:
     sharers: int = 1
 
     def holds(self, trial: Trial) -> bool:
-        """Return whether a plan that was tried has kept to it, as far as that is measured."""
+        """Return whether a plan that was tried kept within the room, as far as that is measured."""
         if self.is_measured:
             return not trial.has_failed and trial.reserved_bytes <= self.reserved_bytes
         return not trial.has_failed and trial.peak_bytes <= self.allocated_bytes
@@ -99,7 +99,7 @@ def _growth(ran: list[Trial]) -> float:
 def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
     """Return the plan that is tried first; None if none fits.
 
-    It is that of the survey. If that does not fit, one may whose windows are smaller, or whose blocks keep the outputs
+    It is the survey's own. If that does not fit, another plan may fit: it has smaller windows, or keeps the outputs
     that there is room for. Measured bytes count more than predicted ones: steps of the survey did run.
 
     Parameters
@@ -233,7 +233,7 @@ class Climb:
         memory_bytes = allowed_bytes(self.room, self.trials)
         step = self.step
         done = [each.does for each in self.trials]
-        found: list[tuple[float, float, Trial]] = []  # with the time by the best belief, and the least that is likely
+        found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
         for plan in self._plans(step, memory_bytes):
             least_s, best_s, most_s = self._beliefs.predicted_s(plan)
             trial = Trial(step, plan)
@@ -245,12 +245,13 @@ class Climb:
         wanted_s = fastest_s * (1 - _LEAST_GAIN)
         if best_s <= wanted_s or self._would_gain(step, wanted_s, memory_bytes):
             return trial
-        # The steps so far may be explained in several ways, of which one says that there is much to gain.
+        # The likely beliefs may explain the steps so far in several ways. One of them may say that there is much to
+        # gain.
         _, least_s, trial = min(found, key=lambda each: each[1])
         return trial if least_s <= fastest_s * (1 - _UNKNOWN_GAIN) else None
 
     def _plans(self, step: Step, memory_bytes: int) -> list[StepPlan]:
-        """Return plans that are best in a memory: by the best belief, with less doubt, and without moving anything."""
+        """Return plans that are best in a memory: by the best belief, by the slowest likely link, and without moves."""
         steps = [step]
         if step.may_move:
             if self.room.is_measured:  # large pieces that the allocator can join are worth a little time
@@ -262,7 +263,7 @@ class Climb:
         return [plan for plan in plans if plan is not None]
 
     def _would_gain(self, step: Step, wanted_s: float, memory_bytes: int) -> bool:
-        """Return whether the climb has a way to go to a plan that is faster, of which the next one is a part."""
+        """Return whether a plan in more memory would be faster: the next plan is then a part of the way to it."""
         if memory_bytes >= self.room.allocated_bytes:
             return False
         plan = plan_step(step, self.room.allocated_bytes)

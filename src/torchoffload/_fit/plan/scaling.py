@@ -10,7 +10,7 @@ __all__ = ["OtherSizes", "scaled"]
 
 _PARTS = 8  # sizes are told apart by eighths of the largest one
 _MORE = 1.05  # a step of another size needs its share times this: not all in it grows with its arguments
-_MOST_LARGER = 1.25  # a step that is larger by more than that is surveyed, unless nothing has to be planned
+_MOST_LARGER = 1.25  # a step that is larger than this is surveyed, unless nothing has to be planned
 _OF_ROOM = 0.8  # the part of the room for a larger step in which nothing is planned
 
 

@@ -108,7 +108,7 @@ class Kind:
     input_link_share: float = 1.0
 
     def with_times(self, pace: float, again: float) -> "Kind":
-        """Return the same kind, of which all takes ``pace`` times as long, and computing again ``again`` times that."""
+        """Return the same kind with all times ``pace`` times as long, and computing again ``again`` times that."""
         return replace(
             self,
             forward_s=self.forward_s * pace,
@@ -160,7 +160,7 @@ class Step:
     may_move : bool
         Whether anything may move.
     leaves_room : bool
-        Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
+        Whether, of plans that take nearly the same time, the one with the least memory while blocks run is best.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
         The time of a copy is the bytes that the link carries / rate + latency.
     """
@@ -204,7 +204,7 @@ class Step:
         Parameters
         ----------
         pace : float
-            How many times as long all takes that is computed.
+            How many times as long all computing takes.
         again : float
             How many times as long computing again takes besides.
         rate : float
@@ -232,7 +232,7 @@ class CallPlan:
     moved : tuple of int
         The numbers of the outputs that move.
     moves : bool
-        Whether anything moves. If so, the arguments of a block that is computed again do.
+        Whether anything moves. If so, a block that is computed again moves its arguments, too.
     offload_bytes, reload_bytes : int
         The offload window while its forward runs, and the reload window while its backward runs.
     """
@@ -315,7 +315,7 @@ def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
 def least_plan(step: Step) -> StepPlan:
     """Return the plan of the least memory, to within a thousandth."""
     plan = survey_plan(step)
-    # In less memory than with everything moved, a few outputs may stay if there is room at that moment.
+    # In less memory than with everything moved, some outputs may still stay if there is room at that moment.
     low = max((max(call.forward_bytes, call.backward_bytes) for call in step.calls), default=0)
     high = plan.peak_bytes
     while high - low > high // 1000 + 1:

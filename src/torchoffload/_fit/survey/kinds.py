@@ -23,7 +23,7 @@ _MODES_S = 1e-6
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Return a value that a call of a block shares with the calls that do the same, and with no others."""
+    """Return a value that is the same for calls of blocks that do the same."""
     modules = tuple((name, type(each), each.training) for name, each in module.named_modules())
     tensors = tuple(
         (name, tuple(each.shape), each.dtype, each.requires_grad)
@@ -100,7 +100,7 @@ class Kind:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of all that autograd saves and the block has made."""
+        """The bytes of the storages that the block has made and autograd saves."""
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.made)
 
     @property
@@ -110,7 +110,7 @@ class Kind:
 
     @property
     def all_saved_bytes(self) -> int:
-        """The bytes of all that autograd saves, without parameters and buffers."""
+        """The bytes of all storages that autograd saves, without parameters and buffers."""
         record = self._record
         return sum(record.nbytes[storage] for storage in record.saved - record.own)
 
@@ -222,7 +222,7 @@ def hull(ways: Iterable[Way], outputs: Sequence[Output]) -> list[Way]:
         return way.input_bytes + sum(outputs[number].nbytes for number in way.kept)
 
     corners: list[Way] = []
-    # Of ways that are alike the plain one is best: it has no modes.
+    # Of ways that are alike, the plain one is best: it has no modes.
     for way in sorted(ways, key=lambda way: (nbytes(way), way.recompute_s, not way.is_plain)):
         if corners and way.recompute_s >= corners[-1].recompute_s:
             continue

@@ -27,7 +27,7 @@ _MOST_RECORDING_STEPS = 4
 _MOST_SMALLER_STEPS = 4
 _weak: Any = StorageWeakRef  # the class has no annotations
 
-TIMED_CALLS = 2  # of each kind; the second one, since with the first one's backward that of the model's head ends
+TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
 
 
 class SurveyedCall(Watch):
@@ -236,7 +236,7 @@ class Survey:
         key = kind_of_call(module, inputs)
         if module in self._different:
             key = (*key, id(module))
-        # As in pipelines: behind the first backward, in the least memory all the same.
+        # Calls behind the first backward, as in pipelines, run in the least memory all the same.
         if self._ended is not None or self._has_given_up:
             return Watch(self.least_plan(key))
         call = SurveyedCall(self, module, key, inputs)
@@ -249,7 +249,7 @@ class Survey:
         return None if kind is None or not self._may_compute_again(kind) else kind.least
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
-        """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
+        """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
         peak = self.meter.take_peak()
         if begins_backward and not self._has_backward_begun:
             self._has_backward_begun = True
@@ -277,7 +277,7 @@ class Survey:
 
     @property
     def is_timing(self) -> bool:
-        """Whether the step is one whose times are wanted, and no longer the least memory."""
+        """Whether the step measures times. The steps before it measure the least memory."""
         return self._least is not None or not self.meter.measures_memory
 
     @property
