@@ -152,7 +152,7 @@ def module_lines() -> list[str]:
 
 
 def idle_modules_advice() -> str:
-    """Return advice for when nothing was saved inside the modules that ``offload_modules`` was given.
+    """Return advice if nothing was saved inside the modules that ``offload_modules`` was given.
 
     Empty if ``offload_modules`` is installed nowhere.
     """

@@ -1,4 +1,4 @@
-"""Calls of modules that torch.compile has made something of, and hooks around such calls.
+"""Calls of modules that torch.compile has compiled, and hooks around such calls.
 
 PyTorch has three ways to compile a module. ``torch.compile(module)`` returns another module, whose hooks run eagerly
 around the compiled call; so do the hooks of a module whose ``forward`` was replaced by ``torch.compile(forward)``. But
@@ -93,7 +93,7 @@ def has_compiled(module: nn.Module) -> bool:
 def called_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a model whose calls can be seen by hooks, each once.
 
-    These are none that lie inside of a compiled one, and no TorchScript modules, which take no hooks.
+    Modules inside of a compiled one are left out, and so are TorchScript modules, which take no hooks.
     """
     waiting, seen = [model], set()
     while waiting:

@@ -425,8 +425,7 @@ class FittedModel(abc.ABC):
         self._log_settled(trial)
 
     def _plan_beside(self, nbytes: int) -> None:
-        """Plan anew beside bytes that stay and were not there in the survey, as of an optimizer's state that came
-        later."""
+        """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._base_bytes += nbytes
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
@@ -463,8 +462,7 @@ class FittedModel(abc.ABC):
             self.meter.forget_reserved()
 
     def follow_saved(self, saved: SavedPlan) -> None:
-        """Follow a plan that was read from a file, without a survey; make another one if the options differ from its
-        own."""
+        """Follow a plan that was read from a file, without a survey; make another one if the options now differ."""
         if saved.is_of_several:  # these ranks may not be the same ones: they make a plan together
             self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
             return
