@@ -105,8 +105,8 @@ class OffloadStats(_Counts):
     coding_obstacles : dict of str to str
         Why a device codes nothing although ``compress`` asked for it, by device.
     codes_given_up : dict of str to tuple of tuple of float
-        Of the kinds of step that ``compress="auto"`` has tried to code and copies as they are again, by device: the
-        seconds of a step as it is, and of a coded one, which were not less.
+        The kinds of step that ``compress="auto"`` tried to code and copies as they are again, by device: the seconds of
+        a step as it is, and of a coded one, which were not less.
     tapes : tuple of TapeStats
         The latest tapes, at most 64, the oldest first.
     """

@@ -150,9 +150,9 @@ def fit_inner_model(model: nn.Module, modules: Any, options: FitOptions, *, call
 
 
 def _called_by_training(model: nn.Module) -> nn.Module:
-    """Return the module whose calls are the training's: the innermost model, and of PEFT's the outermost.
+    """Return the module that training calls: the innermost model, or of several models of PEFT the outermost.
 
-    Which of the modules inside it a model of PEFT calls depends on its task.
+    A model of PEFT calls one of the modules inside it, and its task decides which.
     """
     for each in wrapped_in(model):
         if is_of_peft(each):

@@ -94,7 +94,7 @@ def offload_prepared(
     memory: float | str | None = None,
     **options: Unpack[ModuleOrFitKeywords],
 ) -> PreparedOffloading:
-    """Offload the tensors that forwards of ``model`` save, inside any wrapper that ``accelerator.prepare`` added.
+    """Offload the tensors that forwards of ``model`` save, whatever ``accelerator.prepare`` wrapped around it.
 
     It also works for a model that ``dispatch_model`` or a ``device_map`` spread over several devices, prepared or not.
 
