@@ -27,7 +27,7 @@ class Context:
         reload_window_bytes: int | None,
         learn: bool,
         compress: bool | str,  # "auto", True or False
-        disk_dir: Sequence[bytes],  # absolute paths; none where no disk is used
+        disk_dir: Sequence[bytes],  # absolute paths; none if no disk is used
         budget_bytes: int | None,  # None: the default of host_memory(), on disk none
         on_full: str,  # "keep" | "error" | "disk"
         warn: Callable[[str], None],  # called at most once per kind of warning, with the text
@@ -46,21 +46,21 @@ class Context:
     def link_share(self, tensor: torch.Tensor, /) -> float:
         """Return the part of the bytes of a tensor's storage that the link carries, if it moves under this context.
 
-        By a look at some of its values, for which the device is waited for; 1 where it would not be coded.
+        By a look at some of its values, for which the device is waited for; 1 if it would not be coded.
         """
 
-    # What offload_modules needs besides:
+    # For offload_modules:
     def restrict(self, fraction: float, only_inputs: bool, /) -> None:
         """Set the two options of ``offload_modules`` that the core carries out."""
     def set_module(self, number: int, /) -> int:
         """Count everything that this thread saves from here on for the module of this number.
 
-        0 stands for what is saved outside of all chosen modules. Returns the number that was set before.
+        0 stands for saves outside of all chosen modules. Returns the number that was set before.
         """
     def admit(self, tensor: torch.Tensor, /) -> None:
-        """Under ``only_inputs``, move what this thread saves on this tensor's storage.
+        """Under ``only_inputs``, move tensors that this thread saves on this tensor's storage.
 
-        This holds until the context is left on this thread, and for what was saved since it was entered.
+        This holds until the context is left on this thread, and for tensors that were saved since it was entered.
         """
     def forget_modules(self) -> None:
         """Set the counts of all modules to zero."""
@@ -70,15 +70,15 @@ def pack_made(pack: Callable[[torch.Tensor], object], tensor: torch.Tensor, /) -
     """Call a pack hook with a tensor that an operator has returned, and enqueue its copy at once.
 
     For code that sees operators from below autograd, as dispatch modes do: there this thread is inside an operator, and
-    what is packed would wait until it is outside. Returns what the hook returned.
+    a packed tensor would wait until it is outside. Returns the hook's return value.
     """
 
 def noop_pack(tensor: torch.Tensor, /) -> object:
-    """Return a handle that holds the tensor, detached, where it is; ``unpack`` returns the tensor."""
+    """Return a handle that holds the tensor, detached, on its device; ``unpack`` returns the tensor."""
 
 def never_offload(tensor: torch.Tensor, /) -> None: ...
 def note_saving_code(code: CodeType, /) -> None:
-    """Let what is saved while a frame of this code is the innermost one move with all of its storage."""
+    """Let tensors that are saved while a frame of this code is the innermost one move with all of their storage."""
 
 def stats() -> dict[str, Any]:
     """Return the totals since reset_stats(), and a list of rows under "tapes"; keys are fields of ``OffloadStats``."""
@@ -93,18 +93,18 @@ def set_module_windows(context: Context, windows: Sequence[tuple[int, int, int]]
     """Give the modules of a context windows of their own, by the numbers of ``set_module``. Before it is entered.
 
     Each has the offload window of its forward, that from its end to the next module's beginning, and the reload window
-    while backward asks for what it has saved; in bytes. As a window becomes smaller, what is on its way is waited for.
+    while backward asks for its saved tensors; in bytes. As a window becomes smaller, copies under way are waited for.
     """
 
 def reset_stats() -> None: ...
 def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:
     """Return the saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.
 
-    The shape is None and the bytes are 0 where asking the tensor for them would run Python code.
+    The shape is None and the bytes are 0 if asking the tensor for them would run Python code.
     """
 
 def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tuple[int, int, list[int], list[int]]]:
-    """Return the best choices of what a block keeps and computes again, from the least bytes to the least time.
+    """Return the best choices of kept and recomputed groups of a block, from the least bytes to the least time.
 
     ``groups`` have the attributes of ``_fit.block.graph.OperatorGroup``. Each choice is (bytes kept, nanoseconds
     computed again, the groups kept, the groups computed again). ``draws`` are the groups that draw random numbers, in
@@ -129,7 +129,7 @@ def least_joint_plan(step: object, window_bytes: int, /) -> dict[str, Any]:
     """
 
 def joint_plan_times(step: object, plan: object, /) -> tuple[float, float]:
-    """Return how long a plan, a ``_fit.plan.step.StepPlan``, takes in a step, and what of it is computed again.
+    """Return how long a plan, a ``_fit.plan.step.StepPlan``, takes in a step, and its time of computing again.
 
     ValueError: the plan is for a step of other calls, ways or outputs.
     """
@@ -165,7 +165,7 @@ class RecordedCall:
         """Return the pack hook of the call."""
 
     def finish(self) -> None:
-        """Forget what nothing needs: forward has ended."""
+        """Forget the storages and values that nothing needs: forward has ended."""
 
     def verify(self) -> list[int]:
         """Make everything again, and return the numbers of the operators whose outputs come out differently."""
@@ -200,10 +200,10 @@ class OperatorMode:
     def on_other(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any] | None, /
     ) -> Any:
-        """Call what has no C++ arguments, as an opaque region."""
+        """Call an operator that has no C++ arguments, as an opaque region."""
 
 def counting_listener() -> object:
-    """Return the capsule of a listener that runs what it is shown and counts it."""
+    """Return the capsule of a listener that runs and counts the operators it is shown."""
 
 def counted(listener: object, /) -> tuple[int, int]:
     """Return the operators and the opaque regions that a listener that counts was shown."""

@@ -31,7 +31,7 @@ _PIP_COMMAND = "python -m pip install --force-reinstall --no-deps --no-cache-dir
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """What the compiled core was built for.
+    """The versions and backends that the compiled core was built for.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ def check_torch(built: BuildInfo, torch_version: str, cuda_version: str | None) 
     Parameters
     ----------
     built : BuildInfo
-        What the core was built for.
+        The versions and backends that the core was built for.
     torch_version : str
         The running ``torch.__version__``.
     cuda_version : str or None

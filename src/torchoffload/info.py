@@ -174,7 +174,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what ``collect`` finds. This is the command ``python -m torchoffload.info``.
+    """Print the findings of ``collect``. This is the command ``python -m torchoffload.info``.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""Offloading of what selective activation checkpoints save. Private."""
+"""Offloading of the outputs that selective activation checkpoints save. Private."""

@@ -55,8 +55,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` detached, with the version counter that it has.
 
     It is detached because the tensor becomes part of the autograd graph that holds the cache, once its operator has
-    returned. A dispatch mode runs below autograd's kernels, where detach() would give the result a version counter of
-    its own. Then a later write to the tensor would not be noticed. The guard includes the kernel that shares the
+    returned. A dispatch mode runs below autograd's kernels. There detach() would give the result a version counter of
+    its own, and a later write to the tensor would not be noticed. The guard includes the kernel that shares the
     counter.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -103,13 +103,13 @@ class Packed:
     pack : callable
         The pack hook of the context.
     operator : operator
-        What returned it.
+        The operator that returned it.
     """
 
     @saves_for_user_code  # the recomputation gives the tensor to code of the user's
     def __init__(self, tensor: torch.Tensor, pack: PackHook, operator: Any) -> None:
         packed = alias(tensor)
-        # What other operators return may be filled by a stream of theirs, which the program joins later.
+        # Tensors that other operators return may be filled by a stream of theirs, which the program joins later.
         is_filled = getattr(operator, "namespace", "") in _FILLED_ON_RETURN
         self._handle = core.pack_made(pack, packed) if is_filled else pack(packed)
         self._held: torch.Tensor | None = None
@@ -163,7 +163,7 @@ def is_made_of(output: Any, arguments: Any) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """What one call of an operator returned, with a Kept or a Packed in the place of each tensor."""
+    """The return value of one call of an operator, with a Kept or a Packed in the place of each tensor."""
 
     output: Any
 
@@ -183,7 +183,7 @@ _CONSUMED = Mark()
 
 
 def key_of(operator: Any, arguments: tuple[Any, ...]) -> Any:
-    """Return what calls are counted by: the operator, and with it, for an operator that runs a graph, that graph."""
+    """Return the key by which calls are counted: the operator, and the graph, for an operator that runs one."""
     if not isinstance(operator, torch._ops.HigherOrderOperator) or not arguments:
         return operator
     graph = arguments[0]
@@ -191,7 +191,7 @@ def key_of(operator: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 class Cache:
-    """What was saved of each call, by operator and by the number of earlier calls of it."""
+    """The saved outputs of each call, by operator and by the number of earlier calls of it."""
 
     def __init__(self) -> None:
         self.entries: defaultdict[Any, list[Saved | Mark]] = defaultdict(list)
@@ -217,7 +217,7 @@ class Cache:
         self._packed.clear()
 
     def take(self, operator: Any, key: Any, index: int) -> Saved | None:
-        """Return what was saved of a call and mark it as consumed; None if the call is to be computed again.
+        """Return the saved outputs of a call and mark them as consumed; None if the call is to be computed again.
 
         Parameters
         ----------

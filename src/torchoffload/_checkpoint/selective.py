@@ -92,7 +92,7 @@ def selective_checkpoint_context_fn(
         Whether saved outputs may be written to afterwards. Then there is no error for it, and all of them stay on the
         device, so that the recomputation sees the writes.
     only_cpu_offload : bool, default False
-        Move only what the policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``.
+        Move only outputs that the policy marks with ``MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``.
 
     Returns
     -------
@@ -114,9 +114,8 @@ def selective_checkpoint_context_fn(
     Notes
     -----
     A saved output that shares memory with an input of its operator, such as a view, is not held. The recomputation
-    makes it again, which copies nothing. What a collective returned is saved and stays on the device, since it may be
-    on its way still. ``PREFER_CPU_OFFLOAD`` outside of any context of torchoffload acts as
-    ``PREFER_SAVE``.
+    makes it again, which copies nothing. A collective's output is saved and stays on the device, since it may be on its
+    way still. ``PREFER_CPU_OFFLOAD`` outside of any context of torchoffload acts as ``PREFER_SAVE``.
 
     Examples
     --------
@@ -214,7 +213,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         if policy not in _SAVED and policy not in _OFFLOADED:
             return RECOMPUTED
         pack = self._pack_hook_for(policy, operator)
-        moves = not communicates(operator)  # which may be on its way still, where a copy would not wait for it
+        moves = not communicates(operator)  # whose output may be on its way still: a copy would not wait
         if not _is_mutable(operator) and is_made_of(output, arguments):
             return RECOMPUTED
         shared = set(storages(arguments))

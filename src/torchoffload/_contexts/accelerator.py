@@ -9,8 +9,8 @@ __all__ = ["require_accelerator"]
 
 
 def _is_there() -> bool:
-    # torch counts the devices through NVML where it can. If the core asked CUDA itself, CUDA would initialize its
-    # driver: a process that is forked afterwards could not use CUDA, and the count would ignore a later change of
+    # torch counts the devices through NVML if it can. If the core asked CUDA itself, CUDA would initialize its driver:
+    # a process that is forked afterwards could not use CUDA, and the count would ignore a later change of
     # CUDA_VISIBLE_DEVICES. So a CUDA build of the core is asked only if it may have a simulated device.
     if core.built_with_cuda and torch.cuda.device_count() > 0:
         return True

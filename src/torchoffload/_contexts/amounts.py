@@ -11,7 +11,7 @@ __all__ = ["Amount", "amount_text", "check_margin", "parse_amount"]
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
-_MOST_BYTES = 1 << 62  # more than any device has; sums of it are within what the core computes with
+_MOST_BYTES = 1 << 62  # more than any device has; sums of it fit the core's integers
 _ALLOWED = 'a number of bytes, a text such as "40GiB", a fraction of the device above 0 and at most 1, or None'
 
 
@@ -82,7 +82,7 @@ def parse_amount(memory: object) -> Amount:
     Raises
     ------
     TypeError, ValueError
-        It is no amount. The message says what to write.
+        It is no amount. The message names the forms that are allowed.
     """
     if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
         raise TypeError(f"memory must be {_ALLOWED}, got {described(memory)}")

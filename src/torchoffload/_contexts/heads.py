@@ -1,4 +1,4 @@
-"""Exempting the output head of a model: finding the head, and keeping what it saves on the device.
+"""Exempting the output head of a model: finding the head, and keeping its saved tensors on the device.
 
 The hooks are functions of this module and not closures, so that they are copied and pickled together with the model:
 the head of a copy is exempt as well. They are recognised by identity, so that no head gets a second pair of them.
@@ -107,8 +107,8 @@ def _enter_head(head: nn.Module, _inputs: Any) -> None:
     elif innermost is not None and innermost.owner is head:
         # The head called itself. An entry without hooks keeps each call paired with its end.
         hook_stack.push(head, Role.HEAD, None, frame)
-    # Otherwise what the head saves goes to hooks of somebody else, such as those of a checkpoint, which count what they
-    # get; or there are no hooks at all.
+    # Otherwise the head's saved tensors go to hooks of somebody else, such as those of a checkpoint, which count the
+    # tensors they get; or there are no hooks at all.
 
 
 def _leave_head(head: nn.Module, _inputs: Any, _output: Any) -> None:

@@ -34,7 +34,7 @@ class SharedKeywords(TypedDict, total=False):
 
 
 class TierKeywords(TypedDict, total=False):
-    """Where the saved tensors go, and how they get there: options that torchoffload alone has."""
+    """The place of the saved tensors, and the ways there: options that torchoffload alone has."""
 
     tier: Tier
     disk_dir: DiskDir | None

@@ -61,11 +61,11 @@ class OffloadActivations(saved_tensors_hooks):
         A model whose parameters and buffers are never moved. Parameters are recognised without it, buffers are not. The
         context reads them when it is first entered, and holds only a weak reference to the model.
     tier : {"host", "disk"}, default "host"
-        Where the tensors go. ``"host"`` moves CUDA tensors to host memory. ``"disk"`` moves CPU tensors to a file, and
-        CUDA tensors as well, by way of at most 1 GiB of host memory.
+        The place the tensors move to. ``"host"`` moves CUDA tensors to host memory. ``"disk"`` moves CPU tensors to a
+        file, and CUDA tensors as well, by way of at most 1 GiB of host memory.
     disk_dir : str, os.PathLike, or a list or tuple of them, optional
         The directory in which that file is made, for ``tier="disk"`` and ``on_full="disk"`` only. Several directories,
-        best on several disks, share what CUDA tensors put there; CPU tensors use the first one. Default:
+        best on several disks, share the bytes of CUDA tensors; CPU tensors use the first one. Default:
         ``tempfile.gettempdir()``.
     budget_bytes : int, optional
         The most bytes that saved tensors of this context may occupy on the tier. Default: for host memory,
@@ -73,9 +73,9 @@ class OffloadActivations(saved_tensors_hooks):
         it is how much host memory is used before the disk is, by all contexts of the same directories together, and
         may be 0. If they have different budgets, that of the context which saves counts.
     on_full : {"keep", "error", "disk"}, default "keep"
-        What happens when the budget, host memory or the disk is used up: ``"keep"`` leaves the tensor on the device and
-        warns once, ``"error"`` raises RuntimeError, and ``"disk"`` has what was saved first go on from host memory to a
-        file in ``disk_dir``, and keeps tensors where that is full as well.
+        The behaviour when the budget, host memory or the disk is used up: ``"keep"`` leaves the tensor on the device
+        and warns once, ``"error"`` raises RuntimeError, and ``"disk"`` has the tensors that were saved first go on from
+        host memory to a file in ``disk_dir``, and keeps tensors if that is full as well.
     offload_window_bytes : int, optional
         The most bytes that may be on their way out while their device memory is still occupied. The compute stream
         waits when the window is full. 0 uses the least memory. Default: chosen from the sizes and times of earlier
@@ -87,12 +87,12 @@ class OffloadActivations(saved_tensors_hooks):
         Let each step teach the next one which saved tensors are not worth moving, and how large the windows should be.
         Tensors that stay for this reason count towards both windows while they are alive.
     compress : {"auto"} or bool, default False
-        Code what crosses the link to pinned host memory, without loss: of bfloat16 tensors of at least 1 MiB about
-        0.77 of the bytes remain, of float32 tensors that were seen to hold bfloat16 values about 0.4, and all others
-        are copied as they are. Coding runs on the device and takes 193 MiB of its memory. ``"auto"`` does so in steps
-        that were seen to wait for the link, unless they were timed to take no less time so, and leaves out tensors
-        that did not get smaller. Slots stay as large as the tensors. What is saved before the device's kernels are
-        ready, which no step waits for, is copied as it is.
+        Code the bytes that cross the link to pinned host memory, without loss: of bfloat16 tensors of at least 1 MiB
+        about 0.77 of the bytes remain, of float32 tensors that were seen to hold bfloat16 values about 0.4, and all
+        others are copied as they are. Coding runs on the device and takes 193 MiB of its memory. ``"auto"`` does so in
+        steps that were seen to wait for the link, and stops if timing shows no gain; it leaves out tensors that did not
+        get smaller. Slots stay as large as the tensors. No step waits for the device's kernels to be ready: tensors
+        that are saved before are copied as they are.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class OffloadActivations(saved_tensors_hooks):
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        An option is wrong. The message names the option, what was given, and what is allowed.
+        An option is wrong. The message names the option, the value given, and the values allowed.
 
     Notes
     -----
@@ -281,7 +281,7 @@ def get_act_offloading_ctx_manager(
 ) -> OffloadActivations | contextlib.nullcontext[None]:
     """Make a context for the forward of ``model`` that leaves the model's output head on the device.
 
-    What the head saves is saved last in forward and needed first in backward, so moving it frees no memory and makes
+    The head's tensors are saved last in forward and needed first in backward, so moving them frees no memory and makes
     backward wait. The head gets hooks that exempt it. They are installed once, however often this function is called,
     and the context's ``remove_head_hooks()`` removes them.
 

@@ -208,19 +208,19 @@ def _checked_disk_dirs(disk_dir: object) -> str | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """The checked options of one offloading context. ``OffloadActivations`` says what each of them means.
+    """The checked options of one offloading context. ``OffloadActivations`` explains each of them.
 
     ``OffloadActivations(...).options`` and ``offload_modules(...).options`` are of this type. Made by itself, it checks
     options before there is a model or a device: ``OffloadActivations(**options.as_keywords())`` takes them as they are.
     Options with equal fields are equal, and the fields cannot be set afterwards.
 
-    The fields have the values that were given, except ``disk_dir``: where a disk is used it is an absolute path, also
-    if it was not given, or a tuple of them if several were given. It is None elsewhere.
+    The fields have the values that were given, except ``disk_dir``: if a disk is used it is an absolute path, also if
+    it was not given, or a tuple of them if several were given. Otherwise it is None.
 
     Raises
     ------
     TypeError, ValueError
-        An option has a wrong type or value. The message names the option, what was given, and what is allowed.
+        An option has a wrong type or value. The message names the option, the value given, and the values allowed.
     FileNotFoundError, NotADirectoryError, PermissionError
         A spill file cannot be made in ``disk_dir``.
     """

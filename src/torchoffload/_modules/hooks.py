@@ -1,8 +1,7 @@
 """The hooks of offload_modules on the forwards of a model and of its chosen modules, and the state that they work on.
 
 The hooks are functions of this module and not closures, so that they are copied and pickled together with the model.
-What a hook has to do is looked up by the module that is called. A copy of the module is not found there, so its hooks
-do nothing.
+A hook looks up its work by the module that is called. A copy of the module is not found there, so its hooks do nothing.
 """
 
 import sys
@@ -36,7 +35,7 @@ _lock = threading.RLock()
 
 
 class Offloading:
-    """What one call of offload_modules set up: a context, and the calls of the model that are open under it.
+    """The state of one call of offload_modules: a context, and the calls of the model that are open under it.
 
     It lives as long as its handle, or any module that it has hooks on.
     """
@@ -103,7 +102,7 @@ class Offloading:
         context.exit()
 
     def warn_of_compiled(self) -> None:
-        """Warn of modules inside of compiled regions, where hooks are traced away.
+        """Warn of modules inside of compiled regions, in which hooks are traced away.
 
         It looks when the hooks are installed and, if there are no such modules then, once more at the first call.
         """
@@ -126,7 +125,7 @@ class Offloading:
         return {name: owner.calls for name, owner in found.items() if owner is not None and owner.has(self)}
 
     def stats(self) -> tuple[ModuleStats, ...]:
-        rows = core.module_rows(self.context)[1:]  # the first row counts what is saved outside of all chosen modules
+        rows = core.module_rows(self.context)[1:]  # the first row counts saves outside of all chosen modules
         return tuple(ModuleStats(name=name, **row) for name, row in zip(self.names, rows, strict=True))
 
     def forget(self) -> None:
@@ -145,7 +144,7 @@ class Part:
     Attributes
     ----------
     offloading : Offloading
-        What that call set up.
+        The state of that call.
     number : int
         The number of the module among the chosen ones, from 1. 0 for the model, if it is not chosen itself, and for a
         head.
@@ -191,8 +190,8 @@ class Part:
             if offloading.only_inputs:  # also without gradients, as in the forward of a reentrant checkpoint
                 for tensor in _tensors(inputs):
                     offloading.context.admit(tensor)
-        # What goes to the hooks of others must go on doing so: a checkpoint counts what it gets, and a NoOpManager was
-        # entered on purpose.
+        # Tensors that go to the hooks of others must go on doing so: a checkpoint counts the tensors it gets, and a
+        # NoOpManager was entered on purpose.
         may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
         wants = is_first if offloading.only_inputs else self.number in offloading.moving
         is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
@@ -215,7 +214,7 @@ class Owner:
         hook_stack.drop_ended()
         undo: list[Callable[[], object]] = []
         hooks = None
-        if torch._C._current_graph_task_id() == -1:  # in backward, what a checkpoint computes again stays
+        if torch._C._current_graph_task_id() == -1:  # in backward, tensors that a checkpoint computes again stay
             top = hook_stack.top_pack_hook()
             try:
                 for part in self.parts:
@@ -295,7 +294,7 @@ def install(parts: list[tuple[nn.Module, Part]]) -> None:
             if not owner.parts:
                 remove_call_hooks(module, _enter, _leave)
                 # Our pre-hook runs last, so that it sees the inputs as other hooks leave them; our forward hook runs
-                # first. So what other hooks save does not count as saved inside the module.
+                # first. So saves of other hooks do not count as inside the module.
                 add_call_hooks(module, _enter, _leave)
             owner.parts.append(part)
 

@@ -1,4 +1,4 @@
-"""offload_modules: offloading only what is saved inside chosen modules of a model."""
+"""offload_modules: offloading only the tensors that are saved inside chosen modules of a model."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,7 +21,7 @@ __all__ = ["OffloadedModules", "install_offloading", "offload_modules"]
 
 
 class OffloadedModules:
-    """The handle that ``offload_modules`` returns: the chosen modules, what they moved, and how to undo it.
+    """The handle that ``offload_modules`` returns: the chosen modules, the bytes they moved, and how to undo it.
 
     Dropping the handle changes nothing: offloading goes on. Used as a context manager, it removes the hooks at the end
     of the block.
@@ -40,7 +40,7 @@ class OffloadedModules:
         self.options: OffloadOptions = offloading.manager.options
 
     def stats(self) -> tuple[ModuleStats, ...]:
-        """Return what each module moved and kept since ``reset_stats()``.
+        """Return the bytes and records that each module moved and kept since ``reset_stats()``.
 
         Returns
         -------
@@ -52,7 +52,7 @@ class OffloadedModules:
     def remove(self) -> None:
         """Remove the hooks from the model.
 
-        Autograd graphs that are alive stay valid, and calls that are under way still move what they save.
+        Autograd graphs that are alive stay valid, and calls that are under way still move their saved tensors.
         """
         uninstall(self._offloading)
 
@@ -100,7 +100,7 @@ def offload_modules(
     only_inputs: bool = False,
     **options: Unpack[ContextKeywords],
 ) -> OffloadedModules:
-    """Move what is saved inside chosen modules of ``model``, whenever ``model`` is called with gradients enabled.
+    """Move the tensors saved inside chosen modules of ``model``, whenever it is called with gradients enabled.
 
     Parameters
     ----------
@@ -118,14 +118,14 @@ def offload_modules(
     keep_last : int, optional
         Leave out this many of the chosen modules at the end of the model, with which backward begins. Default: none.
     only_inputs : bool, default False
-        Move only the inputs of the chosen modules. That is what a checkpointed block holds until it is computed again.
+        Move only the inputs of the chosen modules. A checkpointed block holds just these until it is computed again.
     **options
         The other keyword options of ``OffloadActivations``, except ``model``.
 
     Returns
     -------
     OffloadedModules
-        A handle. Its ``remove()`` undoes everything, and its ``stats()`` returns what each module moved.
+        A handle. Its ``remove()`` undoes everything, and its ``stats()`` returns the bytes that each module moved.
 
     Raises
     ------
@@ -141,8 +141,8 @@ def offload_modules(
     Notes
     -----
     The output head inside a chosen module is exempt, unless it is chosen itself. Modules inside a region of
-    ``torch.compile`` cannot be told apart, so compile first and then choose what ``torch.compile`` returned. A module
-    that ``module.compile()`` compiles in place is chosen as it is.
+    ``torch.compile`` cannot be told apart, so compile first and then choose the module that ``torch.compile`` returned.
+    A module that ``module.compile()`` compiles in place is chosen as it is.
 
     Examples
     --------
@@ -171,7 +171,7 @@ def install_offloading(model: nn.Module, chosen: list[Chosen], offloading: Offlo
     chosen : list of Chosen
         Modules of it.
     offloading : Offloading
-        What the hooks work on.
+        The state that the hooks work on.
     """
     try:
         install(_parts(model, chosen, offloading))

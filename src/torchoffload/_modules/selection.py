@@ -2,7 +2,7 @@
 
 Names are those that the author of the model gave. Wrappers around modules (``torch.compile``, checkpoint wrappers,
 FSDP1) and around the whole model (DDP and similar) have no part in them. A wrapped module is chosen together with its
-wrapper, since the wrapper is what the model calls.
+wrapper, since the model calls the wrapper.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""What happened: statistics, profiles, reports, plots, and the memory of the host. Private."""
+"""Statistics, profiles, reports, plots, and the memory of the host. Private."""

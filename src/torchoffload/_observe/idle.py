@@ -1,4 +1,4 @@
-"""What report() advises if nothing was saved inside any context."""
+"""The advice of report() if nothing was saved inside any context."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _advisers: list[Callable[[], str]] = []
 
 
 def advise_if_idle(adviser: Callable[[], str]) -> None:
-    """Have ``report()`` ask ``adviser`` what to change if nothing was saved; it returns an empty text if it is nothing.
+    """Have ``report()`` ask ``adviser`` for advice if nothing was saved; an empty text is no advice.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def advise_if_idle(adviser: Callable[[], str]) -> None:
 
 
 def idle_advice() -> str:
-    """Return full sentences on what to change if nothing was saved inside any context."""
+    """Return advice, in full sentences, if nothing was saved inside any context."""
     if is_disabled():
         return _DISABLED
     texts = (adviser() for adviser in (*_advisers, idle_modules_advice))

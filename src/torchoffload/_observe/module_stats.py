@@ -1,4 +1,4 @@
-"""What was moved and kept inside each module that offload_modules was given, and the lines about it in report()."""
+"""The bytes moved and kept inside each module that offload_modules was given, and the lines about it in report()."""
 
 import re
 import weakref
@@ -29,9 +29,9 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStats:
-    """What was saved inside one module since ``reset_stats()``, summed over all its calls.
+    """The counts of saves inside one module since ``reset_stats()``, summed over all its calls.
 
-    A record counts for the module in which it was saved first. Where chosen modules lie inside each other, that is the
+    A record counts for the module in which it was saved first. If chosen modules lie inside each other, that is the
     innermost one.
 
     Attributes
@@ -61,11 +61,11 @@ class ModuleStats:
 
 
 class Source(Protocol):
-    """Something that counts by module: what one call of offload_modules set up."""
+    """An object that counts by module: the hooks and contexts of one call of offload_modules."""
 
     model_name: str
     calls: int
-    is_of_fit: bool  # which tells by itself what its blocks do
+    is_of_fit: bool  # which reports on its blocks by itself
 
     def call_counts(self) -> dict[str, int]:
         """Return by module how often its hooks saw a call; empty once the hooks were removed."""
@@ -143,7 +143,7 @@ def _source_lines(source: Source) -> list[str]:
 
 
 def module_lines() -> list[str]:
-    """Return the lines of ``report()`` on what the modules of each ``offload_modules`` moved and kept.
+    """Return the lines of ``report()`` on the bytes that the modules of each ``offload_modules`` moved and kept.
 
     Modules whose names differ only in numbers, such as the layers of a model, share a line. The largest come first.
     """
@@ -152,7 +152,7 @@ def module_lines() -> list[str]:
 
 
 def idle_modules_advice() -> str:
-    """Return advice for when nothing was saved inside the modules that ``offload_modules`` was given.
+    """Return advice if nothing was saved inside the modules that ``offload_modules`` was given.
 
     Empty if ``offload_modules`` is installed nowhere.
     """

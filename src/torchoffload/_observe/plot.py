@@ -111,13 +111,13 @@ def plot_memory(
 
     ``step`` first runs several times with all contexts disabled (``TORCHOFFLOAD_DISABLE``), then equally often with
     offloading. In the last run of each kind, memory is read after every operator. The horizontal axis counts operators,
-    which are the same in both runs, and a dotted line shows where backward began. A step that runs out of memory
+    which are the same in both runs, and a dotted line marks the beginning of backward. A step that runs out of memory
     without offloading is drawn up to that operator.
 
     Parameters
     ----------
     step : callable
-        Runs one whole training step: forward inside ``OffloadActivations``, backward, and what follows it. It takes no
+        Runs one whole training step: forward inside ``OffloadActivations``, backward, and the rest. It takes no
         arguments, is called ``2 * (warm_up_steps + 1)`` times, and really trains its model.
     path : str or os.PathLike
         The file to write. Its suffix chooses the format, such as ``.png`` or ``.svg``.

@@ -66,10 +66,10 @@ def _difference(before: OffloadStats, after: OffloadStats) -> TapeStats:
 
 
 class Profile:
-    """The context that ``profile()`` returns; after its ``with`` block it has what was measured.
+    """The context that ``profile()`` returns; after its ``with`` block it has the measurements.
 
-    ``print(profile)`` shows a summary then: what moved, what stayed, how long computing waited for copies, and how fast
-    the copies were.
+    ``print(profile)`` shows a summary then: the records moved, the records kept, how long computing waited for copies,
+    and how fast the copies were.
 
     It measures the whole process: all contexts, devices and threads. On CUDA the times are taken by events on the
     streams, with the clock of the device. Leaving the context waits until the device has come to the last of these
@@ -153,7 +153,7 @@ class Profile:
 
     @property
     def counts(self) -> TapeStats:
-        """What moved and what was kept inside the profile, summed over all tapes. Available on every tier."""
+        """The records moved and kept inside the profile, summed over all tapes. Available on every tier."""
         self._check(times=False)
         return self._counts
 
@@ -191,8 +191,8 @@ class Profile:
         """Write a trace that https://ui.perfetto.dev and ``chrome://tracing`` can open.
 
         Each device has a track for the waits of its compute stream, one for copies to the tier and one for copies back.
-        Every entry shows its tape, record and bytes. A mark shows where each tape closed, and counters show the bytes
-        in both windows and the device memory.
+        Every entry shows its tape, record and bytes. A mark shows the moment at which each tape closed, and counters
+        show the bytes in both windows and the device memory.
 
         Parameters
         ----------

@@ -11,14 +11,14 @@ __all__ = ["REASONS", "Reason"]
 
 
 class Reason(NamedTuple):
-    """What ``report()`` says about one reason.
+    """The text of ``report()`` about one reason.
 
     Attributes
     ----------
     meaning : str
         Which saved tensors stay for this reason; completes the line that gives their number and bytes.
     advice : str
-        What to change when this reason kept most of what could have moved. Full sentences.
+        The change to make when this reason kept most of the bytes that could have moved. Full sentences.
     """
 
     meaning: str

@@ -1,4 +1,4 @@
-"""report(): the statistics as text, with advice when nothing moved and, on demand, with what is still alive."""
+"""report(): the statistics as text, with advice if nothing moved and, on demand, with the tensors still alive."""
 
 import gc
 from collections import Counter
@@ -52,7 +52,7 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
 
 
 def _coded_lines(seen: OffloadStats) -> list[str]:
-    """Return the lines on what ``compress`` did, and on the devices where it could do nothing."""
+    """Return the lines on the effect of ``compress``, and on the devices on which it had none."""
     lines = [f"  compress is off on {device}: {obstacle}" for device, obstacle in sorted(seen.coding_obstacles.items())]
     for device, steps in sorted(seen.codes_given_up.items()):
         for raw_s, coded_s in steps:
@@ -72,7 +72,7 @@ def _coded_lines(seen: OffloadStats) -> list[str]:
 
 
 def _device_lines() -> list[str]:
-    """Return one line for each CUDA device that was used, with what torch's allocator says of it."""
+    """Return one line for each CUDA device that was used, with the figures of torch's allocator for it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     peaks = [(index, torch.cuda.max_memory_allocated(index)) for index in range(torch.cuda.device_count())]
@@ -225,7 +225,7 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
 
 
 def report(*, holders: bool = False) -> str:
-    """Describe as one screen of text what moved, what was kept and why, the memory, and the latest tapes.
+    """Describe as one screen of text the records moved and kept, the reasons, the memory, and the latest tapes.
 
     After a ``profile()`` the text also has how long the compute stream waited for copies, the rates that the copies
     reached, and the device memory that the profile saw. ``reset_stats()`` forgets these.
@@ -234,15 +234,15 @@ def report(*, holders: bool = False) -> str:
     ----------
     holders : bool, default False
         Use it when more memory is in use than should be. It adds the saved tensors that are alive, by dtype, shape,
-        bytes and age; what living graphs hold as attributes of the ctx of custom Functions, which no saved-tensor hooks
-        see; and the tensors with an autograd history that Python objects hold, by dtype, shape and operator.
-        An autograd graph, with everything that it saved, lives as long as any of the latter. This looks through all
-        Python objects and takes a while.
+        bytes and age; the tensors that living graphs hold as attributes of the ctx of custom Functions, which no
+        saved-tensor hooks see; and the tensors with an autograd history that Python objects hold, by dtype, shape and
+        operator. An autograd graph, with everything that it saved, lives as long as any of the latter. This looks
+        through all Python objects and takes a while.
 
     Returns
     -------
     str
-        Lines of text, without a newline at the end. If nothing moved, the last line says what to change.
+        Lines of text, without a newline at the end. If nothing moved, the last line gives advice.
     """
     more = [*module_lines(), *_device_lines()]
     if latest := latest_timing():

@@ -1,4 +1,4 @@
-"""The lines of text that report() and a Profile have in common: a name, a value, and what it says."""
+"""The lines of text that report() and a Profile have in common: a name, a value, and an explanation."""
 
 from torchoffload._observe.cost import CostOfGib, cost_line
 from torchoffload._observe.reasons import REASONS

@@ -1,4 +1,4 @@
-"""Statistics: what moved, what stayed on the device, and why. The compiled core counts; here the counts get names."""
+"""Statistics: the records that moved or stayed on the device, and why. The compiled core counts; here are the names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -32,7 +32,7 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class TapeStats(_Counts):
-    """The counts of one tape, which is what one forward saved on one thread.
+    """The counts of one tape, which holds the records that one forward saved on one thread.
 
     A record is the storage of one or several saved tensors, or a part of it, and moves as a whole.
 
@@ -48,13 +48,13 @@ class TapeStats(_Counts):
     records_coded, bytes_coded : int
         Of the records that were moved out, those whose bytes were coded for the link (``compress``), and their bytes.
     bytes_coded_on_link : int
-        What crossed the link for them, each way, without what exceptions add.
+        The bytes that crossed the link for them, each way, without the additional bytes of exceptions.
     blocks_seen, blocks_excepted : int
         Coded blocks of 256 values that were looked at when their record was released, and how many of them were
         exceptions, which cross the link as they are. About one block of 32 is looked at.
     records_kept, bytes_kept : dict of str to int
-        What was not moved, by reason; ``docs/reasons.md`` says what each reason means. Found when a tensor was saved or
-        copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
+        The records that were not moved, by reason; ``docs/reasons.md`` explains each reason. Found when a tensor was
+        saved or copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
         ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from
         earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of
         offload_modules: ``beyond_fraction``, ``not_an_input``.
@@ -84,15 +84,15 @@ class OffloadStats(_Counts):
     live_handles, live_records, live_slots, live_tapes : int
         How many saved tensors, records, slots and tapes are alive now. All are 0 when no autograd graph is alive.
     slot_bytes, peak_slot_bytes : int
-        Bytes of the slots in use, now and at most. A slot is the place on the tier where one record is stored.
+        Bytes of the slots in use, now and at most. A slot is the place on the tier in which one record is stored.
     pinned_bytes, peak_pinned_bytes : int
-        Bytes of pinned host memory that torchoffload holds, now and at most. ``trim()`` gives back what is idle.
+        Bytes of pinned host memory that torchoffload holds, now and at most. ``trim()`` gives back the unused ones.
     pinned_bytes_used : int
         The part of ``pinned_bytes`` that slots occupy now.
     peak_offload_window_bytes, peak_reload_window_bytes : int
         The most bytes that were in flight in each direction.
     bytes_spilled, bytes_fetched : int
-        What was written from host memory to a disk, and read back: for CUDA tensors with ``on_full="disk"`` or
+        The bytes written from host memory to a disk, and read back: for CUDA tensors with ``on_full="disk"`` or
         ``tier="disk"``. Counted in blocks of 4096 bytes.
     disk_waits : int
         How often the program waited for that disk: for bytes that backward asked for, or for room in host memory.
@@ -105,8 +105,8 @@ class OffloadStats(_Counts):
     coding_obstacles : dict of str to str
         Why a device codes nothing although ``compress`` asked for it, by device.
     codes_given_up : dict of str to tuple of tuple of float
-        Of the kinds of step that ``compress="auto"`` has tried to code and copies as they are again, by device: the
-        seconds of a step as it is, and of a coded one, which were not less.
+        The kinds of step that ``compress="auto"`` tried to code and copies as they are again, by device: the seconds of
+        a step as it is, and of a coded one, which were not less.
     tapes : tuple of TapeStats
         The latest tapes, at most 64, the oldest first.
     """
@@ -139,7 +139,7 @@ def _tape(row: dict[str, Any]) -> TapeStats:
 
 
 def stats() -> OffloadStats:
-    """Return what happened in this process since ``reset_stats()``, over all contexts, devices and threads.
+    """Return the statistics of this process since ``reset_stats()``, over all contexts, devices and threads.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def at_reset(forget: Callable[[], None]) -> None:
 def reset_stats() -> None:
     """Start counting anew.
 
-    Totals become zero, and peaks become what is held now. The rows of finished tapes, the counts by module and the
+    Totals become zero, and peaks become the present values. The rows of finished tapes, the counts by module and the
     times of the latest ``profile()`` are forgotten.
     """
     core.reset_stats()

@@ -9,7 +9,7 @@ __all__ = ["EntryKind", "ProfileEntry", "TapeTiming", "Timing", "Transfers", "su
 
 
 class EntryKind(enum.StrEnum):
-    """What a ``ProfileEntry`` describes. Some kinds are moments, whose begin and end are equal."""
+    """The activity that a ``ProfileEntry`` describes. Some kinds are moments, whose begin and end are equal."""
 
     READY = "ready"
     """A moment on the compute stream: the copy of a record could start, or a record that stays was saved."""
@@ -38,7 +38,7 @@ class ProfileEntry:
     device : str
         The device, such as ``"cuda:0"``.
     kind : EntryKind
-        What happened.
+        The activity.
     begin_s, end_s : float
         Seconds since the profile began. They are equal for a moment.
     tape : int
@@ -133,8 +133,8 @@ class Timing:
         Bytes that were allocated on the device when the tape closed; for all tapes, the largest of these values. None
         if no tape closed inside the profile.
     peak_device_bytes : int
-        The most bytes that were allocated on the device at any entry. What an operator allocates and frees between two
-        entries is not seen.
+        The most bytes that were allocated on the device at any entry. Memory that an operator allocates and frees
+        between two entries is not seen.
     saved_bytes : int
         The bytes of the records that autograd saved, whether they moved or not.
     computing_s : float

@@ -1,1 +1,1 @@
-"""What torchoffload asks of PyTorch beyond its public interface, and what it tells it. Private."""
+"""The uses of PyTorch beyond its public interface, and the settings that torchoffload makes there. Private."""

@@ -8,5 +8,5 @@ _NAMESPACES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_f
 
 
 def communicates(operator: Any) -> bool:
-    """Return whether the operator is one of PyTorch's collectives. What it returns may be on its way still."""
+    """Return whether the operator is one of PyTorch's collectives. Its output may be on its way still."""
     return getattr(operator, "namespace", "") in _NAMESPACES

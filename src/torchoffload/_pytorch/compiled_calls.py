@@ -1,9 +1,9 @@
-"""Calls of modules that torch.compile has made something of, and hooks around such calls.
+"""Calls of modules that torch.compile has compiled, and hooks around such calls.
 
 PyTorch has three ways to compile a module. ``torch.compile(module)`` returns another module, whose hooks run eagerly
 around the compiled call; so do the hooks of a module whose ``forward`` was replaced by ``torch.compile(forward)``. But
-``module.compile()`` compiles the call together with the hooks of the module, so that they are traced and gone. Hooks
-of ours on such a module stand in an object around what ``module.compile()`` has put into ``_compiled_call_impl``.
+``module.compile()`` compiles the call together with the hooks of the module, so that they are traced and gone. Hooks of
+ours on such a module stand in an object around the call that ``module.compile()`` has put into ``_compiled_call_impl``.
 """
 
 import functools
@@ -76,7 +76,7 @@ def _call(around: _Around, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a call of the module runs what torch.compile has made of it."""
+    """Return whether a call of the module runs code that torch.compile has made of it."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     if module._compiled_call_impl is not None or COMPILED in module._modules:
@@ -93,7 +93,7 @@ def has_compiled(module: nn.Module) -> bool:
 def called_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a model whose calls can be seen by hooks, each once.
 
-    These are none that lie inside of a compiled one, and no TorchScript modules, which take no hooks.
+    Modules inside of a compiled one are left out, and so are TorchScript modules, which take no hooks.
     """
     waiting, seen = [model], set()
     while waiting:
@@ -112,7 +112,7 @@ def runs_hooks_around_call(module: nn.Module) -> bool:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any]:
-    """Return what the hooks of ours stand around: the compiled call of the module, or its forward."""
+    """Return the function that hooks of ours stand around: the compiled call of the module, or its forward."""
     compiled = module._compiled_call_impl
     return compiled.compiled if isinstance(compiled, _Around) else module.forward
 
@@ -158,7 +158,7 @@ def keep_call_hooks(module: nn.Module) -> None:
 
 
 def remove_call_hooks(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any] | None) -> None:
-    """Take hooks away again, wherever they stand. What ``module.compile()`` has made is back in its place then."""
+    """Take hooks away again, wherever they stand. Then ``module.compile()``'s own call is back in its place."""
     with _lock:
         remove_forward_hooks(module, enter, leave)
         pairs = tuple(pair for pair in _pairs.pop(module, ()) if pair != (enter, leave))

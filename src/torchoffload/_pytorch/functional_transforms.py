@@ -15,8 +15,9 @@ def let_transforms_run() -> None:
     """Have the hooks of modules taken off PyTorch's stack for as long as somebody forbids saved-tensor hooks.
 
     PyTorch forbids them by ``torch.autograd.graph.disable_saved_tensors_hooks``, which raises an error if there are
-    any. Dynamo knows that function by its identity. So it stays the same one, and what it wraps is wrapped once more.
-    If a version of torch has it in another form, nothing changes: transforms inside of blocks raise PyTorch's error.
+    any. Dynamo knows that function by its identity. So it stays the same one, and the function inside it is wrapped
+    once more. If a version of torch has it in another form, nothing changes: transforms inside of blocks raise
+    PyTorch's error.
     """
     helper: Any = graph.disable_saved_tensors_hooks
     cells = dict(zip(helper.__code__.co_freevars, helper.__closure__ or (), strict=False))

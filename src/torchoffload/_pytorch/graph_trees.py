@@ -22,8 +22,8 @@ def pools(trees: types.ModuleType) -> list[tuple[int, tuple[int, int]]]:
     Parameters
     ----------
     trees : module
-        ``torch._inductor.cudagraph_trees``. The names inside it are private to PyTorch and may change; where they did,
-        a warning is given once and no pools are returned.
+        ``torch._inductor.cudagraph_trees``. The names inside it are private to PyTorch and may change; if they did, a
+        warning is given once and no pools are returned.
 
     Returns
     -------

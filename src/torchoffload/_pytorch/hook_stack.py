@@ -1,4 +1,4 @@
-"""A record of what torchoffload pushed on the calling thread's stack of saved-tensor hooks.
+"""A record of the entries that torchoffload pushed on the calling thread's stack of saved-tensor hooks.
 
 PyTorch keeps one stack of hooks per thread, and popping takes whatever is on top. So a context that is left twice, or
 out of order, would remove the hooks of somebody else or leave its own behind. This module keeps a list of entries
@@ -51,7 +51,7 @@ class Entry:
     owner : object
         The context or the module that the entry belongs to. Compared by identity.
     role : Role
-        What kind of owner it is.
+        The kind of owner.
     hooks : saved_tensors_hooks or None
         The hooks that were pushed on PyTorch's stack; None if the owner pushed none, for example while offloading is
         disabled.
@@ -191,7 +191,7 @@ def top_pack_hook() -> Callable[[torch.Tensor], Any] | None:
 def stepped_aside() -> Iterator[None]:
     """Take the hooks that calls of modules have pushed off PyTorch's stack for a while, if nobody else's are on top.
 
-    Those of contexts, which the user's code has entered, stay, and what lies below them.
+    Entries of contexts, which the user's code has entered, stay, and so do the entries below them.
     """
     taken: list[saved_tensors_hooks] = []
     for entry in innermost_first():

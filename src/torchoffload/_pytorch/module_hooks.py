@@ -15,12 +15,12 @@ __all__ = ["has_returned", "remove_forward_hooks"]
 def has_returned(output: object, caller: FrameType) -> bool:
     """Return whether forward has returned, in a forward hook that is called also if it has raised.
 
-    Such a hook is given None then, and also if forward returned None. PyTorch calls it where it handles the exception.
+    Such a hook is given None then, and also if forward returned None. PyTorch calls it while it handles the exception.
 
     Parameters
     ----------
     output : object
-        What the hook was given.
+        The output that the hook was given.
     caller : FrameType
         The frame that called the hook.
     """

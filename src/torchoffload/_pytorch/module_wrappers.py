@@ -5,8 +5,8 @@ Everything here is by name, so that no library of wrappers is imported.
 
 __all__ = ["COMPILED", "COMPILED_FROM", "INNER_BY_CLASS", "INNER_NAMES", "INNER_NAMES_OF_MODELS", "PEFT"]
 
-COMPILED = "_orig_mod"  # what torch.compile(module) returns
-COMPILED_FROM = "_torchdynamo_orig_callable"  # what torch.compile(function) was made of
+COMPILED = "_orig_mod"  # in the module that torch.compile(module) returns
+COMPILED_FROM = "_torchdynamo_orig_callable"  # in the function that torch.compile(function) returns
 PEFT = "base_model"  # models of Hugging Face have an attribute of this name as well: their body without the head
 _CHECKPOINT = "_checkpoint_wrapped_module"  # checkpoint_wrapper
 _FSDP = "_fsdp_wrapped_module"  # FSDP1

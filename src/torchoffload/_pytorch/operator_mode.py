@@ -40,10 +40,10 @@ class _Mode(core.OperatorMode, TorchDispatchMode):  # type: ignore[no-untyped-ca
 class OperatorMode(_Mode):  # type: ignore[no-untyped-call]
     """Shows each operator below autograd and autocast to a listener, while it is entered, on the thread that did.
 
-    It is entered and left as any ``TorchDispatchMode`` is. What it is shown, and what not, is said in
-    ``operator_listener.h`` and ``operator_mode.h``. A class below this one may have a method
-    ``on_other(func, types, args, kwargs)``, which is called instead of an operator that has no C++ arguments, such as
-    ``torch.cond``, and returns its result; without one the listener is shown an opaque region.
+    It is entered and left as any ``TorchDispatchMode`` is. ``operator_listener.h`` and ``operator_mode.h`` say which
+    operators it is shown. A class below this one may have a method ``on_other(func, types, args, kwargs)``, which is
+    called instead of an operator that has no C++ arguments, such as ``torch.cond``, and returns its result; without one
+    the listener is shown an opaque region.
 
     Parameters
     ----------
@@ -62,8 +62,9 @@ _lock = threading.Lock()
 def obstacle() -> str | None:
     """Return why operators come to the modes by way of Python, with this torch; None: they need no Python.
 
-    The first call tries it. It installs the core's delegate of PyTorch's Python interpreter and, on a thread of its
-    own, where nothing is on that the caller may have on, compares what a mode is shown with what it should be.
+    The first call tries it. It installs the core's delegate of PyTorch's Python interpreter. Then it compares the
+    operators that a mode is shown with the expected ones, on a thread of its own, which has none of the caller's modes
+    on.
     """
     with _lock:
         return _tested()
@@ -84,7 +85,7 @@ def _tested() -> str | None:
 
 
 def _test() -> str | None:
-    """Return what is wrong with operators that need no Python; the delegate is installed then. None: nothing."""
+    """Return why operators cannot do without Python; None if they can, and the delegate is installed then."""
     try:
         values = _program()
         by_python = core.counting_listener()

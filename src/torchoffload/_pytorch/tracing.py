@@ -14,9 +14,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def is_not_traced(function: _Function) -> _Function:
     """Mark ``function`` as one that torch.compile must not trace, and return it.
 
-    Dynamo ends the graph before a call of the function. Under ``fullgraph=True`` it raises an error that carries the
-    message set here, which says what to do instead. The effect is that of ``torch.compiler.disable(reason=...)``, but
-    calling that would import all of Dynamo together with torchoffload.
+    Dynamo ends the graph before a call of the function. Under ``fullgraph=True`` it raises an error with the message
+    set here, which names the remedy. The effect is that of ``torch.compiler.disable(reason=...)``, but calling that
+    would import all of Dynamo together with torchoffload.
     """
     name = function.__qualname__.removesuffix(".__init__")
     marks: Any = function

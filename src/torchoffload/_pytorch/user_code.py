@@ -1,9 +1,9 @@
 """Telling the compiled core which Python functions save tensors on behalf of the user's own code.
 
 A span of a storage that moves alone comes back with another ``storage_offset``. PyTorch's own backward formulas never
-look at the offset, but code of the user's may, for example through ``as_strided``. So what such code saves has to move
-with all of its storage. The core recognises these saves by the function whose frame is the innermost one during the
-pack.
+look at the offset, but code of the user's may, for example through ``as_strided``. So a tensor that such code saves has
+to move with all of its storage. The core recognises these saves by the function whose frame is the innermost one during
+the pack.
 """
 
 from collections.abc import Callable, Iterator

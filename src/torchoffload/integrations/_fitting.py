@@ -1,4 +1,4 @@
-"""What the integrations share where ``memory=`` asks for ``torchoffload.fit`` instead of ``offload_modules``."""
+"""The common part of the integrations for ``memory=``, which asks for ``torchoffload.fit``."""
 
 import re
 from collections.abc import Mapping
@@ -122,7 +122,7 @@ def _warn_of_caches(inner: nn.Module) -> None:
 def fit_inner_model(model: nn.Module, modules: Any, options: FitOptions, *, called: nn.Module | None = None) -> Fitted:
     """Call ``torchoffload.fit`` for the innermost model.
 
-    What an integration had installed on it before is removed first.
+    An earlier installation of an integration on it is removed first.
 
     Parameters
     ----------
@@ -150,9 +150,9 @@ def fit_inner_model(model: nn.Module, modules: Any, options: FitOptions, *, call
 
 
 def _called_by_training(model: nn.Module) -> nn.Module:
-    """Return the module whose calls are the training's: the innermost model, and of PEFT's the outermost.
+    """Return the module that training calls: the innermost model, or of several models of PEFT the outermost.
 
-    Which of the modules inside it a model of PEFT calls depends on its task.
+    A model of PEFT calls one of the modules inside it, and its task decides which.
     """
     for each in wrapped_in(model):
         if is_of_peft(each):
@@ -161,13 +161,13 @@ def _called_by_training(model: nn.Module) -> nn.Module:
 
 
 def fitted_inside(model: nn.Module) -> Fitted | None:
-    """Return what ``fit_inner_model`` returned last for the innermost model; None without that."""
+    """Return the latest handle of ``fit_inner_model`` for the innermost model; None without that."""
     handle = installed_on(model)
     return handle if isinstance(handle, Fitted) else None
 
 
 def fit_numbers(fitted: Fitted | None) -> dict[str, float]:
-    """Return what a fitted model is doing as numbers for a trainer's log; none without one.
+    """Return the progress of a fitted model as numbers for a trainer's log; none without one.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def fit_numbers(fitted: Fitted | None) -> dict[str, float]:
 
 
 class SurveyWatch:
-    """Warns where a trainer's steps go by and ``fit`` sees none of them."""
+    """Warns if a trainer's steps go by and ``fit`` sees none of them."""
 
     def __init__(self) -> None:
         self._steps_left = _STEPS_TO_A_PLAN

@@ -1,4 +1,4 @@
-"""What the integrations share: finding the model inside its wrappers, totals for logs, warnings on one rank only."""
+"""The common part of the integrations: the model inside its wrappers, totals for logs, warnings on one rank only."""
 
 import os
 import warnings
@@ -139,7 +139,7 @@ _H = TypeVar("_H", bound=Handle)
 
 
 def install_once(model: nn.Module, make: Callable[[], _H]) -> _H:
-    """Return the handle that ``make()`` returns, after what was installed on ``model`` before was removed.
+    """Return the handle that ``make()`` returns, after an earlier installation on ``model`` was removed.
 
     A run that failed leaves its installation behind, and a second one would be an error.
     """
@@ -152,14 +152,14 @@ def install_once(model: nn.Module, make: Callable[[], _H]) -> _H:
 
 
 def installed_on(model: nn.Module) -> Handle | None:
-    """Return what was installed last on the innermost model; None if nothing was."""
+    """Return the handle that was installed last on the innermost model; None if there is none."""
     return _installed.get(innermost_model(model))
 
 
 def offload_inner_model(model: nn.Module, modules: Any, options: ModuleKeywords) -> Handle:
     """Call ``offload_modules`` for the innermost model: for all of it, or for ``modules`` in it.
 
-    What an integration had installed on it before is removed first.
+    An earlier installation of an integration on it is removed first.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ at_reset(_count_reset)
 
 
 class StepTotals:
-    """What this process moved and kept per step, as numbers for a trainer's log.
+    """Return the records and bytes that this process moved and kept per step, as numbers for a trainer's log.
 
     Everything that torchoffload does in the process counts, whoever entered the context.
     """

@@ -1,4 +1,4 @@
-"""Accelerate: offloading what a model saves that went through ``accelerator.prepare``.
+"""Accelerate: offloading the saved tensors of a model that went through ``accelerator.prepare``.
 
 Examples
 --------
@@ -38,7 +38,7 @@ class PreparedOffloading:
     Attributes
     ----------
     fitted : Fitted or None
-        With ``memory``, what ``torchoffload.fit`` returned: its ``report()`` can be read after ``remove()``, too.
+        With ``memory``, the handle of ``torchoffload.fit``: its ``report()`` can be read after ``remove()``, too.
     """
 
     def __init__(self, accelerator: Accelerator, handle: Handle | None) -> None:
@@ -48,7 +48,7 @@ class PreparedOffloading:
         self._totals = StepTotals()
 
     def log(self, step: int | None = None) -> dict[str, float]:
-        """Send what this rank moved and kept since the last call to the trackers of the accelerator.
+        """Send the amounts that this rank moved and kept since the last call to the trackers of the accelerator.
 
         Call it after each optimizer step, or after several. With ``accelerator.accumulate``, call it when
         ``accelerator.sync_gradients`` is true.
@@ -94,7 +94,7 @@ def offload_prepared(
     memory: float | str | None = None,
     **options: Unpack[ModuleOrFitKeywords],
 ) -> PreparedOffloading:
-    """Offload what the forwards of ``model`` save, inside whatever ``accelerator.prepare`` wrapped around it.
+    """Offload the tensors that forwards of ``model`` save, whatever ``accelerator.prepare`` wrapped around it.
 
     It also works for a model that ``dispatch_model`` or a ``device_map`` spread over several devices, prepared or not.
 
@@ -110,7 +110,7 @@ def offload_prepared(
     enabled : bool, default True
         With False nothing is installed. Ranks may differ.
     memory : int, float, str, optional
-        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        Have ``torchoffload.fit`` choose which tensors are kept, moved or computed again in this much memory of the
         device, as in ``memory="40GiB"``. ``modules`` are its ``blocks`` then. Call it before the first step.
     **options
         Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``. With

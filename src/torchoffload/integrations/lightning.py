@@ -136,7 +136,7 @@ class _FittedSteps:
 
 
 class OffloadActivationsCallback(Callback):
-    """Offload what training steps save. Gradients are equal bit for bit.
+    """Offload the tensors that training steps save. Gradients are equal bit for bit.
 
     It installs itself when training begins, and removes itself when training ends or fails. Validation, test and
     predict run as without it.
@@ -149,7 +149,7 @@ class OffloadActivationsCallback(Callback):
     enabled : bool, default True
         The switch, read when training begins. Ranks may differ. ``TORCHOFFLOAD_DISABLE=1`` turns it off as well.
     memory : int, float, str, optional
-        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        Have ``torchoffload.fit`` choose which tensors are kept, moved or computed again in this much memory of the
         device, as in ``memory="40GiB"``. ``modules`` are its ``blocks`` then.
     **options
         Options of ``OffloadActivations``, such as ``tier="disk"``. With ``modules``, also those of ``offload_modules``.
@@ -158,7 +158,7 @@ class OffloadActivationsCallback(Callback):
     Attributes
     ----------
     fitted : Fitted or None
-        With ``memory``, what ``torchoffload.fit`` returned for the training that runs or ran last. After training its
+        With ``memory``, the handle of ``torchoffload.fit`` for the training that runs or ran last. After training its
         ``report()`` can still be read and its plan be saved, as long as the LightningModule lives.
 
     Raises
@@ -207,7 +207,7 @@ class OffloadActivationsCallback(Callback):
             self._handle = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Install offloading. What an earlier run left behind is removed first."""
+        """Install offloading. An earlier run's installation is removed first."""
         self.remove()
         self.fitted = None
         if not self.enabled or (self._of_fit is not None and is_disabled()):
@@ -235,7 +235,7 @@ class OffloadActivationsCallback(Callback):
         return _StepHandle(strategy, functools.partial(_inside, context))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what was moved and kept in this batch."""
+        """Log the amounts that were moved and kept in this batch."""
         if self._handle is not None:
             self._totals.end_step()
             pl_module.log_dict(self._totals.take() | fit_numbers(self.fitted), on_step=True, on_epoch=False)

@@ -51,7 +51,7 @@ def _is_compiled_later(args: TrainingArguments, model: nn.Module) -> bool:
 
 
 class LogOffloadingCallback(TrainerCallback):
-    """Add what torchoffload moved and kept to the trainer's log, and do nothing else.
+    """Add the amounts that torchoffload moved and kept to the trainer's log, and do nothing else.
 
     It is for a trainer that enters a context of torchoffload by itself, as the trainers of TRL do after
     ``torchoffload.integrations.trl.install()``. Each log of a training loss gets the means of this rank over the
@@ -122,7 +122,7 @@ class LogOffloadingCallback(TrainerCallback):
 
 
 class OffloadActivationsCallback(LogOffloadingCallback):
-    """Offload what the forwards of the trainer's model save in training. Gradients are equal bit for bit.
+    """Offload the tensors that the trainer's model saves in training. Gradients are equal bit for bit.
 
     When training begins, it installs itself on the model inside DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT, and
     when training ends it removes itself. Evaluation and ``generate()`` run as without it, since they save nothing.
@@ -137,7 +137,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         of your own ``TrainingArguments`` can turn offloading on from a command line or a YAML file. Ranks may differ.
         ``TORCHOFFLOAD_DISABLE=1`` in the environment turns it off as well.
     memory : int, float, str, optional
-        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        Have ``torchoffload.fit`` choose which tensors are kept, moved or computed again in this much memory of the
         device, as in ``memory="40GiB"``. ``modules`` are its ``blocks`` then.
     **options
         Options of ``offload_modules`` and ``OffloadActivations``, such as ``fraction=0.5`` or ``tier="disk"``. With
@@ -146,7 +146,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     Attributes
     ----------
     fitted : Fitted or None
-        With ``memory``, what ``torchoffload.fit`` returned for the training that runs or ran last. After training its
+        With ``memory``, the handle of ``torchoffload.fit`` for the training that runs or ran last. After training its
         ``report()`` can still be read and its plan be saved, as long as the model lives.
 
     Raises
@@ -214,7 +214,7 @@ class OffloadActivationsCallback(LogOffloadingCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Install offloading on ``model``. What an earlier run left behind is removed first."""
+        """Install offloading on ``model``. An earlier run's installation is removed first."""
         super().on_train_begin(args, state, control, **kwargs)
         self.remove()
         self.fitted, self._saved_before = None, None

@@ -52,7 +52,7 @@ def get_act_offloading_ctx_manager(
     Parameters
     ----------
     model : torch.nn.Module
-        The model. What its output head saves stays on the device.
+        The model. The tensors that its output head saves stay on the device.
     use_pin_memory, use_streams : bool, default True
         As for ``OffloadActivations``.
     min_offload_size : int or None, default 1024
@@ -89,7 +89,7 @@ def get_act_offloading_ctx_manager(
 
 
 class FittedContext:
-    """What a trainer of TRL enters around each training step, where ``install`` was given ``memory``.
+    """The context that a trainer of TRL enters around each training step if ``install`` was given ``memory``.
 
     It calls ``torchoffload.fit`` when the first step begins, since the model is on its device then. The model stays
     fitted until ``remove()``, or until the trainer that holds this context is gone.
@@ -97,7 +97,7 @@ class FittedContext:
     Attributes
     ----------
     fitted : Fitted or None
-        What ``fit`` returned; None before the first step.
+        The handle of ``fit``; None before the first step.
     """
 
     def __init__(self, model: nn.Module, modules: Any, options: FitOptions, note: Callable[[Fitted], None]) -> None:
@@ -133,11 +133,11 @@ class _OffloadingFunction:
     Attributes
     ----------
     func : callable
-        What it calls.
+        The function that it calls.
     was_called : bool
         Whether a trainer has asked for a context.
     fitted : Fitted or None
-        With ``memory``, what ``fit`` returned for the trainer that began last.
+        With ``memory``, the handle of ``fit`` for the trainer that began last.
     """
 
     def __init__(self, func: Callable[..., Any]) -> None:
@@ -172,14 +172,14 @@ def _put_in_place(function: Callable[..., Any], instead_of: Callable[[object], b
     """Set ``function`` in each module of TRL that has a function to replace, and return how many modules those are.
 
     Each module of a trainer has imported the function under its own name. Modules that are imported later take it from
-    the module that defines it, where it was replaced too.
+    the module that defines it, in which it was replaced too.
 
     Parameters
     ----------
     function : callable
         The function to set.
     instead_of : callable
-        Takes what a module has under the name, and returns whether it is to be replaced.
+        Takes the value that a module has under the name, and returns whether it is to be replaced.
     """
     modules = [module for name, module in sys.modules.items() if name == "trl" or name.startswith("trl.")]
     having = [module for module in modules if instead_of(vars(module).get(_NAME))]
@@ -196,7 +196,7 @@ class Installation:
 
     @property
     def fitted(self) -> Fitted | None:
-        """With ``memory``, what ``torchoffload.fit`` returned for the trainer that began last; None before that."""
+        """With ``memory``, the handle of ``torchoffload.fit`` for the trainer that began last; None before that."""
         return self._function.fitted
 
     def remove(self) -> None:
@@ -226,7 +226,7 @@ def install(
     Parameters
     ----------
     memory : int, float, str, optional
-        Have ``torchoffload.fit`` choose what is kept, what moves and what is computed again in this much memory of the
+        Have ``torchoffload.fit`` choose which tensors are kept, moved or computed again in this much memory of the
         device, as in ``memory="40GiB"``. The trainer's ``gradient_checkpointing`` has to be False. Its model stays
         fitted after training, until the trainer is gone or ``remove()`` of its ``maybe_activation_offload_context``.
     modules : optional
@@ -281,7 +281,7 @@ def install(
 
 
 def _idle_advice() -> str:
-    """Return what to change if TRL's function was replaced and no trainer has called it."""
+    """Return advice if TRL's function was replaced and no trainer has called it."""
     if _in_place is None or _in_place.was_called:
         return ""
     return (

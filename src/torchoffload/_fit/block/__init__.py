@@ -1,1 +1,1 @@
-"""One call of a block: what it did, plans for it, and the hooks that follow one."""
+"""One call of a block: its record, plans for it, and the hooks that follow one."""

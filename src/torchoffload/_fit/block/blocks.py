@@ -1,7 +1,7 @@
 """The hooks on the forward of a planned block, by which the core records its operators and makes them again.
 
-The hooks are functions of this module, and what they do is looked up by the module that is called, so that a copy of
-the module is an ordinary module.
+The hooks are functions of this module, and they look up their state by the module that is called, so that a copy of the
+module is an ordinary module.
 """
 
 import sys
@@ -64,7 +64,7 @@ def plan_block(module: nn.Module, plan: BlockPlan) -> None:
 
 
 def watch_block(module: nn.Module, watch: Callable[[nn.Module, Any], Watch]) -> None:
-    """Have a function say, in each forward of a module with gradients, what the module does in it.
+    """Have a function return, in each forward of a module with gradients, the watch that the forward follows.
 
     Parameters
     ----------

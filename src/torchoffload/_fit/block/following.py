@@ -1,4 +1,4 @@
-"""The blocks of a fitted model as they are told what to do: which of them compute again, and which of them move."""
+"""The blocks of a fitted model as they follow a plan: which of them compute again, and which of them move."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class Following:
     """
 
     def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: OffloadOptions) -> None:
-        # Held weakly: what is held by a model's hooks must not hold the model.
+        # Held weakly: an object that a model's hooks hold must not hold the model.
         self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
         self._model = weakref.ref(model)
         self._keywords = options.as_keywords()
@@ -72,22 +72,22 @@ class Following:
         window_bytes: int,
         windows: Mapping[nn.Module, Windows] | None = None,
     ) -> None:
-        """Change what the blocks do from the next call of the model on.
+        """Change the plans of the blocks from the next call of the model on.
 
         Parameters
         ----------
         blocks : mapping
-            What each block does in a call, for those that compute something again or are watched.
+            The watch of each call of a block, for those that compute something again or are watched.
         moving : list of nn.Module
             The blocks of which something moves.
         window_bytes : int
-            The size of either window, where blocks have none of their own.
+            The size of either window, if blocks have none of their own.
         windows : mapping of nn.Module to Windows, optional
             The windows of each block.
         """
         if self._handle is not None:
-            # Blocks with windows of their own follow a plan, which has no room for what would stay because of what was
-            # learned: a context whose windows have 0 bytes keeps nothing of that kind.
+            # Blocks with windows of their own follow a plan, which has no room for tensors that would stay because of
+            # the learned rates: a context whose windows have 0 bytes keeps none of these.
             size = 0 if windows else window_bytes
             options = self._keywords | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)

@@ -1,4 +1,4 @@
-"""From the record of a block to groups of operators, and from what is chosen for the groups to a plan for the block."""
+"""From the record of a block to groups of operators, and from a choice for each group to a plan for the block."""
 
 import enum
 from collections import defaultdict
@@ -30,7 +30,7 @@ class OperatorGroup:
     inputs : tuple of int
         The numbers of the groups that they read.
     may_keep, may_recompute : bool
-        Whether what they made can be kept from forward, and whether they can run again.
+        Whether their outputs can be kept from forward, and whether they can run again.
     is_needed : bool
         Whether autograd saved something that they made.
     """
@@ -45,7 +45,7 @@ class OperatorGroup:
 
     @property
     def nbytes(self) -> int:
-        """The size of what they made."""
+        """The size of their outputs."""
         return sum(self.sizes)
 
 
@@ -62,13 +62,13 @@ class BlockPlan:
     kept : frozenset of int
         The numbers of the operators whose outputs are kept from forward.
     moved : frozenset of int
-        Those of them whose outputs move to the tier, where a context of torchoffload is open around the block.
+        Those of them whose outputs move to the tier, if a context of torchoffload is open around the block.
     skipped : frozenset of int
         Those whose outputs nobody needs.
     between : frozenset of int
         Those kept operators to whose outputs a later one writes: the value that is kept is there after that one.
     final : frozenset of int
-        Those that are not called again, since what they make comes out differently.
+        Those that are not called again, since their outputs come out differently.
     """
 
     operators: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The record of one call of a block: its operators, what they read, make and write, how long they take."""
+"""The record of one call of a block: its operators, the storages they read, make and write, and their times."""
 
 import time
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class OperatorCall:
     Attributes
     ----------
     operator : operator
-        What was called.
+        The operator that was called.
     duration_ns : int
         How long it took on its device.
     reads : frozenset of (int, int)
@@ -35,10 +35,10 @@ class OperatorCall:
     draws : bool
         Whether it drew random numbers, or its tags say that it may.
     runs_once : bool
-        Whether it must not run again, because it wrote to what the block has not made, or read what the block wrote
-        there. What it made is held.
+        Whether it must not run again, because it wrote to a storage that the block has not made, or read one after the
+        block wrote to it. Its output is held.
     differs : bool
-        Whether what it made came out differently when the call was verified.
+        Whether its output came out differently when the call was verified.
     """
 
     operator: Any
@@ -53,7 +53,7 @@ class OperatorCall:
 
 @dataclass
 class BlockRecord:
-    """What one call of a block did.
+    """The record of one call of a block.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class BlockRecord:
     nbytes : dict of int to int
         The size of each storage in bytes.
     link_shares : dict of int to float
-        The part of a storage's bytes that the link carries, if it moves, where that is less than 1.
+        The part of a storage's bytes that the link carries, if it moves, for storages of which that is less than 1.
     epochs : dict of int to int
         How many operators have written to each storage.
     inputs : frozenset of int
@@ -130,7 +130,7 @@ class Recording:
     inputs : nest of containers
         The arguments of the call.
     context : Context or None
-        The core's context that moves what autograd saves, if there is one.
+        The core's context that moves saved tensors, if there is one.
     observer : object
         Is told when the call is computed again.
 
@@ -149,7 +149,7 @@ class Recording:
         self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False)
 
     def end(self, *, verifies: bool) -> BlockRecord:
-        """Return what the call did. Called when forward has ended, and before anything is forgotten."""
+        """Return the record of the call. Called when forward has ended, and before anything is forgotten."""
         record = BlockRecord(groups=communicated(self._group_counts))
         storages, operators = self.call.storages(), self.call.operators()
         for number, each in enumerate(storages):
@@ -181,7 +181,7 @@ class Recording:
         return record
 
     def _verify(self, record: BlockRecord) -> None:
-        """Have the call make everything again, and note what comes out differently."""
+        """Have the call make everything again, and note the values that come out differently."""
         try:
             different = self.call.verify()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What one call of a block does, and who is told of it."""
+"""The plan of one call of a block, and those who are told of the call."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """What one call of a block is to do, and who is told of it. This class tells nobody.
+    """The plan of one call of a block, and those who are told of the call. This class tells nobody.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Watch:
         self.plan = plan
 
     def recorded(self, _record: "BlockRecord") -> bool:
-        """Tell that forward has returned, and what it did. Returns whether the call may be computed again."""
+        """Tell that forward has returned, with its record. Returns whether the call may be computed again."""
         return False
 
     def ended(self) -> None:

@@ -1,6 +1,6 @@
 """Blocks that are compiled, or that have compiled modules inside: each is one operator.
 
-No operators are seen in what torch.compile has made, and its kernels allocate past PyTorch's dispatcher. So such a
+No operators are seen in code that torch.compile has made, and its kernels allocate past PyTorch's dispatcher. So such a
 block is a whole: all that it saves is kept, or moves, or its compiled call is made again in backward, as
 ``torch.utils.checkpoint`` does it.
 """
@@ -135,7 +135,7 @@ class WholeRecorder:
                 reads=frozenset((number, 0) for number in record.inputs | record.own),
                 makes=makes,
                 writes=frozenset(),
-                draws=False,  # a second call draws what the first one did
+                draws=False,  # a second call draws the same numbers as the first
             )
         )
 
@@ -156,7 +156,7 @@ def call_again(
     call : callable
         The compiled call.
     watch : Watch
-        What is told of the second call.
+        The watch that is told of the second call.
     flat, structure : list, TreeSpec
         The arguments.
     """
@@ -189,7 +189,7 @@ def whole_call(
     module : nn.Module
         The block.
     watch : Watch
-        What the call does.
+        The watch of the call, with the plan that it follows.
     args, kwargs : tuple, dict
         The arguments.
     has_returned : callable

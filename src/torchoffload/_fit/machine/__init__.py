@@ -1,1 +1,1 @@
-"""What there is to plan for: ranks that agree, memory, the link, and the tensors in containers."""
+"""The machine to plan for: ranks that agree, memory, the link, and the tensors in containers."""

@@ -1,4 +1,4 @@
-"""Ranks whose blocks communicate with each other, and what they decide together."""
+"""Ranks whose blocks communicate with each other, and their joint decisions."""
 
 import contextlib
 import datetime
@@ -40,7 +40,7 @@ def communicated(before: dict[Any, int]) -> tuple[Any, ...]:
 
 
 def wait_for(value: Any) -> None:
-    """Wait for what functional collectives are still to write to the tensors in ``value``."""
+    """Wait for the writes of functional collectives to the tensors in ``value``."""
     if dist.is_available() and dist.is_initialized():
         for leaf in tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
@@ -49,7 +49,7 @@ def wait_for(value: Any) -> None:
 
 
 def wait_for_all(value: Any) -> None:
-    """Wait for what a collective is still to write that has returned ``value``, be it functional or one of c10d."""
+    """Wait for the writes of a collective that has returned ``value``, be it functional or one of c10d."""
     wait_for(value)
     leaves = tree_leaves(value)
     handles = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
@@ -65,7 +65,7 @@ def wait_for_all(value: Any) -> None:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Have errors of torch.distributed say what to do."""
+    """Have errors of torch.distributed name the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -73,9 +73,9 @@ def _explained() -> Iterator[None]:
 
 
 class Agreement:
-    """What ranks decide together, over connections of the hosts, so that no device is waited for.
+    """Values that ranks agree on over connections of the hosts, so that no device is waited for.
 
-    Where blocks communicate in several groups, such as the rows and the columns of a mesh, values go through one group
+    If blocks communicate in several groups, such as the rows and the columns of a mesh, values go through one group
     after the other, in the same order on all ranks, and so reach all of them.
 
     Parameters
@@ -104,7 +104,7 @@ class Agreement:
         Parameters
         ----------
         asked : ProcessGroup or "auto" or None
-            What the user wants.
+            The groups that the user asks for.
         seen : list of ProcessGroup
             The groups that were seen.
         known : Agreement or None

@@ -25,12 +25,12 @@ def prepare_allocator(device: torch.device, wanted: str) -> str:
     device : torch.device
         The device of the model.
     wanted : {"expandable", "as it is"}
-        What the user wants.
+        The choice of the user.
 
     Returns
     -------
     str
-        What the allocator's segments are, and why, for people; empty if the device has no such allocator.
+        The kind of the allocator's segments, and why, for people; empty if the device has no such allocator.
     """
     if device.type != "cuda":
         return ""
@@ -75,7 +75,7 @@ def _is_pluggable() -> bool:
 
 
 def _settings() -> str:
-    """Return what the allocator was told at run time or by the environment; empty where it cannot be asked."""
+    """Return the allocator's settings, from run time or the environment; empty if it cannot be asked."""
     getter: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     return "" if getter is None else getter()
 
@@ -92,7 +92,7 @@ def _makes_expandable(device: torch.device) -> bool:
     try:
         torch.cuda.empty_cache()
         probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError:  # out of memory as well, where nothing can be said
+    except RuntimeError:  # out of memory as well, which tells nothing
         return False
     address = probe.data_ptr()
     found = False

@@ -25,7 +25,7 @@ class Link:
     out_bytes_per_s, in_bytes_per_s : float
         The rates to the tier and back.
     latency_s : float
-        What each copy takes besides.
+        The time that each copy takes besides.
     """
 
     out_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What a step takes on its device: moments, and the most memory between two of them."""
+"""A device's clock and memory: moments, and the most memory between two of them."""
 
 import time
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Counts(NamedTuple):
-    """What the allocator of a device says at one moment.
+    """The state of a device's allocator at one moment.
 
     Attributes
     ----------
     allocated_bytes, reserved_bytes : int
-        What is allocated, and what is reserved for it and for later.
+        The bytes that are allocated, and the bytes that are reserved for these and for later ones.
     failures : int
         How often an allocation found no memory.
     retries : int
-        How often one found no memory at first, and what is cached was given back for it.
+        How often one found no memory at first, and cached memory was given back for it.
     """
 
     allocated_bytes: int = 0
@@ -49,7 +49,7 @@ class Meter(Protocol):
     device : torch.device
         The device.
     measures_memory : bool
-        Whether the memory can be asked for. Elsewhere what a step takes is reckoned from sizes.
+        Whether the memory can be asked for. If not, the memory of a step is computed from sizes.
     """
 
     device: torch.device
@@ -65,13 +65,13 @@ class Meter(Protocol):
         """Return the most bytes that were allocated since this was last called."""
 
     def counts(self) -> Counts:
-        """Return what the allocator says now; zeros where it cannot be asked."""
+        """Return the state of the allocator now; zeros if it cannot be asked."""
 
     def forget_reserved(self) -> None:
-        """Give what is reserved and not used back to the device."""
+        """Give memory that is reserved and unused back to the device."""
 
     def total_bytes(self) -> int:
-        """Return what this process can have of the device's memory."""
+        """Return the bytes that this process can have of the device's memory."""
 
     def keep_host_ahead(self, operator_count: int) -> None:
         """Have the device wait for as long as the host takes to enqueue so many operators."""
@@ -85,7 +85,7 @@ class CudaMeter:
 
     measures_memory = True
     _CYCLES_AN_OPERATOR = 500_000  # some 300 us at the clock of a GPU: enough for its backward, too
-    _CYCLES_AROUND = 10_000_000  # for what the host does beside operators
+    _CYCLES_AROUND = 10_000_000  # for the host's work beside operators
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -122,7 +122,7 @@ class CudaMeter:
         torch.cuda.empty_cache()
 
     def total_bytes(self) -> int:
-        """Return what is free on the device and what PyTorch has reserved of it."""
+        """Return the bytes that are free on the device and those that PyTorch has reserved of it."""
         free, total = torch.cuda.mem_get_info(self.device)
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return min(free + torch.cuda.memory_reserved(self.device), int(total * fraction))
@@ -160,7 +160,7 @@ class ReckonedMeter:
         """Do nothing."""
 
     def total_bytes(self) -> int:
-        """Raise ValueError: what the device has is not known."""
+        """Raise ValueError: the size of the device's memory is not known."""
         raise ValueError(
             f"memory must be given for a model on {self.device.type!r}: what it may use there cannot be asked for. "
             'Give bytes, or a text such as memory="8GiB"'

@@ -1,1 +1,1 @@
-"""A fitted model: the public function, its handle, and what goes on from step to step."""
+"""A fitted model: the public function, its handle, and the work from step to step."""

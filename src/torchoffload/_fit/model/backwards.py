@@ -1,4 +1,4 @@
-"""When the backward of what a model returned begins, and when it ends."""
+"""When the backward of a model's output begins, and when it ends."""
 
 import weakref
 from functools import partial
@@ -16,7 +16,7 @@ class _Listener(Protocol):
     def backward_ends(self) -> None: ...
 
 
-_MOST_MISSED = 16  # backwards that come before that of an earlier call, as in a pipeline
+_MOST_MISSED = 16  # the backwards of later calls that may come before a call's own, as in a pipeline
 
 
 class _Call:
@@ -27,7 +27,7 @@ class _Call:
     number : int
         How many calls there were before it.
     missed : int
-        How many backwards have ended since, which were not its own.
+        The number of backwards of other calls that have ended since.
     """
 
     missed = 0
@@ -37,7 +37,7 @@ class _Call:
 
 
 class Backwards:
-    """Tells a listener of each backward through what a model returned.
+    """Tells a listener of each backward through an output of a model.
 
     Parameters
     ----------
@@ -56,12 +56,13 @@ class Backwards:
     def has_open_calls(self) -> bool:
         """Whether there are calls whose backward has not ended, and may come yet.
 
-        None is awaited any more from a call whose output is kept while those of many others are gone through.
+        If the program keeps the output of a call, its backward is not awaited any more once those of many others have
+        ended.
         """
         return len(self._open) > 0
 
     def call_begins(self) -> None:
-        """Await no backward of a call any more if those of all later ones have ended, and yet another one begins."""
+        """Await no backward of a call any more if those of all later ones have ended, and yet another call begins."""
         newest = max(self._open, key=lambda call: call.number, default=None)
         if newest is not None and newest.missed > 0 and newest.number < self._count - 1:
             self._open.discard(newest)

@@ -1,4 +1,4 @@
-"""Where the steps of a fitted model begin and end, and what each of them took."""
+"""The beginning and the end of each step of a fitted model, and its times and bytes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ class FinishedStep:
     is_lost : bool
         Whether it ran out of memory, in forward, in backward or behind it, so that the loop has lost it.
     has_waited : bool
-        Whether the allocator had to give back what it caches, or an allocation failed that nobody was told of.
+        Whether the allocator had to give back cached memory, or an allocation failed that nobody was told of.
     allocated_bytes : int
         The most that was allocated on the device until the end of backward, if the clock measures steps.
     reserved_bytes : int
         The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
     base_bytes : int
-        What was allocated when it began.
+        The bytes that were allocated when it began.
     """
 
     size: int
@@ -109,7 +109,7 @@ class Clock:
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
-        """What to call in a backward, where a block is computed again."""
+        """The function to call in a backward when a block is computed again."""
         return self._backwards.is_seen
 
     @property
@@ -175,12 +175,12 @@ class Clock:
             self._step.block_count += 1
 
     def follow_block(self, output: Any) -> None:
-        """Take notice of what a block returned, if the model itself returns nothing that has a backward."""
+        """Take notice of a block's output, if the model itself returns nothing that has a backward."""
         if self._follows_blocks and self._is_in_call:
             self._backwards.follow(output)
 
     def call_ends(self, output: Any) -> None:
-        """Take notice of what the model returned."""
+        """Take notice of the model's output."""
         self._is_in_call = False
         self._follows_blocks = not self._backwards.follow(output)
         if self._step is not None:

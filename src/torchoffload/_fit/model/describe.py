@@ -1,4 +1,4 @@
-"""What a fitted model tells: its plan in words, the frontier of memory and time, and a picture of that."""
+"""The report on a fitted model: its plan in words, the frontier of memory and time, and a picture of that."""
 
 import os
 from collections import Counter
@@ -19,7 +19,7 @@ _OPERATORS_SHOWN = 6
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """What the step takes in one amount of memory, as predicted.
+    """The step in one amount of memory, as predicted.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class FrontierPoint:
     recompute_s : float
         How much of it is spent on computing again, in seconds.
     kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
+        The bytes that the blocks keep on the device, and the bytes that they move.
     """
 
     memory_bytes: int
@@ -78,9 +78,9 @@ def _ms(seconds: float | None) -> str:
 
 
 def _runs(names: Sequence[str], texts: Sequence[str | None]) -> Iterator[str]:
-    """Yield a line for neighbouring calls of which the same is told: the name of the first and of the last, and that.
+    """Yield one line for neighbouring calls with the same text: the names of the first and the last, and the text.
 
-    Nothing is told of calls without a text.
+    Calls without a text get no line.
     """
     first = 0
     for number in range(1, len(texts) + 1):
@@ -104,7 +104,7 @@ def _operators(fitted: Snapshot, step: Step, kind: int, outputs: list[int]) -> s
 
 
 def _call_text(fitted: Snapshot, step: Step, planned: CallPlan, kind_number: int) -> str | None:
-    """Return what a call of a block does, in words; None if it saves nothing."""
+    """Return the plan of a call of a block, in words; None if it saves nothing."""
     kind = step.kinds[kind_number]
     way = kind.ways[planned.way]
     moved = sum(kind.outputs[output].nbytes for output in planned.moved)
@@ -134,7 +134,7 @@ def _tried(trial: Trial) -> str:
 
 
 def _more_memory_lines(fitted: Snapshot, step: Step, settled: Trial) -> list[str]:
-    """Return what more memory would gain."""
+    """Return the gain of more memory, in words."""
     if settled.is_plain and settled.peak_bytes <= fitted.room_bytes:
         return ["The step fits as it is: nothing moves and nothing is computed again, so you can leave fit out."]
     more = plan_step(step, fitted.room_bytes + _GIB)

@@ -1,4 +1,4 @@
-"""What a fitted model does from step to step: it is surveyed, plans are tried, and one is followed and watched."""
+"""The steps of a fitted model: it is surveyed, plans are tried, and one is followed and watched."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
 
-_GROWN = 0.01  # of the memory: so much more than in the survey is there for good before a step
+_GROWN = 0.01  # of the memory: growth since the survey, before a step, that leads to a new plan
 
 
 class Driver(FittedModel):
@@ -37,7 +37,7 @@ class Driver(FittedModel):
         self._follow_size(self.largest_size if self.clock.has_open_calls else size)
 
     def call_ends(self, output: Any) -> None:
-        """Take notice of what the model returned."""
+        """Take notice of the model's output."""
         self.clock.call_ends(output)
 
     def step_begins(self, size: int) -> None:
@@ -142,7 +142,7 @@ class Driver(FittedModel):
                 self._settle(climb)
 
     def _end_settled_step(self, trial: Trial, step: FinishedStep) -> None:
-        """See whether the memory and the calls are what was planned for, after a step of a settled plan."""
+        """See whether the memory and the calls are as planned, after a step of a settled plan."""
         trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
         grown = step.base_bytes - self._base_bytes
         is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
@@ -168,7 +168,7 @@ class Driver(FittedModel):
         self._seen.note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:
-        """Return whether a step was not what the survey has seen: larger, of more calls, of other blocks, refused."""
+        """Return whether a step differed from the survey's: larger, of more calls, of other blocks, refused."""
         return (
             self._was_refused
             or self._seen.has_new_state
@@ -188,7 +188,7 @@ class Driver(FittedModel):
                 return True
 
     def _follow_size(self, size: int) -> None:
-        """Follow the plan for a call of this size; the largest call's where other calls wait for their backward."""
+        """Follow the plan for a call of this size; the largest call's if other calls wait for their backward."""
         match self.state:
             case Settled(_, calls) if self.largest_size:
                 wanted = calls.trial_for(size / self.largest_size)

@@ -52,7 +52,7 @@ _calls: "weakref.WeakKeyDictionary[nn.Module, ModelCalls]" = weakref.WeakKeyDict
 
 
 class Fitted:
-    """The handle that ``fit`` returns: the plan of a model, what it predicts, and how to undo it.
+    """The handle that ``fit`` returns: the plan of a model, its predicted time and memory, and the way to undo it.
 
     Dropping the handle changes nothing: the model goes on following its plan. Used as a context manager, it removes
     the hooks at the end of the block.
@@ -65,7 +65,7 @@ class Fitted:
 
     @property
     def phase(self) -> str:
-        """What the model is at: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
+        """The phase of the model: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
 
         With ``TORCHOFFLOAD_DISABLE=1`` in the environment of the call it is "removed" from the beginning.
         """
@@ -90,12 +90,12 @@ class Fitted:
         )
 
     def frontier(self, count: int = 12) -> tuple[FrontierPoint, ...]:
-        """Return what the step would take in other amounts of memory, as predicted.
+        """Return the times that the step would take in other amounts of memory, as predicted.
 
         Parameters
         ----------
         count : int, default 12
-            The number of amounts, from the least that will do to what the step takes with nothing moved or computed
+            The number of amounts, from the least that will do to the memory of a step with nothing moved or computed
             again.
 
         Returns
@@ -112,7 +112,7 @@ class Fitted:
         return frontier(self._driver.snapshot(), count)
 
     def report(self) -> str:
-        """Return a text for people: the plan, what each block does, and what more memory would buy."""
+        """Return a text for people: the plan, how each block runs, and the gain of more memory."""
         return _OFF if self._is_off else describe(self._driver.snapshot())
 
     def _check_is_on(self) -> None:
@@ -154,7 +154,7 @@ class Fitted:
         write_plan(self._driver.snapshot(), path)
 
     def replan(self, memory: float | str) -> None:
-        """Plan for another amount of memory. What the survey showed still holds; plans are tried again.
+        """Plan for another amount of memory. The survey still holds; plans are tried again.
 
         Parameters
         ----------
@@ -229,16 +229,16 @@ def fit(
     host or to disk, and which are computed again in backward. The training loop stays as it is. The first three or so
     steps run in the least memory and are measured. Then a few plans are tried, for two steps each, each of which takes
     more memory than the one before, and the fastest one is followed. Gradients are those of a step without ``fit``, bit
-    for bit, where those of ``torch.utils.checkpoint`` are.
+    for bit, if those of ``torch.utils.checkpoint`` are.
 
     Parameters
     ----------
     model : torch.nn.Module
         The module that the training loop calls, on one device.
     memory : int, float, str, optional
-        What this process may reserve on the device, everything included: weights, gradients, the optimizer. Bytes, a
-        text such as ``"40GiB"``, or a fraction of what the process can have there. Default: all of that, which is what
-        is free and what PyTorch has reserved already.
+        The memory that this process may reserve on the device, everything included: weights, gradients, the optimizer.
+        Bytes, a text such as ``"40GiB"``, or a fraction of the memory that the process can have there. Default: all of
+        that, which is the free memory and the memory that PyTorch has reserved already.
     blocks : str, type, torch.nn.Module, callable, or sequence of these, optional
         The blocks, as ``offload_modules`` takes modules. Default: they are chosen at the first call with gradients, by
         the bytes that each call of a module saves, so that a step can do with little memory.
@@ -252,20 +252,19 @@ def fit(
         A file that ``Fitted.save`` wrote: its plan is followed, without a survey. ``memory`` is that of the file, if
         it is not given.
     on_unfit : {"error", "warn"}, default "error"
-        What a step does that needs more than ``memory`` whatever is chosen: raise torch.OutOfMemoryError, once, or
-        warn. Either way it runs in the least memory from then on.
+        How a step that needs more than ``memory`` under every plan ends: raise torch.OutOfMemoryError, once, or warn.
+        Either way it runs in the least memory from then on.
     allocator : {"expandable", "as it is"}, default "expandable"
         Whether PyTorch's CUDA allocator is told to make its segments expandable from now on, which leaves fewer pieces
         of memory that nothing fits into. It is left as it is if ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF``
         is set, if the program has set anything itself or has another allocator, and on platforms that have no such
-        segments; ``report()`` says so. What that changes for tensors that are shared with other processes is in the
-        guide.
+        segments; ``report()`` says so. The guide says how this affects tensors that are shared with other processes.
     group : torch.distributed.ProcessGroup or "auto" or None, default "auto"
         The ranks that plan together, since they communicate inside of blocks: a collective that one rank computes again
         and another one does not would hang. ``"auto"``: the groups in which blocks are seen to communicate in the first
         step. None: no block that communicates is computed again, and each rank plans for itself.
     **options
-        The keyword options of ``OffloadActivations``, except ``model`` and the windows, for what moves.
+        The keyword options of ``OffloadActivations``, except ``model`` and the windows, for tensors that move.
 
     Returns
     -------
@@ -288,8 +287,8 @@ def fit(
 
     Notes
     -----
-    Called again for the same model, it replaces what the former call has set up. Each phase that begins is one line in
-    the log, of the logger ``"torchoffload"`` at the level INFO.
+    If it is called again for the same model, it replaces the former call. Each phase that begins is one line in the
+    log, of the logger ``"torchoffload"`` at the level INFO.
 
     While it measures it resets PyTorch's statistics of peak memory, and it empties the allocator's cache each time that
     the plan changes. On a CPU the memory that a step takes is reckoned from sizes and not measured.
@@ -406,7 +405,7 @@ def _memory_bytes(options: FitOptions, saved: SavedPlan | None, meter: Meter) ->
 
 
 def _idle_advice() -> str:
-    """Return what a program that called fit should know if nothing was saved in any context."""
+    """Return advice for a program that called fit, if nothing was saved in any context."""
     models = [(calls.driver.model_name, calls.driver.clock.has_been_called) for calls in list(_calls.values())]
     if not models or idle_modules_advice():
         return ""

@@ -1,4 +1,4 @@
-"""A fitted model: the phase that it is at, and what is done in going from one phase to the next."""
+"""A fitted model: the phase that it is at, and the work of going from one phase to the next."""
 
 import abc
 import weakref
@@ -50,7 +50,7 @@ _LEAST_TRIAL_STEPS = 4  # however long the survey was: for its own plan, and one
 
 
 class FittedModel(abc.ABC):
-    """One fitted model: its phase, and what is done in going from one to the next.
+    """One fitted model: its phase, and the work of going from one to the next.
 
     Parameters
     ----------
@@ -59,26 +59,27 @@ class FittedModel(abc.ABC):
     meter : Meter
         The device's clock and memory.
     budget : Budget
-        What plans may take.
+        The memory that plans may take.
     options : FitOptions
-        What plans may do, the options of the contexts that move, and what a step that does not fit leads to.
+        The actions that plans may use, the options of the contexts that move, and the result of a step that does not
+        fit.
 
     Attributes
     ----------
     model, model_name, block_count : weakref.ref of nn.Module, str, int
         The model, its class, and how many blocks it has.
     state : State
-        What it is at.
+        Its phase.
     step : Step or None
-        What the survey showed, with the times that the trials have shown.
+        The surveyed step, with the times that the trials have shown.
     trials : list of Trial
         The plans that are or were tried.
     called, saved_bytes : CalledBlocks, list of int
         The blocks that the surveyed step called, and the bytes that each of these calls saved.
     notes : list of str
-        What did not go as planned.
+        The events that did not go as planned.
     allocator : str
-        What was done about the device's allocator, for people.
+        The settings of the device's allocator, for people.
     left_plan_count : int
         How many calls of blocks called other operators than planned.
     """
@@ -118,7 +119,7 @@ class FittedModel(abc.ABC):
         self._steps = 0  # since the survey began
         self._phase_steps = 0  # that are over, of the present phase
         self._is_survey_logged = False
-        self._base_bytes = 0  # what was allocated before a step, in the survey
+        self._base_bytes = 0  # the bytes allocated before a step, in the survey
         self._seen = Seen()
         self._kinds: dict[tuple[Any, ...], Kind] = {}  # of blocks, that were recorded
         self._known_shapes: Any = None
@@ -186,7 +187,7 @@ class FittedModel(abc.ABC):
 
     @property
     def phase(self) -> Phase:
-        """What it is at, by its name."""
+        """The name of its phase."""
         return self.state.name
 
     @property
@@ -223,7 +224,7 @@ class FittedModel(abc.ABC):
         )
 
     def progress(self) -> Progress:
-        """Return what it is doing, in few words."""
+        """Return its present work, in few words."""
         trial = None if self.step is None else self._followed
         planned = None if trial is None else trial.plan.calls
         return Progress(
@@ -301,7 +302,7 @@ class FittedModel(abc.ABC):
             self.meter.forget_reserved()
 
     def _make_plan(self, survey: Survey, last: FinishedStep) -> None:
-        """Plan for the largest step of the survey, from what its last one showed."""
+        """Plan for the largest step of the survey, from the measurements of its last one."""
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._options.moving)
         step, keys = surveyed_step(survey, self._link, self._options.moving, self.agreement)
@@ -323,7 +324,7 @@ class FittedModel(abc.ABC):
         self.choose()
 
     def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
-        """Note which blocks fit does nothing in, and warn of it once."""
+        """Note the blocks that fit leaves alone, and warn of them once."""
         if unseen is None or unseen[0] in self.notes:
             return
         text, is_worth_a_warning = unseen
@@ -359,7 +360,7 @@ class FittedModel(abc.ABC):
         )
 
     def choose(self, *, raises: bool = True) -> None:
-        """Find plans for what the survey showed, and try them. ``raises``: if none fits, and if the user wants it."""
+        """Find plans for the surveyed step, and try them. ``raises``: if none fits, and if the user wants it."""
         step = cast(Step, self._surveyed)
         _ = self.called.modules  # which is an error if one of them is gone
         self.budget.share(self.agreement, self.meter)
@@ -424,7 +425,7 @@ class FittedModel(abc.ABC):
         self._log_settled(trial)
 
     def _plan_beside(self, nbytes: int) -> None:
-        """Plan anew beside more that is there for good than in the survey, as an optimizer's state that came later."""
+        """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._base_bytes += nbytes
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
@@ -461,8 +462,8 @@ class FittedModel(abc.ABC):
             self.meter.forget_reserved()
 
     def follow_saved(self, saved: SavedPlan) -> None:
-        """Follow a plan that was read from a file, without a survey; make another one if other things are asked."""
-        if saved.is_of_several:  # which these ranks are not known to be: they make a plan together
+        """Follow a plan that was read from a file, without a survey; make another one if the options now differ."""
+        if saved.is_of_several:  # these ranks may not be the same ones: they make a plan together
             self.notes.append("the plan of the file was made by several ranks together, and so it is made anew")
             return
         self.called = CalledBlocks(saved.modules(self.names), self.names)
@@ -483,7 +484,7 @@ class FittedModel(abc.ABC):
     def refuse(self, key: tuple[Any, ...], message: str) -> None:
         """Have no block of a kind computed again from the next step on, since one could not be in its backward.
 
-        Nor those of kinds that are told apart by their arguments alone.
+        Other kinds that differ from it by their arguments alone are not computed again either.
         """
         self._was_refused = True
         for other, kind in self._kinds.items():

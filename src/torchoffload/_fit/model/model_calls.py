@@ -1,6 +1,6 @@
 """The calls of a fitted model, by whichever of its modules the training loop calls.
 
-As a rule that is the model. But a loop may also call what the model stands in (DDP), a module inside of it, as
+As a rule that is the model. But a loop may also call a wrapper around the model (DDP), a module inside of it, as
 ``model.loss(x)`` does, or the blocks one after the other. So there are hooks on the model, on the modules that have
 blocks inside, and on the blocks. The outermost call of any of these is a call of the model.
 """
@@ -43,9 +43,9 @@ class ModelCalls:
     model : nn.Module
         The model. It is held weakly.
     driver : Driver
-        What is told.
+        The driver that is told of the calls.
     chooser : Chooser or None
-        What chooses the blocks; None if they are given.
+        The chooser of the blocks; None if they are given.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class ModelCalls:
             self._install(model)
 
     def _warn_of_context(self) -> None:
-        """Warn, once, if the call is inside of a context, which moves what the plan keeps."""
+        """Warn, once, if the call is inside of a context, which moves tensors that the plan keeps."""
         if not self._was_in_context and isinstance(getattr(hook_stack.top_pack_hook(), "__self__", None), core.Context):
             self._was_in_context = True
             name = self.driver.model_name
@@ -189,7 +189,7 @@ def _has_ended(frame: FrameType | None) -> bool:
 
 
 def _note_traced(identity: int) -> None:
-    """Called by Dynamo while it traces a call, of which nothing of ours runs later."""
+    """Called by Dynamo while it traces a call; nothing of ours runs in that call later."""
     for module, calls in list(_calls.items()):
         if id(module) == identity and calls._model() is module and torch.is_grad_enabled():
             calls.note_traced()

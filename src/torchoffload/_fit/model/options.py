@@ -44,7 +44,7 @@ def _check_plan(plan: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """The options of ``fit``, which says what each of them means.
+    """The options of ``fit``, which explains each of them.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class FitOptions:
     Raises
     ------
     TypeError, ValueError
-        An option has a wrong type or value. The message names the option, what was given, and what is allowed.
+        An option has a wrong type or value. The message names the option, the value given, and the values allowed.
     FileNotFoundError, NotADirectoryError, PermissionError
         There is no file ``plan``, or a spill file cannot be made in ``disk_dir``.
     """

@@ -1,4 +1,4 @@
-"""What a fitted model is at: each phase with what it alone has to know."""
+"""The phase of a fitted model: each with the state that it alone has."""
 
 import enum
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """Nothing fits: the plan of the least memory is followed, or what the survey does if no step could be surveyed."""
+    """Nothing fits: the plan of the least memory is followed, or the survey's plan if no step could be surveyed."""
 
     trial: Trial | None
     survey: Survey | None = None

@@ -28,11 +28,11 @@ class SavedPlan:
     Attributes
     ----------
     memory_bytes : int
-        What it was made for.
+        The memory that it was made for.
     largest_size : int
         The bytes of the arguments of the model's largest call.
     step : Step
-        What the survey showed.
+        The surveyed step.
     plan : StepPlan
         The plan.
     step_s : float or None
@@ -85,7 +85,7 @@ def write_plan(fitted: Snapshot, path: str | os.PathLike[str]) -> None:
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Return what shows that a document is as it was written: it is not looked at number by number."""
+    """Return a digest by which a document is known to be unchanged: it is not checked number by number."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
-    """Read a plan. ValueError if the file is none that ``write_plan`` wrote."""
+    """Read a plan. ValueError if ``write_plan`` did not write the file."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:

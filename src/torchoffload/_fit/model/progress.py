@@ -1,4 +1,4 @@
-"""What a fitted model is doing, in a few words: for the log, for repr(), and for the logs of trainers."""
+"""The progress of a fitted model, in a few words: for the log, for repr(), and for the logs of trainers."""
 
 import logging
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _logger = logging.getLogger("torchoffload")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a fitted model is doing.
+    """The progress of a fitted model.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def does(self) -> str:
-        """What the plan that is followed does; empty while there is none."""
+        """The plan that is followed, in words; empty while there is none."""
         if self.recomputed_count is None or self.moved_count is None:
             return ""
         if not self.recomputed_count and not self.moved_count:

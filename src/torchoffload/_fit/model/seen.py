@@ -1,4 +1,4 @@
-"""What a survey has seen of the steps of a model, against which later steps are held."""
+"""The largest step of a survey, with which later steps are compared."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Seen:
     blocks_bytes, block_count : int
         The most bytes of arguments, and the most calls, that the blocks of a step had.
     has_new_state : bool
-        Whether a block had a state since that was not surveyed.
+        Whether a block has since had a state that was not surveyed.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Seen:
         return step.size >= self.size and step.blocks_bytes >= self.blocks_bytes
 
     def share_of(self, step: FinishedStep) -> float:
-        """Return the size of a step, of that of the largest one: by what its blocks were given."""
+        """Return the size of a step over that of the largest one, by the bytes of its blocks' arguments."""
         if self.blocks_bytes:
             return step.blocks_bytes / self.blocks_bytes
         return step.size / self.size if self.size else 1.0

@@ -1,4 +1,4 @@
-"""How large calls are: the bytes of the tensors in their arguments, and what else tells a block's calls apart."""
+"""The sizes of calls, by the bytes of their arguments' tensors, and the states that tell a block's calls apart."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,7 +53,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def state_of_block(module: nn.Module, inputs: Any) -> Any:
-    """Return what tells a block's calls apart beside the shapes of their arguments, as a value to compare.
+    """Return a value by which a block's calls differ beside the shapes of their arguments.
 
     Its modules and their modes, its parameters, which of these and of the arguments want gradients, and autocast.
     """
@@ -79,7 +79,7 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[BlockCalls]]" = weak
 
 
 class BlockCalls:
-    """Light hooks on blocks, which tell what each call is given, whatever the block does.
+    """Light hooks on blocks, which tell of the arguments of each call, under any plan.
 
     In each step they look at the state of one call of a block more closely, another one each time.
 
@@ -90,7 +90,7 @@ class BlockCalls:
     tell_state : callable
         Called with the state of the block that is looked at.
     tell_output : callable, optional
-        Called with what each call with gradients returns.
+        Called with the output of each call with gradients.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class BlockCalls:
 
 
 def _calls_of(module: nn.Module) -> BlockCalls | None:
-    """Return what a call is to be told to: of a block, and no copy of one, with gradients, and not in backward."""
+    """Return the object to tell of a call: of a block, and no copy of one, with gradients, and not in backward."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return None
     if is_transformed():

@@ -1,4 +1,4 @@
-"""What each call of a block does under a plan."""
+"""The plan that each call of a block follows."""
 
 import weakref
 from collections import defaultdict
@@ -17,16 +17,16 @@ __all__ = ["Turns", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
-    """What one call of a block does under a plan.
+    """One call of a block that follows a plan.
 
     Parameters
     ----------
     plan : BlockPlan or None
         The plan; None if nothing is computed again.
     tell : callable
-        Called where forward calls another operator than planned.
+        Called if forward calls another operator than planned.
     refuse : callable
-        Called with a message where the call cannot be computed again in its backward.
+        Called with a message if the call cannot be computed again in its backward.
     """
 
     def __init__(self, plan: BlockPlan | None, tell: Callable[[], None], refuse: Callable[[str], None]) -> None:
@@ -43,7 +43,7 @@ class _Followed(Watch):
 
 
 class Turns:
-    """What each call of one block does, in the order of the calls of one step."""
+    """The plan of each call of one block, in the order of the calls of one step."""
 
     def __init__(self, followed: list[_Followed]) -> None:
         self._followed = followed
@@ -62,7 +62,7 @@ class Turns:
 def turns_of(
     trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
 ) -> tuple[dict[nn.Module, Turns], list[nn.Module]]:
-    """Return what each block does that computes something again, and the blocks of which something moves.
+    """Return the turns of each block that computes something again, and the blocks of which something moves.
 
     Parameters
     ----------
@@ -71,9 +71,9 @@ def turns_of(
     modules : iterable of nn.Module
         The block of each call of the step.
     tell : callable
-        Called where a block calls another operator than planned.
+        Called if a block calls another operator than planned.
     refuse : callable
-        Called with the number of a kind and a message, where a block cannot be computed again in its backward.
+        Called with the number of a kind and a message if a block cannot be computed again in its backward.
     """
     followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
     moving: dict[nn.Module, None] = {}
@@ -88,7 +88,7 @@ def turns_of(
 
 
 def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, Windows]:
-    """Return the windows of each block; the smallest of its calls, where it is called several times in a step."""
+    """Return the windows of each block; the smallest of its calls, if it is called several times in a step."""
     windows: dict[nn.Module, Windows] = {}
     calls = trial.plan.calls
     for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
@@ -101,7 +101,7 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, Wi
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
     """Return a function that calls a method and does not hold its object; it returns ``otherwise`` once that is gone.
 
-    What is held by the hooks of a model must not hold the model, since the tables of hooks hold it until then.
+    An object that the hooks of a model hold must not hold the model, since the tables of hooks hold it until then.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Blocks of which a survey has seen no call, and what the cause and the cure are, in words."""
+"""Blocks of which a survey has seen no call, with the cause and the cure, in words."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,1 +1,1 @@
-"""Plans for a step: how they are found, which are tried, and what is believed of them."""
+"""Plans for a step: how they are found, which are tried, and beliefs about their times."""

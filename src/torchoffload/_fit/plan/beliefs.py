@@ -1,4 +1,4 @@
-"""What steps that were timed tell of the times of plans that were not."""
+"""Predictions of the times of plans, from the steps that were timed under others."""
 
 import dataclasses
 import itertools
@@ -9,15 +9,15 @@ from torchoffload._fit.plan.step import Step, StepPlan
 
 __all__ = ["Belief", "Beliefs"]
 
-# How computing again and the link may differ from what the survey measured. The survey times operators one by one, and
-# the link alone: in a step both have others beside them.
+# How the times of computing again and the rate of the link may differ from the survey's. The survey times operators one
+# by one, and the link alone: in a step both have others beside them.
 _AGAIN = (0.4, 0.7, 1.0, 1.5, 2.5)
 _RATES = (0.5, 0.7, 0.85, 1.0)
 _LEAST_PACE, _MOST_PACE = 0.1, 10.0
 _ROUNDS = 4  # until the pace of a belief is found; each begins with the pace of the one before
 _NEAR = 0.005
-_NOISE = 0.04  # by which steps under one plan differ
-_LIKELY = 1.5  # a belief is likely that is no more doubtful than the best one by this
+_NOISE = 0.04  # the part by which the times of steps under one plan differ
+_LIKELY = 1.5  # a belief is likely if its doubt exceeds the best one's by at most this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Belief:
     Attributes
     ----------
     again : float
-        How many times as long computing again takes as the survey measured, beside what all takes.
+        How many times as long computing again takes as the survey measured, beside the pace of all operators.
     rate : float
-        What part of the rate that was measured the link has in a step.
+        The part of the measured rate that the link has in a step.
     pace : float
-        How many times as long all takes that is computed.
+        How many times as long all operators take as the survey measured.
     doubt : float
         How badly it explains the times, and how far it is from the survey's.
     """
@@ -42,17 +42,17 @@ class Belief:
     doubt: float = 0.0
 
     def of(self, step: Step) -> Step:
-        """Return a surveyed step with the times that it has if this is true."""
+        """Return a surveyed step with the times that it has if this belief is true."""
         return step.with_times(pace=self.pace, again=self.again, rate=self.rate)
 
 
 class Beliefs:
-    """What may be true of the times of a step, given the plans that were timed.
+    """Explanations of the times of a step, given the plans that were timed.
 
     Parameters
     ----------
     step : Step
-        What the survey showed.
+        The surveyed step.
     """
 
     def __init__(self, step: Step) -> None:
@@ -68,7 +68,7 @@ class Beliefs:
 
     @property
     def likely(self) -> list[Belief]:
-        """Those that explain them nearly as well."""
+        """The beliefs that explain the times nearly as well."""
         most = self.best.doubt + _LIKELY
         return [belief for belief in self._all if belief.doubt <= most]
 

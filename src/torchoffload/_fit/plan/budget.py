@@ -1,4 +1,4 @@
-"""What a fitted model may take on its device, beside others that are fitted there."""
+"""The memory that a fitted model may take on its device, beside others that are fitted there."""
 
 import weakref
 
@@ -13,10 +13,10 @@ from torchoffload._observe.units import human_bytes
 __all__ = ["Budget"]
 
 _ANY_BYTES = 1 << 62
-# One model may be trained less often than another one, as a generator is whose critic takes five steps for each of its.
+# One model may be trained less often than another one: the critic of a generator may take five steps for each of its.
 _PATIENCE = 8
-# Steps of other models, after which a model that takes none has no share. It may be trained again later, as models
-# are that take turns: it has its share again then.
+# If a model takes no step for so many steps of others, it has no share. Models that take turns may be trained again
+# later: then it has its share again.
 _LEFT_OVER = 32
 _budgets: "weakref.WeakSet[Budget]" = weakref.WeakSet()
 
@@ -27,7 +27,7 @@ class Budget:
     Parameters
     ----------
     memory_bytes : int
-        What the process may reserve on the device.
+        The bytes that the process may reserve on the device.
     margin : float
         The part of it that is left for fragmentation.
     device : torch.device
@@ -38,7 +38,7 @@ class Budget:
     Attributes
     ----------
     device_bytes : int
-        What the process could have of the device when the plan was made.
+        The bytes that the process could have of the device when the plan was made.
     sharer_count : int
         How many models of the process were fitted on the device when the plan was made, this one among them, without
         those that have taken no step for long.
@@ -62,25 +62,25 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """What all plans of the process together may allocate."""
+        """The bytes that all plans of the process together may allocate."""
         return int(self.reservable_bytes * (1 - self.margin))
 
     @property
     def reservable_bytes(self) -> int:
-        """What the process may reserve, and has."""
+        """The bytes that the process may reserve, and has."""
         return min(self.memory_bytes, self.device_bytes)
 
     @property
     def limit(self) -> str:
-        """What limits plans, in words."""
+        """The limit of plans, in words."""
         if self.device_bytes < self.memory_bytes:
             return f"{human_bytes(self.device_bytes)}, all that the device has left for this process,"
         return human_bytes(self.memory_bytes)
 
     def room_bytes(self, step: Step) -> int:
-        """Return what a plan of the step may allocate.
+        """Return the bytes that a plan of the step may allocate.
 
-        Each of several models was surveyed while the others were in their least memory: what there is beyond that is
+        Each of several models was surveyed while the others were in their least memory: the memory beyond that is
         divided among them.
         """
         if self.sharer_count == 1:
@@ -132,7 +132,7 @@ class Budget:
         return [each for each in others if each._model() is not None]
 
     def share(self, agreement: Agreement | None, meter: Meter) -> None:
-        """Take notice of what the device has, of the other models on it and of other ranks, before a plan is made."""
+        """Take notice of the device's memory, of the other models on it and of other ranks, before a plan is made."""
         left_over = self._left_over()
         self._was_left_over = weakref.WeakSet(left_over)
         self.sharer_count = 1 + len(self._others()) - len(left_over)
@@ -148,6 +148,6 @@ class Budget:
         self.memory_bytes = memory_bytes
 
     def end(self) -> None:
-        """Leave what there is to the others."""
+        """Leave the memory to the others."""
         self.is_surveying = False
         _budgets.discard(self)

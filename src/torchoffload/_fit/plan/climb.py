@@ -14,32 +14,32 @@ __all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next
 _STEPS_OF_PLAN = 2  # memory is reserved in the first one, and so the second one is timed
 _STEPS_OF_OTHER_SIZES = 12
 _LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
-_MOST_SLOWNESS = 1.3  # a plan of which a step takes so many times as long as the survey's own has no second step
-_CAUTIOUS_SLOWNESS = 1.15  # which is tried only if it takes no longer than this, whatever is true of the times
+_MOST_SLOWNESS = 1.3  # a plan whose step takes so many times as long as the survey's own has no second step
+_CAUTIOUS_SLOWNESS = 1.15  # a plan is tried only if no likely belief predicts more than so many times the survey's own
 _LEAST_GAIN = 0.01
 _UNKNOWN_GAIN = 0.1
-_DISAGREEMENT = 1.25  # by which what the survey measured and what its plan takes may differ without being told
-# What is reserved grows with what is allocated by 1.0 to 1.43 times as much, as measured on eight models. What is known
-# of this one is its growth between the plans that ran, to which something is added.
+_DISAGREEMENT = 1.25  # the survey's times and its plan's may differ by this factor without a note
+# Reserved bytes grow 1.0 to 1.43 times as fast as allocated bytes, as measured on eight models. For this model, only
+# the growth between the plans that ran is known, and something is added to it.
 _MOST_GROWTH = 1.5
 _LEAST_GROWTH = 1.05
 _SAFE_GROWTH = 0.15
-_SAFE_PART = 0.04  # by which plans differ that are predicted to allocate as much, in what is reserved for them
-_AFTER_WAITING = 0.94  # of what a plan took under which the allocator had too little room
+_SAFE_PART = 0.04  # reserved bytes differ by this part between plans that are predicted to allocate as much
+_AFTER_WAITING = 0.94  # of the bytes of a plan under which the allocator had too little room
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """What plans may take.
+    """The memory that plans may take.
 
     Attributes
     ----------
     reserved_bytes : int
-        What may be reserved on the device.
+        The most bytes that may be reserved on the device.
     allocated_bytes : int
-        What may be allocated there, as predicted.
+        The most bytes that may be allocated there, as predicted.
     is_measured : bool
-        Whether what is reserved can be asked for.
+        Whether the device can tell how many bytes are reserved.
     sharers : int
         How many models climb in the same memory.
     """
@@ -50,18 +50,18 @@ class Room:
     sharers: int = 1
 
     def holds(self, trial: Trial) -> bool:
-        """Return whether a plan that was tried has kept to it, as far as that is measured."""
+        """Return whether a plan that was tried kept within the room, as far as that is measured."""
         if self.is_measured:
             return not trial.has_failed and trial.reserved_bytes <= self.reserved_bytes
         return not trial.has_failed and trial.peak_bytes <= self.allocated_bytes
 
 
 def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
-    """Return what the next plan may be predicted to allocate, after those that were tried.
+    """Return how many bytes the next plan may be predicted to allocate, after those that were tried.
 
-    What was allocated and reserved is known for the plans that ran. What the next plan allocates is predicted no better
-    than for these. And what is reserved grows with what is allocated. So the next plan takes more than the largest of
-    these, by no more than what is left then, also if it grows as fast as was ever seen.
+    The allocated and the reserved bytes are known for the plans that ran. Those of the next plan are predicted no
+    better than theirs were. And reserved bytes grow with allocated bytes. So the next plan may take more than the
+    largest of these, but so little more that it fits even if it grows as fast as was ever seen.
     """
     tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
     ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
@@ -82,12 +82,12 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
 
 
 def _taken_bytes(trial: Trial) -> int:
-    """Return what a plan allocates, as measured, or else as predicted."""
+    """Return the bytes that a plan allocates, as measured, or else as predicted."""
     return trial.allocated_bytes or trial.peak_bytes
 
 
 def _growth(ran: list[Trial]) -> float:
-    """Return how fast what is reserved may grow with what is allocated, by the plans that ran, the smallest first."""
+    """Return how fast reserved bytes may grow with allocated bytes, by the plans that ran, the smallest first."""
     first, last = ran[0], ran[-1]
     allocated = _taken_bytes(last) - _taken_bytes(first)
     if allocated <= 0.02 * _taken_bytes(last):
@@ -99,19 +99,19 @@ def _growth(ran: list[Trial]) -> float:
 def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
     """Return the plan that is tried first; None if none fits.
 
-    It is that of the survey. One whose windows are smaller, or whose blocks keep what has room, may fit where that does
-    not. What was measured counts more than what is reckoned: steps of the survey did run.
+    It is the survey's own. If that does not fit, another plan may fit: it has smaller windows, or keeps the outputs
+    that there is room for. Measured bytes count more than predicted ones: steps of the survey did run.
 
     Parameters
     ----------
     step : Step
-        What the survey showed.
+        The surveyed step.
     room : Room
-        What plans may take.
+        The memory that plans may take.
     own : StepPlan or None
         The plan by which the survey ran.
     ran_bytes : int
-        What was reserved for that; 0 if it is not known.
+        The bytes that were reserved for that; 0 if they are not known.
     """
     least_windows = survey_plan(step)
     for plan in (own or least_windows, least_windows):
@@ -124,7 +124,7 @@ def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) 
 
 
 def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
-    """Return what to follow once a plan has failed that had run before: one that takes less; None if none does."""
+    """Return the plan to follow once one has failed that had run before: one that takes less; None if none does."""
     ran = []
     for each in trials:
         each.has_failed |= each.peak_bytes >= failed.peak_bytes
@@ -137,7 +137,7 @@ def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
 
 
 def disagreement(climb: "Climb") -> list[str]:
-    """Return what to tell of how the times that the survey measured differ from what its own plan took."""
+    """Return a note if the times that the survey measured differ from the time that its own plan took."""
     taken = climb.disagreement
     if taken is None or 1 / _DISAGREEMENT <= taken <= _DISAGREEMENT:
         return []
@@ -151,22 +151,22 @@ class Climb:
     """The trials of plans for one surveyed step.
 
     The first plan is the survey's own, which is known to run; no plan that is slower is ever settled on. Each later one
-    takes as much memory as ``allowed_bytes`` says, and it is the fastest by what the plans before it have shown.
+    takes as much memory as ``allowed_bytes`` says, and it is the fastest by the times of the plans before it.
 
     Parameters
     ----------
     step : Step
-        What the survey showed.
+        The surveyed step.
     own : StepPlan
         The plan by which the survey ran.
     room : Room
-        What plans may take.
+        The memory that plans may take.
     steps : int
         How many steps may be taken.
     known : sequence of Trial
         Plans of the same step that were tried before.
     own_reserved_bytes : int
-        What the survey's steps have reserved.
+        The bytes that the survey's steps have reserved.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class Climb:
 
     @property
     def disagreement(self) -> float | None:
-        """What the survey's own plan took, over what was predicted for it from the survey; None if it was not timed."""
+        """The time of the survey's own plan, over its time as predicted from the survey; None if it was not timed."""
         predicted_s = self._own.plan.timed_as(self._surveyed).step_s
         return None if self._own.step_s is None or predicted_s <= 0 else self._own.step_s / predicted_s
 
@@ -233,7 +233,7 @@ class Climb:
         memory_bytes = allowed_bytes(self.room, self.trials)
         step = self.step
         done = [each.does for each in self.trials]
-        found: list[tuple[float, float, Trial]] = []  # with the time by the best belief, and the least that is likely
+        found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
         for plan in self._plans(step, memory_bytes):
             least_s, best_s, most_s = self._beliefs.predicted_s(plan)
             trial = Trial(step, plan)
@@ -245,12 +245,13 @@ class Climb:
         wanted_s = fastest_s * (1 - _LEAST_GAIN)
         if best_s <= wanted_s or self._would_gain(step, wanted_s, memory_bytes):
             return trial
-        # The steps so far may be explained in several ways, of which one says that there is much to gain.
+        # The likely beliefs may explain the steps so far in several ways. One of them may say that there is much to
+        # gain.
         _, least_s, trial = min(found, key=lambda each: each[1])
         return trial if least_s <= fastest_s * (1 - _UNKNOWN_GAIN) else None
 
     def _plans(self, step: Step, memory_bytes: int) -> list[StepPlan]:
-        """Return plans that are best in a memory: by what is believed, with less doubt, and without moving anything."""
+        """Return plans that are best in a memory: by the best belief, by the slowest likely link, and without moves."""
         steps = [step]
         if step.may_move:
             if self.room.is_measured:  # large pieces that the allocator can join are worth a little time
@@ -262,7 +263,7 @@ class Climb:
         return [plan for plan in plans if plan is not None]
 
     def _would_gain(self, step: Step, wanted_s: float, memory_bytes: int) -> bool:
-        """Return whether the climb has a way to go to a plan that is faster, of which the next one is a part."""
+        """Return whether a plan in more memory would be faster: the next plan is then a part of the way to it."""
         if memory_bytes >= self.room.allocated_bytes:
             return False
         plan = plan_step(step, self.room.allocated_bytes)
@@ -276,13 +277,13 @@ class Climb:
         Parameters
         ----------
         step_s : float
-            What it took.
+            The time of the step.
         allocated_bytes, reserved_bytes : int
             The most that was allocated and reserved.
         waits_for_memory : bool
-            Whether the allocator had to give back what it caches.
+            Whether the allocator had to give back the memory that it caches.
         share : float
-            Its size, of that of the step that was surveyed. What that one would have taken is reckoned.
+            The size of the step, as a part of the surveyed step's. Time and bytes are scaled up to the surveyed step.
         """
         trial = self.current
         assert trial is not None

@@ -13,15 +13,15 @@ class FitPlan:
     ----------
     predicted_s, measured_s : float or None
         How long forward and backward take together, in seconds: as predicted, and as measured when the plan was tried.
-        None where nothing was measured.
+        None if nothing was measured.
     predicted_peak_bytes : int
         The most memory that is allocated on the device, as predicted.
     reserved_bytes : int
-        The most that PyTorch had reserved on the device under the plan; 0 where this cannot be asked for.
+        The most that PyTorch had reserved on the device under the plan; 0 if this cannot be asked for.
     recompute_s : float
         How much of the predicted time is spent on computing again, in seconds.
     kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what they move, in bytes.
+        The bytes that the blocks keep on the device, and the bytes that they move.
     window_bytes : int
         The most that the offload window or the reload window of any block has, in bytes.
     """

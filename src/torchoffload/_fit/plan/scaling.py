@@ -9,9 +9,9 @@ from torchoffload._fit.plan.trials import Trial
 __all__ = ["OtherSizes", "scaled"]
 
 _PARTS = 8  # sizes are told apart by eighths of the largest one
-_MORE = 1.05  # what a step of another size is taken to need, of its share: not all in it grows with its arguments
-_MOST_LARGER = 1.25  # a step that is larger by more than that is surveyed, unless nothing has to be planned
-_OF_ROOM = 0.8  # what a larger step may take in which nothing is planned
+_MORE = 1.05  # a step of another size needs its share times this: not all in it grows with its arguments
+_MOST_LARGER = 1.25  # a step that is larger than this is surveyed, unless nothing has to be planned
+_OF_ROOM = 0.8  # the part of the room for a larger step in which nothing is planned
 
 
 class OtherSizes:
@@ -22,7 +22,7 @@ class OtherSizes:
     settled : Trial
         The plan of the largest step that was surveyed.
     plan_bytes : int
-        What a plan may allocate on the device; 0: all follow the plan of the largest step.
+        The bytes that a plan may allocate on the device; 0: all follow the plan of the largest step.
     """
 
     def __init__(self, settled: Trial, plan_bytes: int) -> None:
@@ -61,7 +61,7 @@ class OtherSizes:
 
 
 def scaled(step: Step, share: float) -> Step:
-    """Return what a step takes that has this share of the bytes and times of another one, beside what is fixed."""
+    """Return a step with this share of the bytes and times of another one, beside the fixed bytes."""
     fixed = sum(step.fixed.values())
 
     def part(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""A step made of blocks, as it was surveyed, and the plan for it that the core finds: bytes, times, and what moves."""
+"""A step made of blocks, as it was surveyed, and the plan for it that the core finds: bytes, times, and moves."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class Output:
     may_move : bool
         Whether it may move.
     link_share : float
-        The part of its bytes that the link carries, which is less than 1 where they are coded.
+        The part of its bytes that the link carries, which is less than 1 if they are coded.
     """
 
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ class Way:
     kept : tuple of int
         The numbers of the outputs that it keeps.
     input_bytes : int
-        What it keeps of its arguments.
+        The bytes of its arguments that it keeps.
     plan : BlockPlan or None
         How its recomputation goes; None if nothing is computed again.
     """
@@ -92,9 +92,9 @@ class Kind:
     Attributes
     ----------
     forward_s, backward_s : float
-        How long they take; backward without what is computed again.
+        How long they take; backward without the time of computing again.
     outputs : tuple of Output
-        What they may keep.
+        The outputs that they may keep.
     ways : tuple of Way
         The ways to run one, from the least bytes to the least time: the corners of a convex hull.
     input_link_share : float
@@ -108,7 +108,7 @@ class Kind:
     input_link_share: float = 1.0
 
     def with_times(self, pace: float, again: float) -> "Kind":
-        """Return the same kind, of which all takes ``pace`` times as long, and computing again ``again`` times that."""
+        """Return the same kind with all times ``pace`` times as long, and computing again ``again`` times that."""
         return replace(
             self,
             forward_s=self.forward_s * pace,
@@ -131,7 +131,7 @@ class Call:
     kind : int
         The number of its kind.
     forward_bytes, backward_bytes : int
-        The most on the device while its forward and its backward run, where nothing is kept in any block.
+        The most on the device while its forward and its backward run, if no block keeps anything.
     """
 
     kind: int
@@ -141,28 +141,28 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step as it was surveyed. Note [Memory of a step of blocks] in ``joint_plan.h`` says what the bytes are.
+    """A step as it was surveyed. Note [Memory of a step of blocks] in ``joint_plan.h`` defines the bytes.
 
     Attributes
     ----------
     kinds, calls : tuple
         The kinds of blocks, and the calls in the order of forward.
     head_s, loss_s, end_s : float
-        What it takes outside of the blocks: in forward, between forward and backward, and at the end.
+        The time outside of the blocks: in forward, between forward and backward, and at the end.
     loss_bytes : int
         The most on the device between the forward of the last block and its backward.
     other_bytes : int
         The most on the device outside of forward and backward.
     fixed : dict of str to int
-        What takes memory whatever the plan is, for messages.
+        The bytes that every plan takes, by their names for messages.
     least_moved_bytes, tier_bytes : int
-        What is smaller does not move; what the tier has room for.
+        The size below which nothing moves, and the room of the tier.
     may_move : bool
         Whether anything may move.
     leaves_room : bool
-        Whether, of plans that take nearly as long, the one is best that takes the least memory while blocks run.
+        Whether, of plans that take nearly the same time, the one with the least memory while blocks run is best.
     out_bytes_per_s, in_bytes_per_s, latency_s : float
-        The time of a copy is what the link carries / rate + latency.
+        The time of a copy is the bytes that the link carries / rate + latency.
     """
 
     kinds: tuple[Kind, ...]
@@ -204,11 +204,11 @@ class Step:
         Parameters
         ----------
         pace : float
-            How many times as long all takes that is computed.
+            How many times as long all computing takes.
         again : float
             How many times as long computing again takes besides.
         rate : float
-            What part of its rate the link has.
+            The part of the surveyed rate that the link has.
         """
         return replace(
             self,
@@ -223,7 +223,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What one call of a block does.
+    """The plan of one call of a block.
 
     Attributes
     ----------
@@ -232,7 +232,7 @@ class CallPlan:
     moved : tuple of int
         The numbers of the outputs that move.
     moves : bool
-        Whether anything moves. If so, the arguments of a block that is computed again do.
+        Whether anything moves. If so, a block that is computed again moves its arguments, too.
     offload_bytes, reload_bytes : int
         The offload window while its forward runs, and the reload window while its backward runs.
     """
@@ -246,7 +246,7 @@ class CallPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What each block of a step does, and what the step takes then, as predicted.
+    """The plan of each block of a step, and the time and memory that are predicted for the step.
 
     Attributes
     ----------
@@ -259,15 +259,15 @@ class StepPlan:
     peak_bytes : int
         The most memory that is allocated on the device.
     loss_bytes : int
-        What the blocks have on the device at the loss.
+        The bytes that the blocks have on the device at the loss.
     kept_bytes, moved_bytes : int
-        What the blocks keep on the device, and what moves.
+        The bytes that the blocks keep on the device, and the bytes that move.
     window_bytes : int
         The most that the offload window and the reload window of any call have; 0 if nothing moves.
     loss_window_bytes : int
         The offload window at the loss.
     forward_spare_bytes, backward_spare_bytes : int
-        What the windows leave of the room that they could have while a block's forward and its backward run.
+        The room that the windows could have and leave free while a block's forward and its backward run.
     """
 
     calls: tuple[CallPlan, ...]
@@ -296,7 +296,7 @@ def _as_plan(found: dict[str, Any]) -> StepPlan:
 def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) -> StepPlan | None:
     """Return the plan of the least time whose peak is at most ``memory_bytes``; None if there is none.
 
-    ``timed_as``: the step whose times the plan is given, where ``step`` assumes other times of the same blocks.
+    ``timed_as``: the step whose times the plan is given, if ``step`` assumes other times of the same blocks.
     """
     if step.other_bytes > memory_bytes:
         return None
@@ -315,7 +315,7 @@ def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
 def least_plan(step: Step) -> StepPlan:
     """Return the plan of the least memory, to within a thousandth."""
     plan = survey_plan(step)
-    # In less memory than with everything moved some things may stay, where there is room at that moment.
+    # In less memory than with everything moved, some outputs may still stay if there is room at that moment.
     low = max((max(call.forward_bytes, call.backward_bytes) for call in step.calls), default=0)
     high = plan.peak_bytes
     while high - low > high // 1000 + 1:

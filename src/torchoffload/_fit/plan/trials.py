@@ -1,4 +1,4 @@
-"""Plans that were tried, what they took, and what is said of them."""
+"""Plans that were tried, with their times and bytes, and the messages about them."""
 
 import dataclasses
 import math
@@ -32,24 +32,24 @@ MORE_ROOM = "Give a smaller batch, smaller blocks (blocks=), or leave more of th
 
 @dataclasses.dataclass
 class Trial:
-    """A plan, and what it took when it was tried.
+    """A plan, and the time and bytes that it took when it was tried.
 
     Attributes
     ----------
     step : Step
-        What the plan was made from, with the times that it is predicted to take.
+        The step that the plan was made for, with the times that it is predicted to take.
     plan : StepPlan
         The plan.
     step_s : float or None
         The least time of the steps that were timed; None while there is none.
     allocated_bytes : int
-        The most that was allocated on the device in a step; 0 where this cannot be asked for.
+        The most that was allocated on the device in a step; 0 if this cannot be asked for.
     reserved_bytes : int
         The most that was reserved on the device at the end of a step; likewise.
     has_failed : bool
         Whether a step under the plan ran out of memory.
     waits_for_memory : bool
-        Whether PyTorch's allocator had to give back what it caches in the step that was timed, which takes time.
+        Whether PyTorch's allocator had to give back cached memory in the step that was timed, which takes time.
     """
 
     step: Step
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def does(self) -> Any:
-        """What the blocks do, as a value to compare."""
+        """The work of the blocks, as a value to compare."""
         ways = [self._way(call, planned) for call, planned in zip(self.step.calls, self.plan.calls, strict=True)]
         moves = [(planned.moves, planned.moved) for planned in self.plan.calls]
         windows = [(planned.offload_bytes, planned.reload_bytes) for planned in self.plan.calls]
@@ -106,7 +106,7 @@ def failure_message(trial: Trial) -> str:
 
 
 def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
-    """Say how much memory a step needs at least, and what takes it."""
+    """Say how much memory a step needs at least, and for which parts."""
     needed = step.peak_bytes(least)
     wanted = amount_text(math.ceil(needed / (1 - budget.margin)))
     parts = dict(step.fixed)

@@ -17,13 +17,13 @@ from torchoffload._pytorch.compiled_calls import has_compiled
 
 __all__ = ["Kind", "hull", "kind_of_call", "step_of"]
 
-# What the modes of a block take for each operator, at the very least: of two ways that take as long the one without
-# modes is better. What they really take shows when plans are tried.
+# The time that the modes of a block take for each operator, at the very least: of two ways that take as long the one
+# without modes is better. The time that they really take shows when plans are tried.
 _MODES_S = 1e-6
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Return what a call of a block has in common with the calls that do the same, as a value to compare."""
+    """Return a value that is the same for calls of blocks that do the same."""
     modules = tuple((name, type(each), each.training) for name, each in module.named_modules())
     tensors = tuple(
         (name, tuple(each.shape), each.dtype, each.requires_grad)
@@ -40,14 +40,14 @@ def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
 
 
 class Kind:
-    """What is known of the blocks of one kind.
+    """All blocks that do the same, and the ways to run them.
 
     Parameters
     ----------
     record : BlockRecord
-        What a call of one of them did.
+        The record of a call of one of them.
     may_recompute, may_agree : bool
-        Whether the user allows to compute again, and whether ranks may agree on what is.
+        Whether the user allows to compute again, and whether ranks may agree on it.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Kind:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of all that autograd saves and the block has made."""
+        """The bytes of the storages that the block has made and autograd saves."""
         return sum(self._record.nbytes[storage] for storage in self._record.saved & self._record.made)
 
     @property
@@ -110,7 +110,7 @@ class Kind:
 
     @property
     def all_saved_bytes(self) -> int:
-        """The bytes of all that autograd saves, without parameters and buffers."""
+        """The bytes of all storages that autograd saves, without parameters and buffers."""
         record = self._record
         return sum(record.nbytes[storage] for storage in record.saved - record.own)
 
@@ -120,7 +120,7 @@ class Kind:
         return self._record.link_share_of(self._record.inputs)
 
     def measured(self, forward_s: float, backward_s: float, host: HostTimes, input_bytes: int) -> MeasuredKind:
-        """Return what is known of the kind, in numbers."""
+        """Return the measured times and sizes of the kind."""
         record = self._record
         return MeasuredKind(
             structure=structure_of(record),
@@ -135,7 +135,7 @@ class Kind:
         )
 
     def take(self, known: MeasuredKind) -> None:
-        """Take the times and sizes that several ranks have together, and what hinders any of them."""
+        """Take the times and sizes that several ranks have together, and the obstacle of any of them."""
         record, self.obstacle = self._record, known.obstacle
         for call, duration_ns in zip(record.operators, known.durations_ns, strict=True):
             call.duration_ns = duration_ns
@@ -144,7 +144,7 @@ class Kind:
         record.link_shares = dict(zip(numbers, known.link_shares, strict=True))
 
     def set_times(self, seconds: dict[int, float]) -> None:
-        """Take the times of operators, by their numbers, for what was recorded; scale those that are not given."""
+        """Take the times of the recorded operators, by their numbers; scale those that are not given."""
         calls = self._record.operators
         recorded_ns = sum(calls[number].duration_ns for number in seconds if number < len(calls))
         scale = sum(seconds.values()) * 1e9 / recorded_ns if recorded_ns else 1.0
@@ -168,16 +168,16 @@ class Kind:
     def outputs_and_ways(
         self, input_bytes: int, host: HostTimes, forward_s: float, backward_s: float
     ) -> tuple[tuple[Output, ...], tuple[Way, ...]]:
-        """Return what a block may keep, and the ways to run it, from the least bytes to the least time.
+        """Return the outputs that a block may keep, and the ways to run it, from the least bytes to the least time.
 
         Parameters
         ----------
         input_bytes : int
             The bytes of the arguments that are its own, and not those of another block as well.
         host : HostTimes
-            What the host takes for a call that is computed again.
+            The time that the host takes for a call that is computed again.
         forward_s, backward_s : float
-            What the device takes for a call that is not.
+            The time that the device takes for a call that is not.
         """
         record = self._record
         grouped = group_operators(record)
@@ -190,7 +190,7 @@ class Kind:
         outputs: list[Output] = []
         plain: list[int] = []  # the outputs that autograd saves
         of_operator: dict[int, int] = {}
-        uncounted = record.saved & record.made  # what no operator that counts has made
+        uncounted = record.saved & record.made  # storages that no operator that counts has made
         for group in groups:
             made = frozenset().union(*(record.operators[number].makes for number in group.operators))
             uncounted -= made
@@ -208,7 +208,7 @@ class Kind:
         ways = [Way(0.0, tuple(plain), min(self.saved_input_bytes, input_bytes))]
         for corner in corners:
             kept = tuple(output for operator, output in of_operator.items() if operator in corner.plan.kept)
-            # A block takes as long as the device takes, or as the host takes to tell it what to do.
+            # A block takes as long as the device takes, or as the host takes to enqueue it.
             again_s = max(backward_s + corner.recompute_ns * 1e-9, host.backward_s) - backward_s
             again_s += max(0.0, host.forward_s - forward_s) + _MODES_S * len(record.operators)
             ways.append(Way(again_s, kept, input_bytes, corner.plan))
@@ -222,7 +222,7 @@ def hull(ways: Iterable[Way], outputs: Sequence[Output]) -> list[Way]:
         return way.input_bytes + sum(outputs[number].nbytes for number in way.kept)
 
     corners: list[Way] = []
-    # Of ways that are alike the plain one is best: it has no modes.
+    # Of ways that are alike, the plain one is best: it has no modes.
     for way in sorted(ways, key=lambda way: (nbytes(way), way.recompute_s, not way.is_plain)):
         if corners and way.recompute_s >= corners[-1].recompute_s:
             continue
@@ -237,9 +237,9 @@ def _is_corner(left: tuple[int, float], middle: tuple[int, float], right: tuple[
 
 
 def _elapsed(seconds: float) -> float:
-    """Return a time between two moments, which is negative where they came the other way round.
+    """Return a time between two moments; 0 if they came the other way round.
 
-    So it is where a forward asks for a gradient, and the backward of blocks begins before the forward ends.
+    They do if a forward asks for a gradient, and the backward of blocks begins before the forward ends.
     """
     return max(0.0, seconds)
 
@@ -255,7 +255,7 @@ def step_of(measured: Measured, kinds: Sequence[Kind], **limits: Any) -> Step:
     calls: list[Call] = []
     behind = measured.loss_bytes
     for number, forward_bytes, backward_bytes in reversed(measured.calls):
-        # Where nothing shows when a block's backward begins, it is a part of what comes before it.
+        # If nothing shows when a block's backward begins, it is a part of the backward that comes before it.
         of = step_kinds[number]
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0

@@ -1,4 +1,4 @@
-"""What a surveyed step took, in numbers: of one process, or of several ranks together."""
+"""A surveyed step's times and bytes, in numbers: of one process, or of several ranks together."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ __all__ = ["HostTimes", "Measured", "MeasuredKind", "structure_of", "together"]
 
 
 class HostTimes(NamedTuple):
-    """What the host takes to enqueue a block that is computed again.
+    """The time that the host takes to enqueue a block that is computed again.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class HostTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredKind:
-    """What is known of the blocks of one kind.
+    """The measured times and sizes of the blocks of one kind.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class MeasuredKind:
     forward_s, backward_s : float
         How long they take.
     host : HostTimes
-        What the host takes for a call that is computed again.
+        The time that the host takes for a call that is computed again.
     input_bytes : int
         The bytes of the arguments that are its own.
     """
@@ -60,21 +60,21 @@ class MeasuredKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a step took.
+    """The measured times and bytes of a step.
 
     Attributes
     ----------
     kinds : tuple of MeasuredKind
         The kinds of blocks.
     calls : tuple of (int, int, int or None)
-        For each call the number of its kind, and the most bytes in its forward and in its backward; None where the
+        For each call the number of its kind, and the most bytes in its forward and in its backward; None if the
         backward was not seen.
     times_s : tuple of float
         Before the first block, between the last block's forward and its backward, and at the end.
     loss_bytes, other_bytes : int
         The most on the device between forward and backward, and outside of both.
     fixed : dict of str to int
-        What takes memory whatever the plan is.
+        The bytes that every plan takes, by their names for messages.
     """
 
     kinds: tuple[MeasuredKind, ...]
@@ -86,7 +86,7 @@ class Measured:
 
 
 def structure_of(record: BlockRecord) -> str:
-    """Return a digest of what a block does, without sizes and times."""
+    """Return a digest of the operators of a block, without sizes and times."""
     told = [
         (str(call.operator), *(sorted(numbers) for numbers in (call.reads, call.makes, call.writes)), call.draws)
         for call in record.operators

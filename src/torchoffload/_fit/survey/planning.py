@@ -1,4 +1,4 @@
-"""From what a survey has seen to the step that is planned for, by one process or by several ranks together."""
+"""From a survey to the step that is planned for, by one process or by several ranks together."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["surveyed_step"]
 def surveyed_step(
     survey: Survey, link: Link | None, options: OffloadOptions, agreement: Agreement | None
 ) -> tuple[Step, list[tuple[Any, ...]]]:
-    """Return what the surveyed step takes, and what tells the kinds of its blocks, by their numbers.
+    """Return the surveyed step, and the keys of the kinds of its blocks, by their numbers.
 
     Parameters
     ----------

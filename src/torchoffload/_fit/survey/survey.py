@@ -27,7 +27,7 @@ _MOST_RECORDING_STEPS = 4
 _MOST_SMALLER_STEPS = 4
 _weak: Any = StorageWeakRef  # the class has no annotations
 
-TIMED_CALLS = 2  # of each kind; the second one, since with the first one's backward that of the model's head ends
+TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
 
 
 class SurveyedCall(Watch):
@@ -36,7 +36,7 @@ class SurveyedCall(Watch):
     Attributes
     ----------
     key : tuple
-        What tells its kind.
+        The value by which its kind is known.
     input_bytes : int
         The bytes of its arguments that no earlier call of the step was given, too.
     forward_bytes, backward_bytes : int
@@ -46,7 +46,7 @@ class SurveyedCall(Watch):
     backward_s : float or None
         From ``computed_again`` to the next block's recomputation; None while it is not known.
     forward_host_s, again_host_s, backward_host_s : float
-        What the host takes to enqueue the forward, the recomputation, and the block's backward.
+        The time that the host takes to enqueue the forward, the recomputation, and the block's backward.
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
@@ -81,18 +81,18 @@ class SurveyedCall(Watch):
         self.backward_bytes = max(self.backward_bytes, peak)
 
     def recorded(self, record: BlockRecord) -> bool:
-        """Note what the call did, for all blocks of the kind."""
+        """Note the record of the call, for all blocks of the kind."""
         self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
         return self._survey.least_plan(self.key) is not None
 
     def ended(self) -> None:
         """Note the end of forward."""
         self.forward_host_s = time.perf_counter() - self._host_s
-        # What comes next is this call's, if another one follows; else it is the loss's.
+        # The peak from here on belongs to this call if another one follows; else it belongs to the loss.
         self.returned = self._survey.mark(self._note_forward)
 
     def left_plan(self) -> None:
-        """Note that the block is not what its kind is."""
+        """Note that the block differs from its kind."""
         self._survey.differs(self.module)
 
     def begins_again(self) -> None:
@@ -105,7 +105,7 @@ class SurveyedCall(Watch):
         self._survey.last_again = self
         self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
         if self.times_operators and self.plan is not None:
-            # So that operators follow each other on the device as they do where the host is far ahead.
+            # So that operators follow each other on the device as they do while the host is far ahead.
             self._survey.meter.keep_host_ahead(len(self.plan.operators))
         self._host_s = time.perf_counter()
 
@@ -130,7 +130,7 @@ class SurveyedCall(Watch):
 
 
 class _LeastMemory(NamedTuple):
-    """What a step took in which nothing was on its way: the most bytes in each call, at the loss, and elsewhere."""
+    """The most bytes of a step in which nothing was on its way: in each call, at the loss, and elsewhere."""
 
     calls: list[tuple[tuple[Any, ...], int, int]]  # the key, and the most in forward and in backward
     loss_bytes: int
@@ -147,7 +147,7 @@ class _LeastMemory(NamedTuple):
         return max(self.loss_bytes, self.other_bytes, *in_calls)
 
     def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
-        """Return the bytes of each call, by its identity; of a later step's calls where they are others than here."""
+        """Return the bytes of each call, by its identity; of a later step's calls if they are others than here."""
         if [each.key for each in calls] == [key for key, _, _ in self.calls]:
             pairs = zip(calls, self.calls, strict=True)
             return {id(call): (forward, backward) for call, (_, forward, backward) in pairs}
@@ -155,7 +155,7 @@ class _LeastMemory(NamedTuple):
 
 
 class Survey:
-    """Watches steps in the least memory until each block is known, and then says what a step takes.
+    """Watches steps in the least memory until each block is known, and then returns the measured step.
 
     Parameters
     ----------
@@ -164,11 +164,11 @@ class Survey:
     meter : Meter
         The device's clock and memory.
     budget : Budget
-        What the process may take.
+        The memory that the process may take.
     backward_is_seen : callable
-        Called in a backward, where a block is computed again.
+        Called in a backward when a block is computed again.
     refuse : callable
-        Called in a backward with what tells a kind and a message, where a block cannot be computed again.
+        Called in a backward with a kind's key and a message if a block cannot be computed again.
     may_recompute, may_agree : bool
         Whether blocks may be computed again, and whether those may that communicate with other ranks.
     kinds : dict of tuple to Kind, optional
@@ -179,7 +179,7 @@ class Survey:
     allows_communication : bool
         Whether blocks that communicate are computed again now. All ranks have to do the same.
     kinds : dict of tuple to Kind
-        What is known of each kind of block.
+        Each kind of block that is known, by its key.
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
     is_known : bool
@@ -226,17 +226,17 @@ class Survey:
         self._has_backward_begun = False
         self._ended: Any = None
 
-    # What calls of blocks tell.
+    # Calls of blocks.
 
     def watch(self, module: nn.Module, inputs: Any) -> Watch:
-        """Return what a call of a block is to do."""
+        """Return how a call of a block is to be watched, and the plan that it is to follow."""
         has_no_values = any(map(is_lazy, _state(module)))
         if self._began is None or has_no_values:
             return Watch(None)  # the model itself was not called, or its parameters do not exist yet
         key = kind_of_call(module, inputs)
         if module in self._different:
             key = (*key, id(module))
-        # As in pipelines: behind the first backward, in the least memory all the same.
+        # Calls behind the first backward, as in pipelines, run in the least memory all the same.
         if self._ended is not None or self._has_given_up:
             return Watch(self.least_plan(key))
         call = SurveyedCall(self, module, key, inputs)
@@ -249,7 +249,7 @@ class Survey:
         return None if kind is None or not self._may_compute_again(kind) else kind.least
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
-        """Return this moment, hand the peak until now to whom it belongs, and the next one to ``sink``."""
+        """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
         peak = self.meter.take_peak()
         if begins_backward and not self._has_backward_begun:
             self._has_backward_begun = True
@@ -277,15 +277,15 @@ class Survey:
 
     @property
     def is_timing(self) -> bool:
-        """Whether the step is one whose times are wanted, and no longer the least memory."""
+        """Whether the step measures times. The steps before it measure the least memory."""
         return self._least is not None or not self.meter.measures_memory
 
     @property
     def window_bytes(self) -> int:
-        """The windows of the next step: none where memory is measured, and else two blocks' inputs.
+        """The windows of the next step: none while memory is measured, and else two blocks' inputs.
 
-        So the next block's input comes while a block's backward runs, whose time is not that of the copy then. Where
-        there is no room for two, it is one.
+        So the next block's input comes while a block's backward runs, and the backward's time is not that of the copy.
+        If there is no room for two, it is one.
         """
         if not self.is_timing or self._has_no_windows:
             return 0
@@ -311,17 +311,17 @@ class Survey:
         return sum(call.key == key for call in self.calls)
 
     def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
-        """Note what a kind of block does."""
+        """Note a kind of block."""
         self.kinds[key] = kind
         self._new_kinds = True
 
     def differs(self, module: nn.Module) -> None:
-        """Note that a block does not what others of its kind do: it is recorded by itself in the next step."""
+        """Note that a block differs from others of its kind: it is recorded by itself in the next step."""
         if module not in self._different and self._recording_steps < _MOST_RECORDING_STEPS:
             self._different.add(module)
             self._new_kinds = True
 
-    # What the step tells.
+    # Steps.
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -340,7 +340,7 @@ class Survey:
             self.mark(self._note_loss, begins_backward=True)
 
     def backward_ended(self) -> None:
-        """Take notice of the end of a backward. What is called behind the first one is not surveyed."""
+        """Take notice of the end of a backward. Calls behind the first one are not surveyed."""
         self._ended = self.mark(self._note_other)
 
     def takes_less(self) -> bool:
@@ -357,7 +357,7 @@ class Survey:
     def end_step(self, *, is_largest: bool = True) -> bool:
         """Return whether the step shows all there is to know. Called when the next step is about to begin.
 
-        ``is_largest``: whether no step before it was larger. The largest one is what is planned for.
+        ``is_largest``: whether no step before it was larger. The plan is made for the largest one.
         """
         self._sink(self.meter.take_peak())  # the optimizer's
         self.is_known = False
@@ -386,7 +386,7 @@ class Survey:
         return [call for call in self.calls if call.returned is not None and call.key in self.kinds]
 
     def measured(self) -> tuple[Measured, list[tuple[Any, ...]]]:
-        """Return what the step took, and the keys of its kinds by their numbers."""
+        """Return the measured step, and the keys of its kinds by their numbers."""
         calls = self._known_calls()
         keys = list(dict.fromkeys(call.key for call in calls))
         between = self.meter.between_s
@@ -423,9 +423,9 @@ class Survey:
         for call in timed[-1:]:
             kind.set_times({number: between(*moments) for number, moments in call.moments.items()})
         forward_s = statistics.median(between(call.began, call.returned) for call in calls)
-        if kind.obstacle is None and self.meter.measures_memory:  # of the device alone, where the host is ahead
+        if kind.obstacle is None and self.meter.measures_memory:  # of the device alone, since the host is ahead
             forward_s = min(forward_s, kind.duration_s)
-        # The first call may be given what all share, too, or what another block was given before.
+        # The arguments of the first call may include some that all calls share, or that another block was given before.
         input_bytes = max(call.input_bytes for call in calls[1:] or calls)
         backward_s = self._backward_s(timed[-1:], calls)
         if backward_s is None:
@@ -435,15 +435,15 @@ class Survey:
     def _backward_s(self, timed: list[SurveyedCall], calls: list[SurveyedCall]) -> float | None:
         """Return how long the device takes for a backward; None if none was seen.
 
-        A device that waits for the host takes longer. So the least of what two kinds of calls took is right: in those
-        whose operators are timed the host is kept ahead, and in the others the device is not interrupted.
+        A device that waits for the host takes longer. So the least time of two kinds of calls is right: in those whose
+        operators are timed the host is kept ahead, and in the others the device is not interrupted.
         """
         others = [call for call in calls if not call.moments]
         seen = [[call.backward_s for call in group if call.backward_s is not None] for group in (timed, others)]
         return min((statistics.median(each) for each in seen if each), default=None)
 
     def _host_s(self, calls: list[SurveyedCall]) -> HostTimes:
-        """Return what the host takes for a call of these that is computed again; 0 where it is what computes."""
+        """Return the host's time for a call of these that is computed again; 0 if the host itself computes."""
         again = [call for call in calls[TIMED_CALLS:] or calls if call.again_host_s > 0]
         if not again or self.meter.device.type == "cpu":
             return HostTimes(0.0, 0.0)
@@ -471,7 +471,7 @@ class Survey:
         assert model is not None
         weights = unique_bytes([*model.parameters(), *model.buffers()])
         trained = [each for each in model.parameters() if each.requires_grad]
-        gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor what is here
+        gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor, the shard
         others = self._began_bytes - weights
         return {"weights": weights, "gradients": gradients, "other tensors, as the optimizer's": max(0, others)}
 
