@@ -104,7 +104,6 @@ def test_the_table_of_costs_tells_how_large_each_model_is():
 ESTIMATES = DOCS / "estimate.md"
 
 
-@pytest.mark.skipif(not ESTIMATES.exists(), reason="no page of estimates")
 def test_the_table_of_estimates_is_that_of_its_page():
     def cells(text: str) -> list[list[str]]:
         rows = re.findall(r"^\| *(?:1B|7B|13B)\b.*$", text, flags=re.MULTILINE)
