@@ -50,12 +50,19 @@ bool IoQueue::is_idle() const {
   return is_reached(submitted_);
 }
 
-// The thread that takes the job waits for the lock until the job is there.
 uint64_t IoQueue::submit(const IoJob& job) {
   if (fork_guard_.inherited()) throw_inherited();
-  const MutexLock lock(mutex_);
+  pool_.reserve();
+  uint64_t serial = 0;
+  try {
+    const MutexLock lock(mutex_);
+    serial = add(job);
+  } catch (const std::exception&) {
+    pool_.submit();  // a call that finds nothing to do
+    throw;
+  }
   pool_.submit();
-  return add(job);
+  return serial;
 }
 
 uint64_t IoQueue::run_here(const IoJob& job) {

@@ -16,11 +16,16 @@ constexpr unsigned kThreadsOfADirection = 2;
 ThreadedTransfers::Queue::Queue(const char* name, RunTransfer run)
     : run_(std::move(run)), pool_(name, kThreadsOfADirection, [this] { run_next(); }) {}
 
-// The thread that takes the transfer waits for the lock until the transfer is there.
 void ThreadedTransfers::Queue::submit(const SlotTransfer& transfer) {
-  const MutexLock lock(mutex_);
+  pool_.reserve();
+  try {
+    const MutexLock lock(mutex_);
+    waiting_.push_back(transfer);
+  } catch (const std::exception&) {
+    pool_.submit();  // a call that finds nothing to do
+    throw;
+  }
   pool_.submit();
-  waiting_.push_back(transfer);
 }
 
 void ThreadedTransfers::Queue::run_next() {

@@ -28,11 +28,17 @@ ThreadPool::~ThreadPool() {
   for (const pthread_t thread : ending) pthread_join(thread, nullptr);
 }
 
+void ThreadPool::reserve() {
+  const MutexLock lock(mutex_);
+  while (are_threads_ending_) threads_ended_.wait(mutex_);
+  if (threads_.empty()) start_threads();
+  ++reserved_count_;
+}
+
 void ThreadPool::submit() {
   {
     const MutexLock lock(mutex_);
-    while (are_threads_ending_) threads_ended_.wait(mutex_);
-    if (threads_.empty()) start_threads();
+    --reserved_count_;
     ++waiting_count_;
   }
   submitted_or_ending_.notify_one();
@@ -43,7 +49,7 @@ void ThreadPool::end_idle_threads() {
   std::vector<pthread_t> ending;
   {
     const MutexLock lock(mutex_);
-    if (are_threads_ending_ || threads_.empty() || waiting_count_ > 0 || running_count_ > 0) return;
+    if (are_threads_ending_ || threads_.empty() || reserved_count_ + waiting_count_ + running_count_ > 0) return;
     are_threads_ending_ = true;
     ending.swap(threads_);
   }

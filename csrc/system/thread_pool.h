@@ -1,7 +1,7 @@
 // ThreadPool: a few threads that make the pool's call, once for each submit().
 // Ownership:     owns its threads. What a call is to do stands with whoever made the pool.
 // Thread safety: every method, any thread. The threads take no signal and touch no Python.
-// Failures:      submit() throws NoThread. The call itself throws nothing.
+// Failures:      reserve() throws NoThread. The call itself throws nothing.
 // Shutdown:      leaked on purpose with its owner; see Note [No CUDA after main]. Nothing is submitted in a forked child;
 //                see Note [Forked children].
 #pragma once
@@ -33,11 +33,14 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // One of the threads makes the call, soon. Throws NoThread where none can be started: the call is not made, and the
-  // next submit() tries again. Waits while threads are being ended, which depends on no call.
+  // There is a thread for a call, until submit() has it made. In between, the caller lists what is to be done, so that no
+  // thread is woken while the list is locked. Throws NoThread where none can be started; the next call tries again.
+  // Waits while threads are being ended, which depends on no call.
+  void reserve() EXCLUDES(mutex_);
+  // One of the threads makes a call that was reserved, soon.
   void submit() EXCLUDES(mutex_);
 
-  // Ends the threads where no call waits or runs; else does nothing. Blocks until they are gone.
+  // Ends the threads where no call is reserved, waits or runs; else does nothing. Blocks until they are gone.
   void end_idle_threads() EXCLUDES(mutex_);
 
  private:
@@ -53,6 +56,7 @@ class ThreadPool {
   Mutex mutex_;
   CondVar submitted_or_ending_;
   CondVar threads_ended_;
+  uint64_t reserved_count_ GUARDED_BY(mutex_) = 0;
   uint64_t waiting_count_ GUARDED_BY(mutex_) = 0;  // calls that no thread has begun
   unsigned running_count_ GUARDED_BY(mutex_) = 0;
   std::vector<pthread_t> threads_ GUARDED_BY(mutex_);
