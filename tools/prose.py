@@ -63,9 +63,9 @@ def main() -> None:
     options = parser.parse_args()
     for part in PARTS:
         found = {path: counts_of(READERS[path.suffix](path)) for path in files_of(part)}
-        words, whats, wheres = (sum(each[number] for each in found.values()) for number in range(3))
+        words, clauses, wheres = (sum(each[number] for each in found.values()) for number in range(3))
         print(
-            f"{part:5} {words:6} words; for each 1,000: {1000 * whats / words:.1f} with 'what', "
+            f"{part:5} {words:6} words; for each 1,000: {1000 * clauses / words:.1f} with 'what', "
             f"{1000 * wheres / words:.1f} with 'where'"
         )
         for path in sorted(found, key=lambda path: -sum(found[path][1:]))[: options.files]:
