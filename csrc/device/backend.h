@@ -23,9 +23,9 @@ struct Backend {
   Streams& streams;
   Link& link;              // between the device and `store`
   SlotStore& store;        // of the tier
-  Coder* coder = nullptr;  // null: what crosses the link is not coded
+  Coder* coder = nullptr;  // null: nothing is coded for the link
   Observer& observer = no_observer();
-  mutable std::shared_ptr<void> user = {};  // what the floor above keeps for this backend, so that it is found quickly
+  mutable std::shared_ptr<void> user = {};  // the upper floor's object for this backend, to be found quickly
 };
 
 }  // namespace torchoffload

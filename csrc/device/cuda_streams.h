@@ -155,8 +155,8 @@ class StreamTable {
     return *leaked;
   }
 
-  // Called many times for each record, so each thread caches what it found. That stays true, since no stream is
-  // forgotten.
+  // Called many times for each record, so each thread caches the streams that it found. The cache stays right, since no
+  // stream is forgotten.
   TrackedStream& at(StreamId id) {
     struct Known {
       StreamId id = kNoStream;

@@ -5,7 +5,7 @@
 //                Python code, unless the thread puts that off; see PutOffDrops.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
-// What is declared here is defined in torch_memory.cpp.
+// The functions declared here are defined in torch_memory.cpp.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +26,13 @@ namespace torchoffload {
 class PutOffDrops {
  public:
   bool is_empty() const { return shares_.empty() && weak_shares_.empty(); }
-  // Drops what is on the list by now. May run Python code, which may add to the list meanwhile.
+  // Drops the shares that are on the list by now. May run Python code, which may add to the list meanwhile.
   void drop();
   // Drops nothing, ever.
   void leak();
 
-  // What the calling thread gives up goes onto `drops` from here on; null: it is dropped at once. Returns the list that
-  // was in force before.
+  // From here on, shares that the calling thread gives up go onto `drops`; null: they are dropped at once. Returns the
+  // list that was in force before.
   static PutOffDrops* put_in_force(PutOffDrops* drops);
 
  private:

@@ -12,7 +12,7 @@ namespace torchoffload {
 namespace {
 
 constexpr size_t kPlacesOpen = 2;         // idle places that keep files and threads
-constexpr size_t kPlacesRemembered = 16;  // idle places that keep what was learned
+constexpr size_t kPlacesRemembered = 16;  // idle places that keep their learned facts
 
 }  // namespace
 

@@ -1,7 +1,7 @@
-// SpillPlace: where slots of one kind of device go on to disks: a TieredStore, and a backend for each device.
+// SpillPlace: the spilling of slots of one kind of device to disks: a TieredStore, and a backend for each device.
 // Ownership:     the store and the backends. The arena outlives it.
 // Thread safety: needs the GIL, but for trim() and the destructor.
-// Failures:      the constructor throws std::runtime_error where no spill file can be made in a directory.
+// Failures:      the constructor throws std::runtime_error if no spill file can be made in a directory.
 // Shutdown:      see DiskPlaces.
 #pragma once
 

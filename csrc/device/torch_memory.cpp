@@ -27,7 +27,7 @@ auto with_weak(c10::StorageImpl* storage, Use use) {
 
 constinit thread_local PutOffDrops* in_force = nullptr;
 
-// Where there is no memory for the list the share is leaked, which is safer than to run Python code here.
+// If there is no memory for the list, the share is leaked, which is safer than to run Python code here.
 void put_off(std::vector<c10::StorageImpl*>& list, c10::StorageImpl* share) noexcept {
   try {
     list.push_back(share);

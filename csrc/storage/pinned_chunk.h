@@ -2,8 +2,9 @@
 // Ownership:     a chunk is a value; whoever took it gives it back, or leaks it.
 // Thread safety: every function, any thread. Both block, for as long as the kernel and the driver take.
 // Shutdown:      neither is called then; see Note [No CUDA after main].
-// Not handled:   Where the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower
-//                to fill and to register. Where it does not let us choose a node, the memory is where it was touched.
+// Not handled:   If the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower to
+//                fill and to register. If it does not let us choose a node, the memory is on the node of the CPU that
+//                touched it.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +40,7 @@ struct LockRefused : StoreFull {
 };
 
 // `nbytes`: a multiple of `page_bytes`, at a multiple of which the chunk begins. Throws StoreFull with the reason, and
-// with the limit of this process that may be behind it; LockRefused where that is the driver's.
+// with the limit of this process that may be behind it; LockRefused if that limit is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // The same memory, which no driver is told of. Throws StoreFull.

@@ -18,8 +18,8 @@ namespace {
 
 constexpr char kSpillFileInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
 
-// 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT, where
-// a plain copy would end the process.
+// 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT,
+// whereas a plain copy would end the process.
 int copy_from_source(std::byte* target, const std::byte* source, uint64_t nbytes) {
   for (uint64_t done_bytes = 0; done_bytes < nbytes;) {
     const iovec local{target + done_bytes, nbytes - done_bytes};
@@ -269,8 +269,8 @@ IoResult SpillFile::move_through_buffer(const File& file, IoDirection direction,
   return result;
 }
 
-// What is written is on the disk, and not in memory, before it counts as done. The disk starts with each piece while
-// the next one is copied, so that dirty pages do not pile up.
+// Written bytes are on the disk, and not in memory, before the transfer counts as done. The disk starts with each piece
+// while the next one is copied, so that dirty pages do not pile up.
 IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span) {
   const int fd = file.cached.get();
   if (direction == IoDirection::In) {

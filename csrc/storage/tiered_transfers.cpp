@@ -1,4 +1,4 @@
-// What a TieredStore writes to its disks and reads back, and when.
+// The transfers of a TieredStore to its disks and back: which ones, and when.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -20,7 +20,8 @@ std::atomic<uint64_t> fetched_bytes{0};
 std::atomic<uint64_t> wait_count{0};
 std::atomic<int64_t> wait_ns{0};
 
-// What is kept free of the limit, where it is not known how much is about to be wanted: room for two slots at least.
+// The share of the limit that is kept free if it is not known how much is about to be wanted: room for two slots at
+// least.
 constexpr uint64_t kShareAhead = 8;
 constexpr uint64_t kMostBytesAhead = uint64_t{4} << 30;
 

@@ -17,11 +17,11 @@ constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
 // Windows with room for the largest record and one of the next smaller sizes: so many of these sizes are tried.
 constexpr size_t kSmallerSizes = 2;
 constexpr uint64_t kWithSmaller = 3;  // the number under which the best plan with such windows is kept; no multiple
-// The size of windows that is tried where no room is left for them everywhere.
+// The size of windows that is tried if room is not left for them everywhere.
 constexpr uint64_t kWithoutRoom = 32;
 // Of the calls of a kind that go on to the next way this many different counts are tried.
 constexpr size_t kCounts = 8;
-// With nothing moving, amounts of what is kept are told apart by this part of the room.
+// If nothing moves, amounts of kept bytes are told apart by this part of the room.
 constexpr size_t kAmounts = 4096;
 // The best plan with windows of each size is made better step by step, with so many changes at most. To look at one
 // takes the longer the more calls there are.
@@ -29,12 +29,12 @@ constexpr size_t kChanges = 2000;
 constexpr size_t kChangedCalls = 300'000;
 constexpr double kWindowChanges[] = {0, 0.5, 0.67, 0.75, 0.9, 1.1, 1.25, 1.5, 2};
 constexpr double kNoGainS = 1e-9;
-// Copies slow down what runs beside them a little, which is in no simulation: so of plans whose times differ by no more
-// than this part the one that moves less is better.
+// Copies slow down the kernels that run beside them a little, which no simulation includes. So if the times of plans
+// differ by no more than this part, the plan that moves less is better.
 constexpr double kNoDifference = 1e-3;
 // So much longer a plan may take that leaves the allocator room.
 constexpr double kForRoom = 0.03;
-// What the windows of blocks leave free is tried in parts of the plan's memory.
+// Memory that the windows of blocks leave free is tried in parts of the plan's memory.
 constexpr uint64_t kSpareParts = 32;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
@@ -73,7 +73,7 @@ std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes
   };
   const size_t count = step.calls.size();
   const auto memory = static_cast<int64_t>(std::min(memory_bytes, kUnlimited / 4));
-  // What may be kept at most before the first call, and behind each.
+  // The most that may be kept before the first call, and behind each.
   std::vector<int64_t> most(count + 1, memory - static_cast<int64_t>(step.loss_bytes));
   for (size_t call = count; call-- > 0;) {
     most[call + 1] = std::min(most[call + 1], memory - static_cast<int64_t>(step.calls[call].forward_bytes));
@@ -145,7 +145,7 @@ class Search {
   }
 
  private:
-  // By what a plan is chosen among those that take nearly as long.
+  // The measure that chooses among plans that take nearly as long.
   uint64_t cost_of(const JointPlan& plan) const { return step_.leaves_room ? plan.blocks_bytes : plan.moved_bytes; }
 
   // Makes the windows of blocks smaller, as far as the step takes no more than this time.
@@ -185,7 +185,7 @@ class Search {
   }
 
   void consider(const std::vector<uint32_t>& ways) {
-    // First with all that is kept on the device, where a window is of no use.
+    // First with all kept values on the device: then a window is of no use.
     if (try_plan(ways, std::nullopt)) return;
     const std::vector<uint64_t> sizes = plans_.movable_sizes(ways);
     const uint64_t largest_bytes = sizes.empty() ? 0 : sizes.back();
@@ -263,7 +263,7 @@ class Search {
     return is_better;
   }
 
-  // What a call could do instead: stay whole, or move more or less, in the same way, in those beside it, or in those
+  // The other plans of a call: to stay whole, or to move more or less, in the same way, in those beside it, or in those
   // that keep the least and the most.
   std::vector<CallPlan> options_of(size_t call, const CallPlan& now) const {
     std::vector<CallPlan> options;
@@ -287,7 +287,7 @@ class Search {
     return options;
   }
 
-  // Exchanges what two neighbouring calls of a kind do, and what the first and the last do that differ.
+  // Exchanges the plans of two neighbouring calls of a kind, if these plans differ.
   bool swap_calls(JointPlan& plan) {
     bool is_better = false;
     for (const std::vector<size_t>& calls : calls_of_) {
@@ -307,7 +307,7 @@ class Search {
   const uint64_t memory_bytes_;
   const BlockPlans plans_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
-  // By what room is left for windows, and by their size.
+  // By the kind of room that is left for windows, and by their size.
   std::map<std::pair<BlockPlans::Keeps, uint64_t>, JointPlan> best_;
   size_t changes_left_ = 0;
 };

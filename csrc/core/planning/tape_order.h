@@ -1,4 +1,4 @@
-// TapeOrder: in which order a step opens its tapes and asks for them, as learned from the step before. So where several
+// TapeOrder: in which order a step opens its tapes and asks for them, as learned from the step before. So if several
 // tapes are alive at once (micro-batches, pipeline stages) the next one's end can be reloaded while one is still used.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
@@ -47,7 +47,7 @@ class TapeOrder {
   // The tape that is expected to be asked for `places` after the next one; nullopt: not known, or not opened yet.
   std::optional<TapeId> coming(size_t places) const;
 
-  // Is a backward what is expected next? Is it this tape's backward? nullopt: not known.
+  // Is a backward expected next? Is it this tape's backward? nullopt: not known.
   bool is_backward_next() const;
   std::optional<bool> is_own_backward_next(uint64_t number) const;
 
@@ -68,7 +68,7 @@ class TapeOrder {
   void look_at_round();
   // The events since the round began, as those of a step of its own; nullopt: they are none.
   std::optional<std::vector<Event>> latest_round() const;
-  // Is the opening of another tape what the last step leads to expect now?
+  // Does the last step lead to expect the opening of another tape now?
   bool is_opening_expected() const;
 
   std::vector<TapeId> tapes_;    // of this step, in the order of opening
