@@ -1,4 +1,4 @@
-// Extent: which bytes of a storage move with a save.
+// Extent: the part of a storage that moves with a save.
 // Ownership:     none; the functions depend on their arguments alone.
 // Thread safety: every function, any thread.
 #pragma once

@@ -1,4 +1,4 @@
-// Ledger: which records there are, in which state each one is, which handles count on it, and which tape it is in.
+// Ledger: the records, with the state, the handles and the tape of each.
 // Ownership:     values only. The engine keeps a record's memory, slot and points beside it, by RecordId.
 // Thread safety: none; touched only with the GIL held.
 // Failures:      a transition from a wrong state throws std::logic_error and changes nothing.
@@ -119,9 +119,9 @@ class Ledger {
   // ---- records ----
 
   // The live record of the open tape that stands for these bytes: it has the same identity and a span that contains
-  // `span`, at a distance that is a multiple of `itemsize`. A record whose copy is not enqueued yet stands for whatever
-  // the storage holds, so versions are not compared: views may have version counters of their own. A record whose copy
-  // waits for room does not: the operators after the one that saved it have begun.
+  // `span`, at a distance that is a multiple of `itemsize`. A record whose copy is not enqueued yet stands for the
+  // storage's present bytes, so versions are not compared: views may have version counters of their own. This does not
+  // hold for a record whose copy waits for room: the operators after the one that saved it have begun.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
   // The open tape's records of one storage.
   struct OfStorage {
@@ -134,7 +134,7 @@ class Ledger {
   // closed.
   std::optional<RecordId> before_of_storage(RecordId id) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span, Decision decision);
-  // Above the index that the next record will have.
+  // A limit above the index of the next record.
   size_t next_index_limit() const { return records_.size() + 1; }
   bool is_live(RecordId id) const {
     if (id.index >= records_.size()) return false;
@@ -161,7 +161,7 @@ class Ledger {
   // The record is not released before let_go(), even if its last handle dies. Holds are counted.
   void hold(RecordId id) { ++record(id).holds; }
   DroppedHandle let_go(RecordId id);
-  // Lets go, unless that releases the record: then nothing is done, and the answer is false.
+  // Lets go, unless that would release the record: then it does nothing and returns false.
   bool let_go_unless_last(RecordId id) {
     Record& held = record(id);
     if (held.live_handles == 0 && held.holds == 1) return false;

@@ -1,7 +1,7 @@
 // mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
 // Ownership:     one of them is in force in the process, or none, in the test build alone.
 // Thread safety: any thread may ask; a test puts one in force before it starts the threads that are to ask.
-// Cost:          none but in the test build: mutated() is a constant false elsewhere.
+// Cost:          none outside of the test build: there mutated() is a constant false.
 //
 // `make mutants` runs, for each mutant, the scenario of its name in tests/mutants/. The scenario must pass without the
 // mutant and fail with it, and in the way that it names.

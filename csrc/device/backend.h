@@ -1,4 +1,4 @@
-// Backend: the parts that serve one pair of device and tier. The seam between the engine and the world.
+// Backend: the parts that serve one pair of device and tier. The interface between the engine and devices.
 // Ownership:     refers to its parts, which outlive it. Several backends may share a part: those of one device with two
 //                stores, say.
 // Thread safety: as each part says.

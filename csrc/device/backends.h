@@ -1,11 +1,11 @@
-// Backends: which kinds of backend this build has, and which backend serves a place.
+// Backends: the kinds of backend that this build has, and the lookup of the backend that serves a place.
 // Ownership:     kinds and backends live for the process and are leaked on purpose.
 // Thread safety: needs the GIL, but for registering, which is done while the module is loaded.
 // Shutdown:      see Note [No CUDA after main].
 //
 // A kind registers itself from its own file, cuda_kind.cpp say, by an object of static storage:
 //   const RegisterBackendKind registered(*new CudaKind);
-// Nobody else names it: which kinds there are is decided by which files are linked.
+// No other file names it: the linked files decide which kinds there are.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ class BackendUsers {
   virtual bool know(const DiskPlace& place) const = 0;
   // Gives up the device memory that engines of the place have for coded copies.
   virtual void release_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
-  // The place is not looked up any more: it is destroyed once nothing refers to it.
+  // No call looks the place up any more: it is destroyed once nothing refers to it.
   virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
 
   // Makes a call that may block.
@@ -135,7 +135,8 @@ std::optional<SpillPlan> spill_plan(const Place& place);
 using BackendWrapper = std::shared_ptr<const Backend> (*)(const Backend& backend, int device_index);
 std::shared_ptr<const Backend> wrapped(const Backend& backend, int device_index);
 
-// While a test has set a plan, slots of contexts without a budget go on to disks by that plan, whatever their options.
+// While a test has set a plan, slots of contexts without a budget go on to disks by that plan, and their options do not
+// count.
 void set_spill_plan(const std::vector<std::string>& directories, SpillPolicy policy);
 void forget_spill_plan();
 

@@ -37,7 +37,7 @@ class Coder {
   // Returns at once whether they are ready. The device has to be in use by the program. Throws nothing.
   virtual bool prepare() = 0;
 
-  // Why the codes will never be ready; empty: nothing was found in their way.
+  // Why the codes will never be ready; empty: no obstacle was found.
   virtual std::string obstacle() const = 0;
 
   // Blocks until the call that prepare() began has ended, well or not: for tests.

@@ -112,8 +112,8 @@ std::vector<std::byte> test_bytes(codec::Code code) {
 
 constexpr uint64_t kMostModulo = 2;  // of the raw bytes' address
 
-// The memory of the self-tests, with room for each of them. It is kept for ever: to give it back could wait for all
-// that the device has to do, and hold up the program's calls meanwhile.
+// The memory of the self-tests, with room for each of them. It is kept for ever: giving it back could wait for all work
+// of the device, and hold up the program's calls meanwhile.
 class TestMemory {
  public:
   TestMemory() {

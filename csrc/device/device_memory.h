@@ -27,8 +27,8 @@ class DeviceMemory {
   // as that stream's allocations are. Throws c10::OutOfMemoryError (or std::bad_alloc's kin) when there is none.
   virtual Memory allocate(uint64_t nbytes, uint64_t address_modulo) = 0;
 
-  // Is this memory of the device's own allocator? Any other has an owner that is called at once when it is dropped, and
-  // knows nothing of streams.
+  // Is this memory of the device's own allocator? Other memory has an owner that frees it as soon as it is dropped,
+  // without regard to streams.
   virtual bool owns(MemoryRef /*memory*/) const { return true; }
 
   // Tells the allocator that `stream` used this memory, which, once freed, waits for the work enqueued there. Free when
@@ -41,12 +41,12 @@ class DeviceMemory {
   // The allocation alone.
   virtual uint64_t allocation_of(MemoryRef memory) { return origin_of(memory).allocation; }
 
-  // Before the first record is made: must settle() be called, which waits for all that the device was given so far?
-  // Without that origin_of() says nothing of older memory. settle() blocks.
+  // Before the first record is made: must settle() be called, which waits for all work given to the device so far?
+  // Without that, origin_of() has no answer for older memory. settle() blocks.
   virtual bool must_settle() { return false; }
   virtual void settle() EXCLUDES(gil) {}
 
-  // Is this memory of CUDA graphs that are replayed behind autograd's back? See Note [Memory of graph trees].
+  // Is this memory of CUDA graphs that are replayed without autograd's knowledge? See Note [Memory of graph trees].
   virtual bool is_graph_memory(const void* /*address*/) { return false; }
 
   // Of the device's allocator, in use now; 0 if it does not tell.

@@ -20,9 +20,9 @@ struct StorageImpl;
 
 namespace torchoffload {
 
-// Shares that a thread has given up and that are still to be dropped. The last share of a storage frees the memory and
-// the storage's Python object, and so may run finalizers and deleters, which are any code. While such a list is in
-// force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
+// Shares that a thread has given up and that are still to be dropped. Dropping the last share of a storage frees the
+// memory and the storage's Python object, and so may run finalizers and deleters, which may be any code. While such a
+// list is in force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
 class PutOffDrops {
  public:
   bool is_empty() const { return shares_.empty() && weak_shares_.empty(); }
@@ -88,7 +88,7 @@ class Memory {
   explicit operator bool() const { return static_cast<bool>(memory_); }
   MemoryRef ref() const { return memory_; }
   const std::byte* data() const { return memory_.data(); }
-  // Of memory that nobody else knows yet.
+  // For memory that no other owner shares yet.
   std::byte* mutable_data() const { return const_cast<std::byte*>(memory_.data()); }
   uint64_t nbytes() const { return memory_.nbytes(); }
 

@@ -30,7 +30,7 @@ class Observer {
   virtual void saw_operators_end() {}
 };
 
-// One that does not listen, for every build but the test build.
+// An observer that does nothing, for every build but the test build.
 Observer& no_observer();
 
 }  // namespace torchoffload

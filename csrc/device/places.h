@@ -6,9 +6,9 @@
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
 //
 // Note [Directories that are left]
-// A program may use one directory for ever, some of them in turn, or a new one for each step. So of the places that
-// nobody uses now, the two used last keep their files and threads, and further ones are remembered with the facts
-// learned there. One whose directories were deleted is remembered only while a context knows it.
+// A program may use one directory for ever, some of them in turn, or a new one for each step. So of the places without
+// a user now, the two used last keep their files and threads, and further ones are remembered with the facts learned
+// there. One whose directories were deleted is remembered only while a context still uses its facts.
 #pragma once
 
 #include <cstddef>

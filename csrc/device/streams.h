@@ -26,7 +26,7 @@ enum class Completion : uint8_t {
   ByPolling,      // I/O: no stream order protects the memory of a copy, so it is held until status() says Reached
 };
 
-// A place in a stream's order whose time is wanted.
+// A point of a stream's order whose time is measured.
 struct TimedPoint {
   uint32_t id = 0;
   bool is_set() const { return id != 0; }
@@ -43,20 +43,20 @@ class Streams {
   // The same answer each time. kNoStream: ByPolling if that is so of any of its streams.
   virtual Completion completion(StreamId stream) const = 0;
 
-  // False for a stream that its owner may destroy, after which another may have its id. It is there for sure while it
-  // is the calling thread's current one; see Note [Streams that may be destroyed].
+  // False for a stream that its owner may destroy, after which another may have its id. While it is the calling
+  // thread's current stream it certainly exists; see Note [Streams that may be destroyed].
   virtual bool is_lasting(StreamId /*stream*/) { return true; }
 
   // True if record(), record_timed(), wait(), or a copy or DeviceMemory::allocate() on this stream may block the host:
-  // a stream takes so many commands and no more until it has come to some of them, and if the stream is the host
-  // itself, the host waits and copies. They are called without the GIL then, and no lock is held over them that a
-  // holder of the GIL may want.
+  // a stream's queue holds a limited number of commands, and if the stream is the host itself, the host waits and
+  // copies. Such calls are made without the GIL, and without any lock that a holder of the GIL may want.
   virtual bool may_block(StreamId stream) const = 0;
 
   // Is a CUDA graph being captured on the current stream? Nothing is enqueued, grown or waited for then.
   virtual bool is_capturing() { return false; }
 
-  // Is one being captured on this stream? A point recorded there would draw who waits for it into the capture.
+  // Is one being captured on this stream? A point recorded there would draw each stream that waits for it into the
+  // capture.
   virtual bool is_capturing_on(StreamId /*stream*/) { return false; }
 
   // ---- points ----
@@ -73,7 +73,7 @@ class Streams {
   // Has `point` been reached? Only called if its stream completes ByPolling; a step on a GPU never asks.
   virtual PointStatus status(Point point) = 0;
 
-  // ---- times: taken in a step that is timed, and in no other ----
+  // ---- times, which are taken only in a timed step ----
 
   // If this is false, no point is set and no time known.
   virtual bool tells_time() const { return false; }

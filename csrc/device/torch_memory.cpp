@@ -111,7 +111,7 @@ struct MemorySet::Entries {
   // A flat map: each save looks into several of these sets, and finds little of them in the CPU's caches.
   using Map = ska::flat_hash_map<const c10::StorageImpl*, WeakMemory>;
 
-  // Forgets the storages that are gone. Called each time that the set has doubled.
+  // Forgets freed storages. Called each time that the set has doubled.
   void prune() {
     Map alive;
     for (auto& entry : map) {

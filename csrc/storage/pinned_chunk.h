@@ -1,5 +1,5 @@
 // PinnedChunk: host memory from the system, in huge pages, filled by several threads and made known to a driver.
-// Ownership:     a chunk is a value; whoever took it gives it back, or leaks it.
+// Ownership:     a chunk is a value; its owner gives it back, or leaks it.
 // Thread safety: every function, any thread. Both block, for as long as the kernel and the driver take.
 // Shutdown:      neither is called then; see Note [No CUDA after main].
 // Not handled:   If the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower to
@@ -18,13 +18,13 @@ namespace torchoffload {
 
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
-// How memory is made known to a device's driver: injected, so that storage knows no driver. The first two
-// return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a CUDA graph
-// is captured on another: a driver that forbids it then must be told that this is none of the capture's.
+// How memory is made known to a device's driver: injected, so that storage knows no driver. The first two return the
+// reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a CUDA graph is captured
+// on another: a driver that forbids it then must be told that this call is not a part of the capture.
 struct HostRegistration {
   std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
   std::string (*unregister_memory)(void* address) = nullptr;
-  // The NUMA node that the memory is best at; null, or nullopt: none is better.
+  // The best NUMA node for the memory; null, or nullopt: none is better.
   std::optional<int> (*node)() = nullptr;
 };
 
@@ -43,7 +43,7 @@ struct LockRefused : StoreFull {
 // with the limit of this process that may be behind it; LockRefused if that limit is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
-// The same memory, which no driver is told of. Throws StoreFull.
+// The same memory, without a driver's knowledge. Throws StoreFull.
 PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // False: the driver refused, and the memory is leaked.

@@ -1,7 +1,7 @@
 // SlotStore: the resting places of records' bytes. A slot is a range of pinned memory, or of a spill file, or now one
 // and now the other.
-// Ownership:     a slot is a value; whoever acquired it releases it exactly once, and lets go of it before that as
-//                often as it was held.
+// Ownership:     a slot is a value; its owner releases it exactly once, and before that lets go of it once for each
+//                time that it was held.
 // Thread safety: every method, any thread.
 // Stream order:  release() is in host time; the guards say after which points the range may be written again.
 // Shutdown:      stores live for the process; see Note [No CUDA after main].
@@ -58,13 +58,13 @@ class SlotStore {
   virtual uint64_t used_bytes() const = 0;      // in slots
   virtual uint64_t grow_count() const = 0;      // how often memory or disk was taken from the system
 
-  // Ahead of need. Capacities are totals of the store, of all who use it; the latest of the first three calls holds.
-  // A store that grows quickly does nothing here.
+  // Ahead of need. Capacities are totals of the store, over all its users; the latest of the first three calls holds. A
+  // store that grows quickly does nothing here.
 
   // The need is not known: while slots are acquired, the store keeps a chunk ahead of them, up to `limit_bytes`.
   virtual void grow_ahead(uint64_t /*limit_bytes*/) {}
 
-  // The need is known: that much is brought about now, in the background, and nothing beyond it. Returns at once.
+  // The need is known: the store takes that much now, in the background, and nothing beyond it. Returns at once.
   virtual void reserve(uint64_t /*capacity_bytes*/) {}
 
   // From here on nothing is taken ahead. Waits for a chunk that is being taken.
@@ -104,7 +104,7 @@ class SlotStore {
 
   // ---- reports of a store ----
 
-  // Does the store itself see to it that its memory stays within a budget?
+  // Does the store itself keep its memory within a budget?
   virtual bool limits_itself() const { return false; }
   virtual uint64_t limit_bytes() const { return kNoLimit; }  // the capacity that this budget allows, now
 

@@ -159,7 +159,7 @@ uint64_t SpillFile::trim() {
   return given_back_bytes;
 }
 
-// The waits hold up nobody. They come first, since the user may interrupt one.
+// The waits hold up no other thread. They come first, since the user may interrupt one.
 SpillFile::Idle SpillFile::take_idle_chunks() {
   std::map<StreamId, uint64_t> reached;
   while (true) {
@@ -193,7 +193,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
   return taken;
 }
 
-// Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
+// Every transfer touches a slot, and every slot is in a chunk: so no transfer needs the file any more.
 void SpillFile::close_if_empty() {
   std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
   const MutexLock lock(mutex_);

@@ -35,8 +35,8 @@ namespace torchoffload {
 
 inline constexpr uint64_t kDiskBlockBytes = 4096;
 
-// Buffers that O_DIRECT accepts. As many as transfers ran at once. Mapped, and their list has room from the start: an
-// I/O thread that never allocates never makes malloc reserve an arena of 64 MiB of addresses for it.
+// Buffers that O_DIRECT accepts, as many as transfers ran at once. They are mapped, and their list has room from the
+// start, so that an I/O thread never allocates: otherwise malloc would reserve an arena of 64 MiB of addresses for it.
 class TransferBuffers {
  public:
   static constexpr uint64_t kBufferBytes = 4 * kMiB;

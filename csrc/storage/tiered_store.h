@@ -7,9 +7,9 @@
 //                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
 //                that a slot gives up carries the points of the copies that used it, as a released range of the arena
 //                does.
-// Shutdown:      destroyed if its directories are used no more, and else leaked on purpose, with its threads; see
-//                Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked. In a
-//                forked child it is full; see Note [Forked children].
+// Shutdown:      destroyed if nothing uses its directories any more, and otherwise leaked on purpose, with its threads;
+//                see Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked.
+//                In a forked child it is full; see Note [Forked children].
 // Not handled:   compression, encryption, writing a part of a slot.
 //
 // Note [Where a slot is]
@@ -26,17 +26,18 @@
 // Slots are written while less memory is free, or can be given up without I/O, than slots are about to want. So if it
 // is known how far the slots' bytes will rise (SlotDemand), the excess over the limit is written from the first slot
 // on, and nothing more. If it is not known, slots are written once an eighth of the limit is left.
-// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
-//   the disk is no change to it, so that may go on.
+// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. A write to
+//   the disk may go on meanwhile, since it does not change the slot.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
 //   back by the thread that ran it.
 // - A thread that waits for room holds no slot. If nothing can leave the memory, because other threads hold all slots
 //   in it, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too, and no
 //   two threads wait for each other.
-// - A write that fails leaves the slot in memory, and its disk is refused: nothing more is written to it. It is tried
-//   again, with one slot at a time, in the next wave, after a minute, or once a slot is released there. Each try that
-//   fails doubles the number of waves. A write that succeeds ends the refusal.
-// - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
+// - A write that fails leaves the slot in memory, and its disk is refused: nothing more is written to it. The disk is
+//   tried again, with one slot at a time, in the next wave, after a minute, or once a slot is released there. Each
+//   failed try doubles the number of waves until the next one. A write that succeeds ends the refusal.
+// - A read that fails leaves the slot on the disk. Each thread that waits for this read gets the error. A later call
+//   reads again.
 #pragma once
 
 #include <cstdint>
@@ -67,11 +68,11 @@ double steady_now_s();
 // The functions that a TieredStore is given from outside.
 struct SpillHooks {
   // Blocks the calling thread, one of the store's own, until a point is reached, or for some milliseconds. Returns
-  // whether it was reached: the store asks again, and not any more once it is stopped.
+  // whether the point was reached. If it was not, the store asks again, unless it is stopped.
   std::function<bool(Point)> wait_for_point;
   MakeTransferQueue make_transfers = ThreadedTransfers::make;
   double (*now_s)() = steady_now_s;
-  // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
+  // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: no call is made.
   void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
 };
 
@@ -132,8 +133,8 @@ class TieredStore final : public SlotStore {
   uint64_t limit_bytes() const override;  // with the share of other stores in the arena
   uint64_t disk_used_bytes() const;       // in slots
 
-  // From here on slots have at most so much memory; absent: the default budget. If they have more now, it is given up
-  // as others want room.
+  // From here on slots have at most so much memory; absent: the default budget. If they have more now, they give up the
+  // excess as others want room.
   void limit_memory(std::optional<uint64_t> memory_bytes);
 
   // Is no slot in use, and no transfer under way? False in a forked child of the process that made the store.
@@ -238,8 +239,8 @@ class TieredStore final : public SlotStore {
   void write_ahead() REQUIRES(mutex_);
   bool must_write_more() const REQUIRES(mutex_);
   bool begin_write_of_oldest() REQUIRES(mutex_);
-  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit allows them
-  // by now, so that it is the arena which has no range of that size.
+  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit already
+  // allows them, and only the arena lacks a range of that size.
   void begin_writes_for(uint64_t nbytes, bool can_be_within_limit) REQUIRES(mutex_);
   // Is a transfer under way, or can one begin, that lets a slot give up its memory?
   bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }

@@ -5,8 +5,8 @@
 // Failures:      submit() throws NoThread if no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
-// The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
-// so that a test can bring about each order of events.
+// The threads are behind an interface because the simulated device runs the transfers itself, at a time that its mode
+// says, so that a test can bring about each order of events.
 #pragma once
 
 #include <cstddef>

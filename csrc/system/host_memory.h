@@ -1,7 +1,7 @@
 // HostMemory: how much of the machine's memory this process may take, by the kernel and by its control group.
-// Ownership:     values only; the files that are read are closed again.
+// Ownership:     values only; it closes the files that it reads.
 // Thread safety: every function, any thread.
-// Not handled:   swap; memory.high (it slows, and kills nobody); limits of a process (mmap tells them).
+// Not handled:   swap; memory.high (it slows processes and kills none); limits of a process (mmap tells them).
 //
 // Sources: sysinfo(2); /proc/meminfo, proc(5); control groups, the kernel's admin-guide/cgroup-v2.rst and
 // admin-guide/cgroup-v1/memory.rst. A file that is missing, or not as documented, leaves its fields absent.

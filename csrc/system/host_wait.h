@@ -32,7 +32,7 @@ inline constexpr WaitLimits wait_limits;
 #endif
 
 // Has the user interrupted the calling thread? Asked with no lock held. It neither runs Python code nor takes the
-// interruption away from Python. Null: nobody can interrupt.
+// interruption away from Python. Null: nothing interrupts.
 using AskInterrupted = bool (*)();
 void set_ask_interrupted(AskInterrupted ask);
 
@@ -42,7 +42,7 @@ void tell_on_stderr(const std::string& text);
 class HostWait {
  public:
   // Blocks until `is_done` returns true. `what` names the thing that is waited for, as in "a read of the disk". Both
-  // are called with the lock held, which is more than the analysis can see of a lambda's own annotation.
+  // are called with the lock held, but the analysis cannot connect this lock with a lambda's own annotation.
   template <typename IsDone, typename What>
   static void until(Mutex& mutex, CondVar& changed, const IsDone& is_done, const What& what)
       REQUIRES(mutex) NO_THREAD_SAFETY_ANALYSIS {

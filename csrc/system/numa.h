@@ -16,8 +16,8 @@
 
 namespace torchoffload {
 
-// The node with memory that a PCI device is at; nullopt: not known, or the machine has one node only.
-// `address`: as "0000:1b:00.0", in either case. `root`: the folder that holds sys/, so that tests can make their own.
+// The node with memory at which a PCI device is; nullopt: not known, or the machine has one node only. `address`: as
+// "0000:1b:00.0", in either case. `root`: the folder that holds sys/, so that tests can make their own.
 std::optional<int> node_of_pci_device(std::string address, const std::string& root = "/");
 
 // The node's CPUs; nullopt: not known, or none.

@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kMostMemory = std::numeric_limits<uint64_t>::max() / 4;
 
-// Of records that are asked for at the same moment the one that was made last comes first, as in backward.
+// If records are asked for at the same moment, the one that was made last comes first, as in backward.
 constexpr double kBetweenAsksS = 1e-9;
 
 // The part of the offload window at the loss that is still held in a backward. Sources leave the window in the order of

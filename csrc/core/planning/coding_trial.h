@@ -7,11 +7,11 @@
 // Note [A trial of the code]
 // Even if the link binds a step, fewer bytes on the link do not always make the step quicker: the kernels that code
 // need processors, and the program's kernels may leave them none for a long time. So both ways are timed, by tapes of
-// one shape. The step in which the link was found to bind may be an early one, of which little was known. One more is
-// timed as it is, then the steps are coded. The first coded step is not timed, since it may begin with an allocation;
-// two of those that follow are. If the code has won by then, one more step is timed as it is, since the program may
-// have become quicker by itself meanwhile. Of each way the shortest step counts, so that no single slow step decides.
-// The code is kept if it saves a hundredth of the time or more.
+// one shape. The link may be found to bind in an early step, when little was learned yet. So one more step is timed as
+// it is, and then the steps are coded. The first coded step is not timed, since it may begin with an allocation; two of
+// the next ones are. If the code is quicker by then, one more step is timed as it is, since the program may have become
+// quicker by itself meanwhile. Of each way the shortest step counts, so that no single slow step decides. The code is
+// kept if it saves a hundredth of the time or more.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,8 @@ class CodingTrial {
  public:
   // ---- observations ----
 
-  // A step takes longer than its computing. It stays so: a later one may be quicker because it was coded.
+  // A step takes longer than its compute. This is remembered for good, since a later step may be quicker only because
+  // it was coded.
   void saw_link_bind() { is_link_bound_ = true; }
   // A tape was closed.
   void saw_tape(TapeCode code) { coded_tapes_ += code == TapeCode::None ? 0 : 1; }
@@ -63,7 +64,7 @@ class CodingTrial {
 
   // Are the next tapes to be coded?
   bool codes() const;
-  // Are they, or may those after them be before anything else is seen to be bound by the link?
+  // Are they, or may a trial that has no verdict yet still code later tapes?
   bool expects_code() const { return codes() || (so_far_ && !verdict_); }
   TapeCode code_of_next() const { return coded_tapes_ == 0 ? TapeCode::First : TapeCode::Again; }
   // Is the next tape to be timed for the trial? `shape`: the readings of the known shape that it follows, or null. If

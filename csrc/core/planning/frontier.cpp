@@ -15,10 +15,10 @@ namespace {
 
 constexpr uint64_t kPageBytes = 4096;
 constexpr int64_t kForbidden = std::numeric_limits<int64_t>::max() / 4;
-// The product of all times and all pages is the largest cost there is.
+// The product of all times and all pages is the largest possible cost.
 constexpr uint64_t kCostLimit = uint64_t{1} << 58;
 constexpr uint64_t kMostBytes = uint64_t{1} << 48;
-// The cuts that are made for a block, times its groups.
+// The most cuts that are made for a block, times the number of its groups.
 constexpr size_t kWork = size_t{1} << 18;
 
 // A minimum cut by Dinic's algorithm. Costs are integers; kForbidden is never cut.
@@ -160,8 +160,8 @@ class Frontier {
     return ticks;
   }
 
-  // Adds the corners between the two that are known, in order: first one between these, then one on each side of it,
-  // and so on, as long as cuts are left.
+  // Adds the corners between the two known ones, in order: first one between these, then one on each side of it, and so
+  // on, as long as cuts are left.
   void find_between(std::list<Corner>& found) const {
     std::queue<std::pair<std::list<Corner>::iterator, std::list<Corner>::iterator>> gaps;
     gaps.emplace(found.begin(), std::prev(found.end()));

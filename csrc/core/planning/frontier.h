@@ -12,13 +12,13 @@
 // where each group that is computed again needs its inputs, kept or computed again, and each group that backward needs
 // is one of the two. With two variables for each group, a (it is available) and r (it is computed again; r <= a), that
 // is a minimum cut: each condition says that one variable is at most another one, and the cost is linear. Over all
-// prices the best choices are the corners of the lower convex hull of (bytes, seconds). The hull is found by the slope
-// between two corners: minimised at that price, either a corner below the line comes out, or there is none between
-// them. Bytes are counted in pages and times in nanoseconds, as integers, so that each process that is given the same
-// numbers finds the same corners. If the product of all times and all pages would be too large for an integer, a power
-// of two of nanoseconds is the unit. The larger a block is, the longer a cut takes. So the number of cuts is limited,
-// such that its product with the block's size stays below a limit. The corners found by then are returned, which are
-// enough to choose from.
+// prices the best choices are the corners of the lower convex hull of (bytes, seconds). The search takes the slope
+// between two corners as a price. The minimum at that price is either a corner below their line, or there is none
+// between them. Bytes are counted in pages and times in nanoseconds, as integers, so that each process that is given
+// the same numbers finds the same corners. If the product of all times and all pages would be too large for an integer,
+// a power of two of nanoseconds is the unit. The larger a block is, the longer a cut takes. So the number of cuts is
+// limited, such that its product with the block's size stays below a limit. The corners found by then are returned,
+// which are enough to choose from.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ namespace torchoffload {
 
 constexpr size_t kMostGroups = 4096;
 
-// The operators that write to one storage that the block made: mostly one operator.
+// The operators that write to one storage made by the block. Mostly that is a single operator.
 struct OperatorGroup {
   uint64_t duration_ns = 0;      // to compute it again
   uint64_t nbytes = 0;           // of its outputs
@@ -40,7 +40,7 @@ struct OperatorGroup {
 };
 
 enum class Choice : uint8_t {
-  Skipped,     // neither kept nor computed again: nobody needs it
+  Skipped,     // neither kept nor computed again: nothing needs it
   Kept,        // its outputs of forward are kept until the block's backward
   Recomputed,  // computed again in backward
 };

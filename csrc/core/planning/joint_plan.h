@@ -3,8 +3,8 @@
 // Thread safety: pure functions.
 // Failures:      std::invalid_argument for the number of a kind, a way or an output that does not exist, for a plan of
 //                other calls than the step has, for times that are negative or not finite, for rates that are not above
-//                0 if something may move, for shares of the link that are not in (0, 1], and for bytes that are too
-//                many to be added up.
+//                0 if something may move, for shares of the link that are not in (0, 1], and for bytes whose sum
+//                overflows.
 // Not handled:   link and compute of other processes on the same host; blocks of one kind that take different times.
 //
 // Note [Memory of a step of blocks]
@@ -14,7 +14,7 @@
 // begun, and the windows. While a block's backward runs, the block's own values are there in any plan, so they are part
 // of the measured memory. Windows of 0 bytes add nothing: the compute stream waits for each copy.
 //
-// The windows change from call to call. They have the plan's size if there is room for it, and otherwise take all the
+// Each call has windows of its own size. They have the plan's size if there is room for it, and otherwise take all the
 // room there is: a language model takes the most memory at its loss, and has room for large windows before and behind
 // it. As a call begins, and at the loss, the compute stream waits until no more is on its way out than the window of
 // that moment has room for. The reload window of a call is in force from the moment on at which backward asks for the
@@ -32,13 +32,13 @@
 // Note [The search for a plan]
 // If nothing moves, the search goes through the calls, and for each amount of kept bytes it remembers the best way to
 // reach it. If records may move, the search looks at the following plans. The ways of a kind are the corners of its
-// hull of bytes and time, so that going from one to the next saves less time a byte each time, and for one price of a
-// byte each kind takes one way. So all kinds begin at their ways of least bytes; then, by the time that a byte saves,
-// one kind after the other goes on to its next way, the first or the last calls of the kind before the others. The
-// values kept from forward stay on the device as far as there is room, from the last block to the first, and move
-// otherwise. That is done with room for whole windows left free everywhere, for windows of several sizes; without that
-// room; and with nothing staying that may move. Each such plan is simulated. The best plan of each sort is then
-// changed, one call or the windows at a time, as long as that saves time, or bytes that move.
+// hull of bytes and time. From one way to the next each further byte saves less time, and for one price of a byte each
+// kind takes one way. So all kinds begin at their ways of least bytes. Then one kind after the other goes on to its
+// next way, in the order of the time that a byte saves. Of a kind, the first or the last calls go on before the others.
+// The values kept from forward stay on the device as far as there is room, from the last block to the first, and move
+// otherwise. Three sorts of plans are tried: with room for whole windows left free everywhere, for windows of several
+// sizes; without that room; and with all values moved that may move. Each such plan is simulated. The best plan of each
+// sort is then changed, one call or the windows at a time, as long as that saves time, or bytes that move.
 #pragma once
 
 #include <cstdint>
@@ -134,8 +134,8 @@ std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_byt
 // Sets the times of a plan that was made for another step, which has other times and the same bytes.
 void time_plan(const StepOfBlocks& step, JointPlan& plan);
 
-// The plan of the least memory: all calls go the way of the least bytes, and all moves that can, with windows of this
-// size. A survey runs its steps like that.
+// The plan of the least memory: all calls go the way of the least bytes, and all values that can move do, with windows
+// of this size. A survey runs its steps like that.
 JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes = 0);
 
 }  // namespace torchoffload

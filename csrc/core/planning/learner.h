@@ -6,12 +6,12 @@
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   the order of several tapes among each other; see TapeOrder.
 //
-// A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on a plan is
-// followed that knows the times. The fifth is timed once more, since a second step is not yet a usual one, and after
-// that each 64th, since a device may become slower. A few more are timed to choose whether to code; see the Note in
-// coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does, it
-// follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that record
-// on: its kept records stay kept, and its shape is learned as a new one.
+// A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on the tapes
+// follow a plan made with these times. The fifth is timed once more, since a second step is not yet a usual one, and
+// after that each 64th, since a device may become slower. A few more are timed to decide whether to code; see the Note
+// in coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does,
+// it follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that
+// record on: its kept records stay kept, and its shape is learned as a new one.
 #pragma once
 
 #include <array>

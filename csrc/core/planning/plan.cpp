@@ -32,7 +32,7 @@ uint64_t sum_of(const std::vector<uint64_t>& sizes) { return std::accumulate(siz
 
 }  // namespace
 
-// ---- which sum ----
+// ---- the choice of a sum ----
 
 std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_t cap) {
   std::vector<bool> taken(sizes.size(), false);
@@ -89,7 +89,7 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
 
 namespace {
 
-// How often a plan that holds too much is made smaller before it is given up.
+// The number of times that a plan that holds too much is made smaller before it is discarded.
 constexpr int kMostTries = 8;
 
 // The most that a plan may hold; see Note [What a learned step may hold].

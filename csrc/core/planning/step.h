@@ -5,12 +5,12 @@
 //
 // Note [What a learned step may hold]
 // A program that fits the device in its first step must fit it in all later ones. So a plan is bounded by the first
-// step of a tape of the same sizes, as the same simulation computes it: in forward it holds at most the most that that
-// step held in forward, and in backward at most the most that that step held. The held bytes are the kept records, the
+// step of a tape of the same sizes, as the same simulation computes it. In forward the plan stays within the peak of
+// that step's forward, and in backward within the peak of that whole step. The held bytes are the kept records, the
 // records on their way out or back, and the tensors that an operator makes or uses at that moment. All that one
 // operator saves exists before any of it can leave, and so it is counted as a whole. A copy is enqueued at the next
 // hook event, which may be one operator later. Both cases are simulated, and a plan must be within the first step's
-// peak in both. Windows that the user set are obeyed as they are, whatever the first step held.
+// peak in both. Windows that the user set are obeyed as they are, even if the first step held less.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct WindowOptions {
   friend bool operator==(const WindowOptions&, const WindowOptions&) = default;
 };
 
-// The windows of a tape of which nothing is known, by its largest record so far.
+// The windows of an unknown tape, by its largest record so far.
 WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
 
 // The time of a copy in either direction is its bytes on the link / rate + latency.
@@ -118,10 +118,11 @@ struct StepEvent {
 PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan,
                      std::vector<StepEvent>* events = nullptr);
 
-// Times that stand for an order alone: records are made one after the other, and asked for in reverse.
+// Times that express only an order: records are made one after the other, and asked for in reverse.
 StepTimes times_in_order(size_t record_count);
 
-// The plan of a tape's first step, of which nothing is known: all records move, with the windows of default_windows().
+// The plan of a tape's first step, before anything was learned: all records move, with the windows of
+// default_windows().
 Plan first_plan(const StepShape& shape, const WindowOptions& options);
 
 // For each record, by its number: which records the operator that saved it has saved.

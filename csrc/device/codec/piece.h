@@ -7,8 +7,8 @@
 // piece are one range, and are copied as one:
 //   [the payload of each block][the top of each block][the tail as it is: less than a block][the tag, at a multiple of
 //   8], in all a multiple of 128 bytes.
-// The tag is a number that the encoder is given. It names the record, and is the same in each step. Whoever finds it in
-// a slot knows that the piece has arrived there, in this step or an earlier one: the host may be ahead of the device.
+// The tag is a number that the encoder is given. It names the record, and is the same in each step. If the host finds
+// it in a slot, the piece has arrived there, in this step or an earlier one: the host may be ahead of the device.
 //
 // A slot begins with the overflow area, which has a place for each block of the record; the pieces follow, each at a
 // multiple of 128 bytes. See Note [Lossless codes] for blocks and their overflow. A slot is larger than the record by
