@@ -7,7 +7,7 @@
 //                Resident and to move `awaits_room`; no record is added to a closed tape, and none of its records is
 //                joined. See check_invariants().
 //
-// No call runs Python or drops anything: a call returns the objects to drop, and the engine drops them afterwards. A
+// No call runs Python or drops memory: a call returns the objects to drop, and the engine drops them afterwards. A
 // reference to a record or a tape stays valid while others are added.
 //
 //            begin_offload          finish_offload         begin_reload           finish_reload

@@ -94,7 +94,7 @@ enum class Mutant : uint8_t {
   SmallForeignCopied,
   CopyBeforeWrite,
   UninitialisedIsKept,
-  ReplayedCollectiveAwaited,  // nobody but the replay knows of the collective that it calls again
+  ReplayedCollectiveAwaited,  // only the replay knows of the collective that it calls again
   kCount,
 };
 

@@ -10,7 +10,7 @@
 //
 // The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
 // for the single tape of a step that it goes through. So the plan and the engine follow the same decisions.
-// docs/design.md lists the events of which the two tell Windows differently.
+// docs/design.md lists the events that the two report to Windows differently.
 #pragma once
 
 #include <algorithm>
@@ -103,8 +103,8 @@ class Windows {
   void wait_ended(uint64_t nbytes) { waiting_bytes_ -= nbytes; }
   uint64_t waiting_bytes() const { return waiting_bytes_; }
 
-  // May the copies of all tapes that wait go on waiting, as far as this tape's window says, and with them one of
-  // `coming_bytes` more? Copies in flight are not asked about: they are waited for if there is no room beside them.
+  // Does this tape's window allow the waiting copies of all tapes to go on waiting, and one more of `coming_bytes` with
+  // them? Copies in flight are not asked about: they are waited for if there is no room beside them.
   bool may_wait(TapeId tape, uint64_t coming_bytes) const {
     return waiting_bytes_ + coming_bytes + kept_bytes(tape) <= limits(tape).offload_bytes;
   }

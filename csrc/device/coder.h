@@ -49,7 +49,7 @@ class Coder {
   // The code for values of this dtype, which is PyTorch's number for it. nullopt: they are not coded.
   virtual std::optional<codec::Code> code_of(uint8_t dtype) const = 0;
 
-  virtual uint64_t least_bytes() const = 0;  // a smaller record is not worth the calls
+  virtual uint64_t least_bytes() const = 0;  // coding a smaller record costs more than it saves
   virtual uint64_t piece_bytes() const = 0;  // a multiple of codec::kLargestBlockBytes
   // How many pieces may be on their way in each direction, at least 2: the link goes on with those that are coded while
   // the coding of another waits for the program's kernels.

@@ -2,7 +2,7 @@
 // Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
 //                may be freed, but the address of the storage is given to no other storage meanwhile.
 // Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL. Giving up a share may run
-//                Python code, unless the thread puts that off; see PutOffDrops.
+//                Python code, unless the thread puts the drop off; see PutOffDrops.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
 // The functions declared here are defined in torch_memory.cpp.

@@ -27,18 +27,18 @@ namespace torchoffload {
 
 // Note [I/O streams]
 // A queue keeps a stream's promises, with several threads behind it:
-// - A serial is reached when its job and all before it are done. Jobs may end out of order; nobody sees that, because
-//   the reached serial moves on over finished prefixes only.
+// - A serial is reached when its job and all before it are done. Jobs may end out of order. No caller sees that,
+//   because the reached serial moves on only once all earlier jobs are done.
 // - Two jobs of one queue that touch the same bytes of a slot or of memory, and may not swap, run one after the other.
-//   The thread that takes the later one waits, before it runs it, for the earlier one.
+//   The thread that takes the later one waits for the earlier one first.
 // - After run_after(other, serial), no job submitted later starts before that serial of the other queue is reached. So
 //   each job carries the queue's floors, the highest serials it was told to run after, one per queue.
-// Why it cannot deadlock. A floor, and a conflict, name only jobs submitted before. Of all jobs not done, in all
-// queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own queue is done,
-// so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
-// with a thread free to take it. It ends, as file I/O does, and the argument repeats. While there is a job there are
-// threads: the pool ends them only while it has nothing to do. If none can be started, the thread that calls
-// run_here() is one of them until its job is taken.
+// It cannot deadlock, for the following reason. Floors and conflicts name only jobs submitted before. Of all jobs not
+// done, in all queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own
+// queue is done, so no thread of that queue holds an earlier job. Jobs are taken in order, so this one is either
+// running or next, with a thread free to take it. It ends, as file I/O does, and then the same holds for the next job.
+// While there is a job there are threads: the pool ends them only while it has nothing to do. If none can be started,
+// the thread that calls run_here() is one of them until its job is taken.
 
 struct IoJob {
   IoDirection direction = IoDirection::Out;

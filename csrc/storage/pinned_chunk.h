@@ -18,9 +18,10 @@ namespace torchoffload {
 
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
-// How memory is made known to a device's driver: injected, so that storage knows no driver. The first two return the
-// reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a CUDA graph is captured
-// on another: a driver that forbids it then must be told that this call is not a part of the capture.
+// The functions that make memory known to a device's driver. They are injected, so that storage knows no driver. The
+// first two return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a
+// CUDA graph is captured on another: a driver that forbids it then must be told that this call is not a part of the
+// capture.
 struct HostRegistration {
   std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
   std::string (*unregister_memory)(void* address) = nullptr;
@@ -39,8 +40,8 @@ struct LockRefused : StoreFull {
   using StoreFull::StoreFull;
 };
 
-// `nbytes`: a multiple of `page_bytes`, at a multiple of which the chunk begins. Throws StoreFull with the reason, and
-// with the limit of this process that may be behind it; LockRefused if that limit is the driver's.
+// `nbytes`: a multiple of `page_bytes`. The chunk begins at such a multiple, too. Throws StoreFull with the reason, and
+// with the limit of this process that may have caused it; LockRefused if that limit is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // The same memory, without a driver's knowledge. Throws StoreFull.

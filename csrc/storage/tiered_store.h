@@ -280,7 +280,7 @@ class TieredStore final : public SlotStore {
   std::vector<Disk> disks_ GUARDED_BY(mutex_);
   uint64_t last_number_ GUARDED_BY(mutex_) = 0;
   BySize dirty_ GUARDED_BY(mutex_);                 // InMemory
-  BySize clean_ GUARDED_BY(mutex_);                 // InBoth, and held by nobody
+  BySize clean_ GUARDED_BY(mutex_);                 // InBoth, and not held
   uint64_t memory_bytes_ GUARDED_BY(mutex_) = 0;    // of all slots that have memory
   uint64_t writing_bytes_ GUARDED_BY(mutex_) = 0;   // of those that are BeingWritten
   uint64_t fetching_bytes_ GUARDED_BY(mutex_) = 0;  // of those that are BeingFetched: they will be clean
