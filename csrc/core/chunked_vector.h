@@ -1,10 +1,10 @@
-// ChunkedVector: a sequence that grows at its end and never moves what is in it.
+// ChunkedVector: a sequence that grows at its end and never moves its elements.
 // Ownership:     its elements, which are destroyed with it.
 // Thread safety: none of its own.
 // Failures:      growing throws std::bad_alloc and leaves the sequence as it was.
 //
 // A reference to an element stays valid while others are added. Finding an element by its index takes a shift and a
-// mask. std::deque would divide by the number of elements in a node, and where T is large its nodes have one element.
+// mask. std::deque would divide by the number of elements in a node, and if T is large, its nodes have one element.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ class ChunkedVector {
   T& operator[](size_t index) { return chunks_[index / kChunk][index % kChunk]; }
   const T& operator[](size_t index) const { return chunks_[index / kChunk][index % kChunk]; }
 
-  // Throws std::out_of_range where there is no such element.
+  // Throws std::out_of_range if there is no such element.
   T& at(size_t index) { return index < size_ ? (*this)[index] : throw std::out_of_range("ChunkedVector::at"); }
   const T& at(size_t index) const {
     return index < size_ ? (*this)[index] : throw std::out_of_range("ChunkedVector::at");

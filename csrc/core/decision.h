@@ -1,4 +1,4 @@
-// Decision: where the bytes of a saved tensor are to be until backward asks for them, and for what reason.
+// Decision: the place of a saved tensor's bytes until backward asks for them, and the reason for it.
 // Ownership:     values only.
 // Thread safety: immutable values; any thread.
 //
@@ -12,13 +12,13 @@
 namespace torchoffload {
 
 enum class Placement : uint8_t {
-  Keep,  // on the device, where the saved tensor is
+  Keep,  // on the device, in the saved tensor's own memory
   Host,  // in host memory, pinned or not
   Disk,  // in a spill file
 };
 const char* to_string(Placement where);
 
-// Why a saved tensor is kept; None where it moves. reasons.def lists the reasons.
+// Why a saved tensor is kept; None if it moves. reasons.def lists the reasons.
 enum class Reason : uint8_t {
   None,
 #define TORCHOFFLOAD_REASON(enumerator, name) enumerator,

@@ -1,4 +1,4 @@
-// Extent: which bytes of a storage move with a save.
+// Extent: the part of a storage that moves with a save.
 // Ownership:     none; the functions depend on their arguments alone.
 // Thread safety: every function, any thread.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace torchoffload {
 
-// What moves with a save: the span of the storage that the saved tensor reaches, or the whole storage.
+// The bytes that move with a save: the span of the storage that the saved tensor reaches, or the whole storage.
 enum class Extent : uint8_t { Span, Storage };
 
 // The bytes that move when the first save of a storage reaches `span`: the whole storage when the span is at least half
@@ -26,7 +26,8 @@ Span span_to_move(const Span& span, uint64_t storage_bytes);
 // on such a storage is known, and is kept.
 inline constexpr uint32_t kSmallViewsAlone = 8;
 
-// What moves for a view that is smaller than the minimum and that no record stands for; nullopt: nothing, it is kept.
+// The extent that moves for a view that is smaller than the minimum and that no record stands for; nullopt: the view is
+// kept.
 std::optional<Extent> extent_of_small_view(const Ledger::OfStorage& known);
 
 }  // namespace torchoffload

@@ -102,7 +102,8 @@ std::optional<RecordId> Ledger::find(TapeId tape_id, const Identity& identity, c
     const bool same_wrapper = identity.wrapper_counter != nullptr &&
                               known.wrapper_counter == identity.wrapper_counter &&
                               known.wrapper_version == identity.wrapper_version;
-    // Of a wrapper that the record was not packed inside of, the version at that time is unknown, unless it is still 0.
+    // If the record was not packed inside of this wrapper, the wrapper's version at that time is unknown, unless it is
+    // still 0.
     const bool tensor_tells = identity.wrapper_version == 0 || mutated(Mutant::IdentityChecksWrapper);
     const bool unchanged = same_wrapper || (same_tensor && tensor_tells);
     const bool is_any_version = record.state == RecordState::Resident && !record.awaits_room;

@@ -1,5 +1,5 @@
-// Ledger: which records there are, in which state each one is, which handles count on it, and which tape it is in.
-// Ownership:     values only. The engine keeps what belongs to a record (memory, slot, points) beside it, by RecordId.
+// Ledger: the records, with the state, the handles and the tape of each.
+// Ownership:     values only. The engine keeps a record's memory, slot and points beside it, by RecordId.
 // Thread safety: none; touched only with the GIL held.
 // Failures:      a transition from a wrong state throws std::logic_error and changes nothing.
 // Invariants:    a released record is counted by no tape; every other record has a handle or a hold;
@@ -7,7 +7,7 @@
 //                Resident and to move `awaits_room`; no record is added to a closed tape, and none of its records is
 //                joined. See check_invariants().
 //
-// No call runs Python or drops anything: a call returns what is to be dropped, and the engine drops it afterwards. A
+// No call runs Python or drops memory: a call returns the objects to drop, and the engine drops them afterwards. A
 // reference to a record or a tape stays valid while others are added.
 //
 //            begin_offload          finish_offload         begin_reload           finish_reload
@@ -40,7 +40,7 @@ struct Identity {
   const void* storage = nullptr;
   const void* version_counter = nullptr;
   uint32_t version = 0;
-  // No record is looked up by these three, but where one of them differs the bytes are others: the program may resize a
+  // No record is looked up by these three, but if one of them differs, the bytes are others: the program may resize a
   // storage, and new memory may be allocated at the old address.
   const void* data = nullptr;
   uint64_t nbytes = 0;  // of the storage
@@ -53,7 +53,7 @@ struct Identity {
 
 struct Record {
   RecordState state = RecordState::Released;
-  Decision decision;  // where it is to be; keep() changes it
+  Decision decision;  // the place that it is to have; keep() changes it
   bool has_slot = false;
   bool was_saved = false;    // a handle was added to it
   bool awaits_room = false;  // its copy out waits for room in the store; see await_room()
@@ -119,9 +119,9 @@ class Ledger {
   // ---- records ----
 
   // The live record of the open tape that stands for these bytes: it has the same identity and a span that contains
-  // `span`, at a distance that is a multiple of `itemsize`. A record whose copy is not enqueued yet stands for whatever
-  // the storage holds, so versions are not compared: views may have version counters of their own. A record whose copy
-  // waits for room does not: the operators after the one that saved it have begun.
+  // `span`, at a distance that is a multiple of `itemsize`. A record whose copy is not enqueued yet stands for the
+  // storage's present bytes, so versions are not compared: views may have version counters of their own. This does not
+  // hold for a record whose copy waits for room: the operators after the one that saved it have begun.
   std::optional<RecordId> find(TapeId tape, const Identity& identity, const Span& span, uint64_t itemsize) const;
   // The open tape's records of one storage.
   struct OfStorage {
@@ -134,7 +134,7 @@ class Ledger {
   // closed.
   std::optional<RecordId> before_of_storage(RecordId id) const;
   RecordId add_record(TapeId tape, const Identity& identity, const Span& span, Decision decision);
-  // Above the index that the next record will have.
+  // A limit above the index of the next record.
   size_t next_index_limit() const { return records_.size() + 1; }
   bool is_live(RecordId id) const {
     if (id.index >= records_.size()) return false;
@@ -154,14 +154,14 @@ class Ledger {
     bool tape_gone = false;  // the record was the last one of a closed tape
     RecordState was = RecordState::Released;
     TapeId tape;
-    uint64_t nbytes = 0;  // of the record, where it was released
+    uint64_t nbytes = 0;  // of the record, if it was released
   };
   DroppedHandle drop_handle(RecordId id, uint32_t seen_epoch);
 
   // The record is not released before let_go(), even if its last handle dies. Holds are counted.
   void hold(RecordId id) { ++record(id).holds; }
   DroppedHandle let_go(RecordId id);
-  // Lets go, unless that releases the record: then nothing is done, and the answer is false.
+  // Lets go, unless that would release the record: then it does nothing and returns false.
   bool let_go_unless_last(RecordId id) {
     Record& held = record(id);
     if (held.live_handles == 0 && held.holds == 1) return false;
@@ -171,13 +171,13 @@ class Ledger {
   // Will the next drop_handle() release the record?
   bool is_last_handle(RecordId id) { return record(id).live_handles == 1 && record(id).holds == 0; }
 
-  // The record's copy out would be enqueued now, if its store had room. The record stays Resident until that is so, and
-  // stands for its bytes at its version. Throws std::logic_error where it is not to move, or waits already.
+  // The record's copy out would be enqueued now, if its store had room. The record stays Resident until then, and
+  // stands for its bytes at its version. Throws std::logic_error if the record is not to move, or waits already.
   void await_room(RecordId id);
   // It waits no more: call it before any transition. Returns whether it did wait.
   bool stop_awaiting_room(RecordId id) { return std::exchange(record(id).awaits_room, false); }
 
-  // ---- transitions: each checks the state that it comes from, and throws std::logic_error where it is another ----
+  // ---- transitions: each checks the state that it comes from, and throws std::logic_error if it is another ----
 
   void keep(RecordId id, Reason why);  // Resident or Offloading -> Resident, for ever
   void begin_offload(RecordId id);
@@ -200,14 +200,14 @@ class Ledger {
   void check_invariants() const;
 
  private:
-  // Throw std::logic_error: an id was used after what it names was released.
+  // Throw std::logic_error: an id was used after its record or tape was released.
   [[noreturn]] static void record_is_gone();
   [[noreturn]] static void tape_is_gone();
   // Releases a record that has neither handles nor holds, and its tape if that is closed and has no other record.
   void release_if_unused(RecordId id, DroppedHandle& result);
   // Takes a record out of its tape's list for the storage.
   void unlink(Tape& tape, uint32_t index);
-  // Shortens `saves` where many of the first ones have records that were released.
+  // Shortens `saves` if many of the first ones have records that were released.
   void forget_dead_saves(Tape& tape);
   void free_tape(TapeId id);
   // The record, which must be in state `from`. `what` is the transition that the error names.

@@ -1,7 +1,7 @@
 // mutant.h: the numbered waits and checks that the test build can leave out, one at a time.
 // Ownership:     one of them is in force in the process, or none, in the test build alone.
-// Thread safety: any thread may ask; a test puts one in force before it starts what is to ask.
-// Cost:          none but in the test build: mutated() is a constant false elsewhere.
+// Thread safety: any thread may ask; a test puts one in force before it starts the threads that are to ask.
+// Cost:          none outside of the test build: there mutated() is a constant false.
 //
 // `make mutants` runs, for each mutant, the scenario of its name in tests/mutants/. The scenario must pass without the
 // mutant and fail with it, and in the way that it names.
@@ -22,7 +22,7 @@ enum class Mutant : uint8_t {
   ReloadWaitsForReload,          // R5, one guard for all that read the slot
   ConsumerWaitsForReload,        // R7
   LaterConsumerWaitsForReload,   // R7, on another stream than the first
-  ConsumerWaitsForWeak,          // R7, what an earlier consumer still holds
+  ConsumerWaitsForWeak,          // R7, bytes that an earlier consumer still holds
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
   EncodeWaitsForStaging,         // R15, the lane's former copy out
@@ -32,7 +32,7 @@ enum class Mutant : uint8_t {
   SpillWaitsForOffload,          // R16, in storage/tiered_transfers.cpp: a disk's thread waits for the copy out
   FetchWaitsForGuards,           // R16, likewise: for the former users of memory that it reads into
   ReloadWaitsForFetch,           // R16, in storage/tiered_store.cpp
-  IoMemoryHeldUntilDone,         // R9, the same where no stream order protects it
+  IoMemoryHeldUntilDone,         // R9, the same if no stream order protects it
   TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
   // Guards and notes.
   SlotGuardedByOffload,       // R5, R9
@@ -54,7 +54,7 @@ enum class Mutant : uint8_t {
   IdentityChecksData,
   IdentityChecksAllocation,
   IdentityHoldsStorage,   // the weak reference: an address cannot be reused
-  IdentityChecksWrapper,  // what is written through a wrapper
+  IdentityChecksWrapper,  // writes through a wrapper
   JoinOnlyWithinSpan,
   JoinOnlyAligned,
   StridesRestored,
@@ -78,7 +78,7 @@ enum class Mutant : uint8_t {
   DeallocQueuedInsideOperation,   // design.md, Locks
   PackedInGraphTaskStays,         // design.md, Pack
   BorrowedStays,                  // memory that is not the storage's own
-  StreamsMayBeDestroyed,          // by their owners, where they came from outside
+  StreamsMayBeDestroyed,          // by their owners, if they came from outside
   BudgetHonoured,                 // design.md, Memory
   DropsArePutOff,                 // Note [What may run Python]
   CopyNotInsideOneAroundIt,       // R1, an operator inside of which a finalizer runs others
@@ -94,7 +94,7 @@ enum class Mutant : uint8_t {
   SmallForeignCopied,
   CopyBeforeWrite,
   UninitialisedIsKept,
-  ReplayedCollectiveAwaited,  // nobody but the replay knows of the collective that it calls again
+  ReplayedCollectiveAwaited,  // only the replay knows of the collective that it calls again
   kCount,
 };
 

@@ -1,5 +1,6 @@
 // NodePool: memory for many small objects of a few sizes, such as the nodes of maps.
-// Ownership:     the memory of all objects, until it is destroyed. What is deallocated is used again for the same size.
+// Ownership:     the memory of all objects, until it is destroyed. Deallocated memory is used again for objects of the
+//                same size.
 // Thread safety: none; the caller locks.
 // Failures:      allocating throws std::bad_alloc.
 //

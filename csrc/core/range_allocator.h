@@ -95,7 +95,7 @@ class RangeAllocator {
   uint64_t capacity_bytes_ = 0;
   uint64_t used_bytes_ = 0;
   BlockId next_block_ = 0;
-  NodePool pool_;  // of what is below, and destroyed after it
+  NodePool pool_;  // of the two maps below, and destroyed after them
   std::map<BlockId, Block> blocks_;
   std::pmr::set<SizeKey> by_size_{&pool_};  // every free range once
 };

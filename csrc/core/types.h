@@ -33,7 +33,7 @@ struct Span {
   friend bool operator==(const Span&, const Span&) = default;
 };
 
-// Names a record or a tape. When an index is given to another one, the generation tells that older ids are stale.
+// Names a record or a tape. If an index is used again, the generation shows that older ids are stale.
 struct RecordId {
   uint32_t index = UINT32_MAX;
   uint32_t generation = 0;

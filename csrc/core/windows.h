@@ -1,16 +1,16 @@
-// Windows: counts what is held on the device because it is on its way out, was reloaded ahead, or is kept, and decides
-// by these counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by.
+// Windows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
+// counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by.
 // Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
 // Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left, and over those
 //                whose copies wait for room in the store.
 //                reload_bytes() is the sum over ahead().
 //                A tape's place for reloads is never above the end of its saves.
-// Not handled:   carrying anything out. Windows is told of events, and answers questions about what comes next.
+// Not handled:   carrying anything out. Windows is told of events, and answers questions about the next copies.
 //
 // The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
-// for the single tape of a step that it goes through. So what is planned and what is done follow the same decisions.
-// docs/design.md lists the events of which the two tell Windows differently.
+// for the single tape of a step that it goes through. So the plan and the engine follow the same decisions.
+// docs/design.md lists the events that the two report to Windows differently.
 #pragma once
 
 #include <algorithm>
@@ -27,13 +27,13 @@
 
 namespace torchoffload {
 
-// How much of one tape may be on the device in each direction. What is kept counts towards both.
+// How much of one tape may be on the device in each direction. Kept bytes count towards both.
 struct WindowBytes {
   uint64_t offload_bytes = 0;
   uint64_t reload_bytes = 0;
 };
 
-// Where the bytes of a record are, so far as it matters for reloading ahead.
+// The place of a record's bytes, so far as it matters for reloading ahead.
 enum class Rests : uint8_t {
   InSlot,    // they left the device: the record can be reloaded
   OnItsWay,  // they left the device, and are on a disk or on the way from there: a reload would have to wait
@@ -48,7 +48,7 @@ struct SavedRecord {
   uint64_t nbytes = 0;
 };
 
-// What a search for reloads does at a record whose source is still on the device: it goes on, or it stops there.
+// Whether a search for reloads goes on or stops at a record whose source is still on the device.
 enum class AtSource : uint8_t { GoesOn, Stops };
 
 class Windows {
@@ -62,7 +62,7 @@ class Windows {
     uint64_t expected_at = 0;  // the save that asks for it first
   };
 
-  // ---- tapes: open() resets what is remembered of a tape, since the indices of tapes are used again ----
+  // ---- tapes: open() forgets the earlier tape of that index, since the indices of tapes are used again ----
 
   void open(TapeId tape);
   // No save is added any more. Reloads of the tape begin at its end and go towards its start.
@@ -77,7 +77,7 @@ class Windows {
   }
   const WindowBytes& limits(TapeId tape) const { return of(tape).limits; }
 
-  // Bytes of the tape stay on the device because of what was learned, until they are released.
+  // Bytes of the tape stay on the device because of a learned reason, until they are released.
   void kept(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes += nbytes; }
   void released(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes -= nbytes; }
   uint64_t kept_bytes(TapeId tape) const { return of(tape).kept_bytes; }
@@ -103,8 +103,8 @@ class Windows {
   void wait_ended(uint64_t nbytes) { waiting_bytes_ -= nbytes; }
   uint64_t waiting_bytes() const { return waiting_bytes_; }
 
-  // May the copies of all tapes that wait go on waiting, as far as this tape's window says, and with them one of
-  // `coming_bytes` more? Those in flight are not asked about: they are waited for where there is no room beside.
+  // Does this tape's window allow the waiting copies of all tapes to go on waiting, and one more of `coming_bytes` with
+  // them? Copies in flight are not asked about: they are waited for if there is no room beside them.
   bool may_wait(TapeId tape, uint64_t coming_bytes) const {
     return waiting_bytes_ + coming_bytes + kept_bytes(tape) <= limits(tape).offload_bytes;
   }
@@ -119,7 +119,7 @@ class Windows {
     return in_flight_.empty() ? std::nullopt : std::optional(in_flight_.front());
   }
 
-  // The record whose copy out must be waited for now: the oldest one in flight, while what is on the way out of all
+  // The record whose copy out must be waited for now: the oldest one in flight, while the bytes on the way out of all
   // tapes and `kept_bytes` together exceed `window_bytes`. nullopt: none has to be.
   template <typename IsInFlight>
   std::optional<RecordId> offload_to_wait_for(uint64_t window_bytes, uint64_t kept_bytes, IsInFlight is_in_flight) {
@@ -158,9 +158,9 @@ class Windows {
 
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
   // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
-  // more, beside what is reloaded and not yet asked for, what is being started, what was taken by this call, and
-  // `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that is
-  // not forgotten, and `at(save)` is the SavedRecord there.
+  // more, beside the records that are reloaded and not yet asked for, those being started, those taken by this call,
+  // and `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that
+  // is not forgotten, and `at(save)` is the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;
@@ -187,8 +187,8 @@ class Windows {
   // ---- the consumer: the backward that asks for a tape's saves ----
 
   // The consumer asks for `save`. Returns its place: the later of the last two saves that it asked for. A single ask
-  // far ahead does not move the place, because a checkpoint asks for its input before it asks for what was saved behind
-  // that input. So where a backward begins before the tape's end its place is known from its second ask on.
+  // far ahead does not move the place, because a checkpoint asks for its input before it asks for the tensors saved
+  // behind that input. So if a backward begins before the tape's end, its place is known from its second ask on.
   uint64_t consumer_asks(TapeId tape, uint64_t save) {
     of(tape).use_reload_bytes_at(save);
     const std::optional<uint64_t> before = std::exchange(of(tape).asked_before, save);
@@ -202,7 +202,7 @@ class Windows {
 
   // Those of ahead() that the consumer at `save` has left behind by more bytes than the tape's reload window has.
   // `records` answers `bytes_behind(id, save)`: the bytes of the tape between the save and the later one that the
-  // record was reloaded for; nullopt where the record was released, belongs to another tape, or is not passed yet.
+  // record was reloaded for; nullopt if the record was released, belongs to another tape, or is not passed yet.
   template <typename Records>
   std::vector<RecordId> passed_by(TapeId tape, uint64_t save, const Records& records) const {
     std::vector<RecordId> passed;

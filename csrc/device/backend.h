@@ -1,4 +1,4 @@
-// Backend: the parts that serve one pair of device and tier. The seam between the engine and the world.
+// Backend: the parts that serve one pair of device and tier. The interface between the engine and devices.
 // Ownership:     refers to its parts, which outlive it. Several backends may share a part: those of one device with two
 //                stores, say.
 // Thread safety: as each part says.
@@ -23,9 +23,9 @@ struct Backend {
   Streams& streams;
   Link& link;              // between the device and `store`
   SlotStore& store;        // of the tier
-  Coder* coder = nullptr;  // null: what crosses the link is not coded
+  Coder* coder = nullptr;  // null: nothing is coded for the link
   Observer& observer = no_observer();
-  mutable std::shared_ptr<void> user = {};  // what the floor above keeps for this backend, so that it is found quickly
+  mutable std::shared_ptr<void> user = {};  // the upper floor's object for this backend, to be found quickly
 };
 
 }  // namespace torchoffload

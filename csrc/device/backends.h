@@ -1,11 +1,11 @@
-// Backends: which kinds of backend this build has, and which backend serves a place.
+// Backends: the kinds of backend that this build has, and the lookup of the backend that serves a place.
 // Ownership:     kinds and backends live for the process and are leaked on purpose.
 // Thread safety: needs the GIL, but for registering, which is done while the module is loaded.
 // Shutdown:      see Note [No CUDA after main].
 //
 // A kind registers itself from its own file, cuda_kind.cpp say, by an object of static storage:
 //   const RegisterBackendKind registered(*new CudaKind);
-// Nobody else names it: which kinds there are is decided by which files are linked.
+// No other file names it: the linked files decide which kinds there are.
 #pragma once
 
 #include <cstdint>
@@ -27,30 +27,30 @@
 
 namespace torchoffload {
 
-// Where a tensor is, and where the options of its context send it. For the length of a call.
+// The place of a tensor, and the place to which the options of its context send it. For the length of a call.
 struct Place {
   int8_t device_type = 0;   // PyTorch's number of it (c10::DeviceType)
   int8_t device_index = 0;  // as tensor.device() says
   MemoryRef memory;
   Placement tier = Placement::Host;
   bool use_pin_memory = true;
-  std::span<const std::string> disk_dirs;  // with Placement::Disk, and where slots spill
-  bool spills = false;                     // what the budget has no room for goes on to disks
+  std::span<const std::string> disk_dirs;  // with Placement::Disk, and if slots spill
+  bool spills = false;                     // slots for which the budget has no room go on to disks
   std::optional<uint64_t> budget_bytes;
 };
 
-// Who uses the backends, as a kind asks before it gives up what a backend has from the system: the engines.
+// The users of the backends, which are the engines. A kind asks them before it gives up a backend's system resources.
 class BackendUsers {
  public:
   virtual ~BackendUsers() = default;
 
   // Is a tape alive that was opened for a backend of this place?
   virtual bool have_tapes(const DiskPlace& place) const REQUIRES(gil) = 0;
-  // Does a context keep what is known of it?
+  // Does a context still refer to the facts that were learned about the place?
   virtual bool know(const DiskPlace& place) const = 0;
   // Gives up the device memory that engines of the place have for coded copies.
   virtual void release_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
-  // The place is not looked up any more: it is destroyed once nothing refers to it.
+  // No call looks the place up any more: it is destroyed once nothing refers to it.
   virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
 
   // Makes a call that may block.
@@ -70,8 +70,8 @@ class BackendKind {
   virtual std::string name() const = 0;
 
   // The backend that serves `place`, the same one each time; null: none of this kind. At most one kind serves a place.
-  // May block. Throws std::runtime_error where the user's options can serve no tensor of that device, and where what
-  // the backend needs of the system cannot be had.
+  // May block. Throws std::runtime_error if the user's options can serve no tensor of that device, or if the backend
+  // cannot get its resources from the system.
   virtual const Backend* find(const Place& place, const BackendUsers& users) REQUIRES(gil) = 0;
 
   // Is there an accelerator of this kind, whose tensors Placement::Host moves?
@@ -80,13 +80,13 @@ class BackendKind {
   // A context of this tier is entered on some thread.
   virtual void note_entry(Placement /*tier*/) {}
 
-  // Makes the coders of the devices that the program uses already, also where nothing was saved there yet.
+  // Makes the coders of the devices that the program uses already, even if nothing was saved there yet.
   virtual void make_coders() REQUIRES(gil) {}
   // The coders that were made. Asks no device.
   virtual std::vector<Coder*> coders() const REQUIRES(gil) { return {}; }
 
-  // Gives up what the backends of this kind have from the system beside their stores, where nothing uses it. Returns
-  // the bytes given back. May block.
+  // Gives up the system resources that the backends of this kind have beside their stores, if nothing uses them.
+  // Returns the bytes given back. May block.
   virtual uint64_t trim(const BackendUsers& /*users*/) REQUIRES(gil) { return 0; }
 
   // How host memory is page-locked for its devices; empty: it is not.
@@ -102,7 +102,7 @@ class RegisterBackendKind {
   explicit RegisterBackendKind(BackendKind& kind);
 };
 
-// ---- what is asked of all kinds ----
+// ---- questions to all kinds ----
 
 // Null: none serves it.
 const Backend* find_backend(const Place& place, const BackendUsers& users) REQUIRES(gil);
@@ -128,14 +128,15 @@ GraphPools* graph_pools();
 // For the length of a call.
 std::optional<SpillPlan> spill_plan(const Place& place);
 
-// ---- what the test build puts in between ----
+// ---- the test build's wrapper ----
 
-// What a kind that has just put a backend together hands out for it: what the wrapper makes of it, or the backend
-// itself where none was set.
+// A kind that has just put a backend together hands out the wrapper's backend for it, or the backend itself if no
+// wrapper was set.
 using BackendWrapper = std::shared_ptr<const Backend> (*)(const Backend& backend, int device_index);
 std::shared_ptr<const Backend> wrapped(const Backend& backend, int device_index);
 
-// While a test has set a plan, slots of contexts without a budget go on to disks by that plan, whatever their options.
+// While a test has set a plan, slots of contexts without a budget go on to disks by that plan, and their options do not
+// count.
 void set_spill_plan(const std::vector<std::string>& directories, SpillPolicy policy);
 void forget_spill_plan();
 

@@ -1,9 +1,9 @@
-// Coder: codes what a copy moves, on the device, so that less crosses the link. A part of a Backend that has one.
-// Ownership:     keeps no reference to memory after a call. What is enqueued touches raw, coded and overflow bytes
-//                until it has run.
+// Coder: codes a copy's bytes, on the device, so that less crosses the link. A part of a Backend that has one.
+// Ownership:     keeps no reference to memory after a call. Enqueued work touches raw, coded and overflow bytes until
+//                it has run.
 // Thread safety: every method, any thread. encode() and decode() may block, as Streams::may_block() says.
 // Failures:      a call that throws has enqueued nothing.
-// Stream order:  what is enqueued waits for nothing else. encode_stream() and decode_stream() are ours, as
+// Stream order:  enqueued work waits for nothing else. encode_stream() and decode_stream() are ours, as
 //                offload_stream() and reload_stream() are.
 // Shutdown:      lives for the process; see Note [No CUDA after main].
 //
@@ -33,23 +33,23 @@ class Coder {
  public:
   virtual ~Coder() = default;
 
-  // Begins to make the codes ready, and to compare what the device does with what it has to do, in the background and
-  // once. Returns at once whether they are ready. The device has to be in use by the program. Throws nothing.
+  // Begins to make the codes ready, and to compare the device's results with the host's, in the background and once.
+  // Returns at once whether they are ready. The device has to be in use by the program. Throws nothing.
   virtual bool prepare() = 0;
 
-  // Why the codes will never be ready; empty: nothing was found in their way.
+  // Why the codes will never be ready; empty: no obstacle was found.
   virtual std::string obstacle() const = 0;
 
-  // Blocks until what prepare() began has ended, well or not: for tests.
+  // Blocks until the call that prepare() began has ended, well or not: for tests.
   virtual void await_prepared() {}
 
-  // The process is about to end: nothing is prepared any more. Blocks until what is under way has ended.
+  // The process is about to end: nothing is prepared any more. Blocks until a preparation under way has ended.
   virtual void stop() {}
 
   // The code for values of this dtype, which is PyTorch's number for it. nullopt: they are not coded.
   virtual std::optional<codec::Code> code_of(uint8_t dtype) const = 0;
 
-  virtual uint64_t least_bytes() const = 0;  // a smaller record is not worth the calls
+  virtual uint64_t least_bytes() const = 0;  // coding a smaller record costs more than it saves
   virtual uint64_t piece_bytes() const = 0;  // a multiple of codec::kLargestBlockBytes
   // How many pieces may be on their way in each direction, at least 2: the link goes on with those that are coded while
   // the coding of another waits for the program's kernels.

@@ -112,8 +112,8 @@ std::vector<std::byte> test_bytes(codec::Code code) {
 
 constexpr uint64_t kMostModulo = 2;  // of the raw bytes' address
 
-// The memory of the self-tests, with room for each of them. It is kept for ever: to give it back could wait for all
-// that the device has to do, and hold up the program's calls meanwhile.
+// The memory of the self-tests, with room for each of them. It is kept for ever: giving it back could wait for all work
+// of the device, and hold up the program's calls meanwhile.
 class TestMemory {
  public:
   TestMemory() {
@@ -134,7 +134,7 @@ class TestMemory {
   std::byte* coded() const { return coded_; }
   std::byte* overflow() const { return overflow_; }
 
-  // Takes away what an earlier test has written. No test is under way.
+  // Clears the results of an earlier test. No test is under way.
   void clear(cudaStream_t stream) const {
     require(cudaMemsetAsync(target_, 0, raw_bytes_, stream), "clearing");
     require(cudaMemsetAsync(coded_, 0, coded_bytes_, stream), "clearing");
@@ -239,7 +239,7 @@ class CudaCoder final : public Coder {
   enum class State : uint8_t { New, Ready, Refused };
 
   // A call of the driver needs the device's context on the calling thread. CUDA's runtime sets it in most calls, but
-  // not where it is only asked which device is current.
+  // not in a call that only asks which device is current.
   class OnThread {
    public:
     explicit OnThread(c10::DeviceIndex device) {
@@ -288,7 +288,7 @@ class CudaCoder final : public Coder {
   BackgroundCall making_{"coding-kernels", [this](const BackgroundCall& call) { make(call); }};
 };
 
-// Null where a device has none yet.
+// Null if a device has none yet.
 std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>& known_coders() {
   static auto* const leaked = new std::array<CudaCoder*, C10_COMPILE_TIME_MAX_GPUS>{};
   return *leaked;

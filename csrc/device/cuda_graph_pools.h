@@ -8,8 +8,9 @@
 // is recorded for saved tensors at the addresses that they had. If they come back elsewhere, the tree records it anew
 // in the middle of the step. To find out which memory it may overwrite then, it looks at references from Python only: a
 // gradient that waits inside autograd for its other summands is held in C++ alone, and is overwritten. That is
-// PyTorch's own behaviour, under any hooks. Second, the next replay may overwrite an output that nobody holds, with no
-// new storage or version. To drop the source of such a saved tensor would tell the tree that it may.
+// PyTorch's own behaviour, under any hooks. Second, the next replay may overwrite an output to which no reference is
+// left, with no new storage or version. If the source of such a saved tensor were dropped, the tree would take its
+// memory as free.
 #pragma once
 
 #include "device/graph_pools.h"

@@ -1,4 +1,4 @@
-// What threads of ours ask of CUDA's driver: how the pinned arena's memory is made known to it, and waits for points.
+// Calls of CUDA's driver by threads of ours: they make the pinned arena's memory known to it, and wait for points.
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -12,8 +12,8 @@ namespace torchoffload {
 
 namespace {
 
-// The parts of NVRTC's and of the driver's interface that are used, as their headers declare them. Results are 0 where
-// a call succeeded.
+// The parts of NVRTC's and of the driver's interface that are used, as their headers declare them. Results are 0 if a
+// call succeeded.
 struct Library {
   int (*create_program)(void**, const char*, const char*, int, const char* const*, const char* const*) = nullptr;
   int (*compile_program)(void*, int, const char* const*) = nullptr;

@@ -56,7 +56,7 @@ class CudaKind final : public BackendKind {
   GraphPools* graph_pools() override { return &cuda_graph_pools(); }
 
  private:
-  // What all devices have their slots in, made at first use, and their backends.
+  // The store that holds the slots of all devices, made at first use, and their backends.
   struct OfMemory {
     PinnedArena* arena = nullptr;
     std::array<std::shared_ptr<const Backend>, C10_COMPILE_TIME_MAX_GPUS> backends{};

@@ -17,7 +17,7 @@ namespace {
 
 using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
 
-// Does nothing while a CUDA graph is being captured: the wait would invalidate the capture, and nothing that is saved
+// Does nothing while a CUDA graph is being captured: the wait would invalidate the capture, and no tensor saved
 // meanwhile moves.
 void wait_for_devices_in_use() {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;

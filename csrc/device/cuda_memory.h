@@ -1,4 +1,4 @@
-// cuda_memory: what PyTorch's own CUDA allocator reports while it allocates: the number and the stream of each
+// cuda_memory: reports of PyTorch's own CUDA allocator while it allocates: the number and the stream of each
 // allocation, and whether segments came or went. A listener is attached at first use, for the rest of the process.
 // Ownership:     numbers and addresses only.
 // Thread safety: every function, any thread. The allocator calls the listener under its own lock; the listener takes
@@ -15,7 +15,7 @@
 
 namespace torchoffload {
 
-// Attaches the listener unless it is attached. Never blocks. False where there is nothing to listen to: CUDA is not
+// Attaches the listener unless it is attached. Never blocks. False if there is nothing to listen to: CUDA is not
 // initialised, which this call does not change, or another allocator is in use.
 bool listen_to_cuda_allocator();
 

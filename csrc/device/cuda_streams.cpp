@@ -27,7 +27,7 @@ cudaEvent_t ExternalEvents::take(c10::DeviceIndex device) {
   return event;
 }
 
-// Two are looked at for each that comes, so that those whose work is under way still do not keep their place.
+// Looks at two streams for each new one: if the first still has work under way and keeps its events, the next may not.
 void ExternalEvents::note(TrackedStream& stream) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // another thread may capture
   const MutexLock lock(mutex_);

@@ -31,7 +31,7 @@ inline constexpr uint64_t kEventsPerExternalStream = 16;
 
 // Makes a device the current one for calls of CUDA's runtime. PyTorch's own guard makes more calls at its begin and
 // end, and there are several guards for each saved tensor. Here the device is nearly always current already, and then
-// nothing is done at the end.
+// the end takes no call.
 class OnDevice {
  public:
   explicit OnDevice(c10::DeviceIndex device) {
@@ -46,8 +46,8 @@ class OnDevice {
 
 class TrackedStream;
 
-// The events of external streams, which a program may make anew in each step. Of those that were recorded on longest
-// ago, the events go to others once all points of the stream were reached. Leaked on purpose.
+// The events of external streams, which a program may make anew in each step. The streams recorded on longest ago give
+// their events to others, once all their points were reached. Leaked on purpose.
 class ExternalEvents {
  public:
   static ExternalEvents& instance() {
@@ -67,7 +67,7 @@ class ExternalEvents {
   std::map<c10::DeviceIndex, std::vector<cudaEvent_t>> spare_ GUARDED_BY(mutex_);
 };
 
-// A stream on which points are recorded, or which waits for points. See Note [Event ring].
+// A stream on which points are recorded, or that waits for points. See Note [Event ring].
 class TrackedStream {
  public:
   TrackedStream(c10::DeviceIndex device, cudaStream_t stream, std::optional<c10::cuda::CUDAStream> torch_stream)
@@ -155,8 +155,8 @@ class StreamTable {
     return *leaked;
   }
 
-  // Called many times for each record, so each thread caches what it found. That stays true, since no stream is
-  // forgotten.
+  // Called many times for each record, so each thread caches the streams that it found. The cache stays right, since no
+  // stream is forgotten.
   TrackedStream& at(StreamId id) {
     struct Known {
       StreamId id = kNoStream;

@@ -4,8 +4,9 @@
 // Thread safety: every method, any thread; none touches Python, so those that block are called without the GIL.
 // Stream order:  offload_stream() and reload_stream() keep order as CUDA streams do; see Note [I/O streams]. A wait of
 //                the host's stream blocks the calling thread. A point of the host's stream is always reached.
-// Shutdown:      leaked on purpose; see Note [No CUDA after main]. Its threads are stopped with the process, wherever
-//                they are: they touch only the file, what they copy and their queue, none of which is destroyed.
+// Shutdown:      leaked on purpose; see Note [No CUDA after main]. Its threads are stopped with the process, at any
+//                point of their work: they touch only the file, the memory that they copy and their queue, none of
+//                which is destroyed.
 // Not handled:   CUDA tensors.
 #pragma once
 
@@ -39,7 +40,7 @@ class DiskBackend final : public DeviceMemory, public Streams, public Link {
   // Is no slot in use, and no copy on its way? False in a forked child of the process that made the backend.
   bool is_idle() const;
 
-  // Gives back what nothing uses: space on the disk, the file once it is empty, and the threads. The next copy makes
+  // Gives back unused resources: space on the disk, the file once it is empty, and the threads. The next copy makes
   // them anew. Returns the bytes of disk given back. May block. Other threads may copy meanwhile.
   uint64_t trim() EXCLUDES(gil);
 
@@ -61,7 +62,7 @@ class DiskBackend final : public DeviceMemory, public Streams, public Link {
   PointStatus status(Point point) override;
   std::string failure(Point point) override;
   void forget(Point point) override;
-  // Also of the host's stream, where asking costs nothing: each of its points was reached before it was known.
+  // Also of the host's stream, for which asking costs nothing: each of its points was reached before it was known.
   Completion completion(StreamId) const override { return Completion::ByPolling; }
   bool may_block(StreamId stream) const override { return stream == host_; }
 

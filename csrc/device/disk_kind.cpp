@@ -33,7 +33,7 @@ class DiskKind final : public BackendKind {
   const Backend* find(const Place& place, const BackendUsers& users) override REQUIRES(gil) {
     const bool is_cpu = place.device_type == static_cast<int8_t>(c10::DeviceType::CPU);
     if (place.tier != Placement::Disk || !is_cpu) return nullptr;
-    // Their spill file is one file: of several directories it is in the first.
+    // They have a single spill file. If there are several directories, it is in the first.
     const DiskKey key{.directories = place.disk_dirs.first(1), .writes_at_once = true};
     DiskPlace& found = directories_.turn_to(
         key, users, [&]() -> std::shared_ptr<DiskPlace> { return std::make_shared<Directory>(key); });

@@ -1,4 +1,4 @@
-// dtype_codes: by which code the values of a dtype cross the link.
+// dtype_codes: the code by which the values of a dtype cross the link.
 // Ownership:     values only.
 // Thread safety: immutable values; any thread.
 #pragma once

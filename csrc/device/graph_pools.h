@@ -1,4 +1,4 @@
-// GraphPools: the memory that PyTorch's CUDA graph trees manage, as a kind of backend is told of it.
+// GraphPools: the memory that PyTorch's CUDA graph trees manage, reported to a kind of backend.
 // Ownership:     addresses only; they live for the process.
 // Thread safety: every method, any thread.
 //
@@ -21,7 +21,7 @@ class GraphPools {
   // May the allocator's segments, on any device, have changed since this thread asked last?
   virtual bool may_have_changed() = 0;
 
-  // The memory that these pools, and those named before, have now is a tree's.
+  // Notes that the present memory of these pools, and of those named before, is a tree's.
   virtual void add(const std::vector<GraphPool>& pools) = 0;
 };
 

@@ -1,6 +1,6 @@
 // Link: copies between a device and the slots of a tier. A part of a Backend.
-// Ownership:     keeps no reference to memory or slot after a call, except where the stream of the copy completes
-//                ByPolling: there both are touched until the copy's point is reached.
+// Ownership:     keeps no reference to memory or slot after a call, except if the stream of the copy completes
+//                ByPolling: then both are touched until the copy's point is reached.
 // Thread safety: every method, any thread. A copy may block, as Streams::may_block() says.
 // Failures:      a call that throws has enqueued nothing. A copy that fails later says so by failure().
 // Stream order:  a copy is enqueued on the stream that is named, and waits for nothing else.

@@ -17,8 +17,8 @@
 
 namespace torchoffload {
 
-// The number of the allocation that the storage's memory is, from 1. Marks the memory unless it is marked already.
-// Returns 0 if its deleter is another than `plain`: such memory came from elsewhere, and its storage cannot be resized.
+// The number of the allocation of the storage's memory, from 1. Marks the memory unless it is marked already. Returns 0
+// if its deleter is not `plain`: such memory came from elsewhere, and its storage cannot be resized.
 uint64_t mark_memory(c10::StorageImpl& storage, c10::DeleterFnPtr plain);
 
 // Is this the deleter of marked memory?

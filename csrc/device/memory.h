@@ -2,10 +2,10 @@
 // Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
 //                may be freed, but the address of the storage is given to no other storage meanwhile.
 // Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL. Giving up a share may run
-//                Python code, unless the thread puts that off; see PutOffDrops.
+//                Python code, unless the thread puts the drop off; see PutOffDrops.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
-// What is declared here is defined in torch_memory.cpp.
+// The functions declared here are defined in torch_memory.cpp.
 #pragma once
 
 #include <cstddef>
@@ -20,19 +20,19 @@ struct StorageImpl;
 
 namespace torchoffload {
 
-// Shares that a thread has given up and that are still to be dropped. The last share of a storage frees the memory and
-// the storage's Python object, and so may run finalizers and deleters, which are any code. While such a list is in
-// force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
+// Shares that a thread has given up and that are still to be dropped. Dropping the last share of a storage frees the
+// memory and the storage's Python object, and so may run finalizers and deleters, which may be any code. While such a
+// list is in force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
 class PutOffDrops {
  public:
   bool is_empty() const { return shares_.empty() && weak_shares_.empty(); }
-  // Drops what is on the list by now. May run Python code, which may add to the list meanwhile.
+  // Drops the shares that are on the list by now. May run Python code, which may add to the list meanwhile.
   void drop();
   // Drops nothing, ever.
   void leak();
 
-  // What the calling thread gives up goes onto `drops` from here on; null: it is dropped at once. Returns the list that
-  // was in force before.
+  // From here on, shares that the calling thread gives up go onto `drops`; null: they are dropped at once. Returns the
+  // list that was in force before.
   static PutOffDrops* put_in_force(PutOffDrops* drops);
 
  private:
@@ -88,7 +88,7 @@ class Memory {
   explicit operator bool() const { return static_cast<bool>(memory_); }
   MemoryRef ref() const { return memory_; }
   const std::byte* data() const { return memory_.data(); }
-  // Of memory that nobody else knows yet.
+  // For memory that no other owner shares yet.
   std::byte* mutable_data() const { return const_cast<std::byte*>(memory_.data()); }
   uint64_t nbytes() const { return memory_.nbytes(); }
 

@@ -1,5 +1,6 @@
-// Observer: is told what the engine saw operators do, which no copy and no wait says. Only the test build listens: the
-// simulated device, to check that every access is ordered, and the log of the seam's calls. A part of a Backend.
+// Observer: is told of operators' accesses that the engine saw, which no copy and no wait shows. Only the test build
+// listens: the simulated device, to check that every access is ordered, and the log of the seam's calls. A part of a
+// Backend.
 // Ownership:     borrowed by its backend; it lives for the process.
 // Thread safety: every method, any thread.
 #pragma once
@@ -29,7 +30,7 @@ class Observer {
   virtual void saw_operators_end() {}
 };
 
-// One that does not listen, for every build but the test build.
+// An observer that does nothing, for every build but the test build.
 Observer& no_observer();
 
 }  // namespace torchoffload

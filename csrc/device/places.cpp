@@ -12,7 +12,7 @@ namespace torchoffload {
 namespace {
 
 constexpr size_t kPlacesOpen = 2;         // idle places that keep files and threads
-constexpr size_t kPlacesRemembered = 16;  // idle places that keep what was learned
+constexpr size_t kPlacesRemembered = 16;  // idle places that keep their learned facts
 
 }  // namespace
 
@@ -41,7 +41,7 @@ DiskPlace& DiskPlaces::turn_to(const DiskKey& key, const BackendUsers& users,
   return place;
 }
 
-// A place of which tapes are alive, or in which something is on its way, is left as it is: the latest one is turned to
+// A place with live tapes or transfers under way is left as it is, and so is the latest one, which is being turned to
 // right now. While the calls that block are made, another thread may turn to further places.
 void DiskPlaces::tidy(const BackendUsers& users) {
   std::vector<std::shared_ptr<DiskPlace>> left, dropped;

@@ -2,13 +2,13 @@
 // Ownership:     shares its places with the backends' users, who destroy one that was dropped once nothing refers to
 //                it.
 // Thread safety: needs the GIL, which turn_to() and trim() release while they wait.
-// Failures:      turn_to() throws what `make` throws.
+// Failures:      turn_to() passes on the exceptions of `make`.
 // Shutdown:      leaked on purpose; see Note [No CUDA after main].
 //
 // Note [Directories that are left]
-// A program may use one directory for ever, some of them in turn, or a new one for each step. So of the places that
-// nobody uses now, the two used last keep their files and threads, and further ones are remembered with what was
-// learned there. One whose directories were deleted is remembered only while a context knows it.
+// A program may use one directory for ever, some of them in turn, or a new one for each step. So of the places without
+// a user now, the two used last keep their files and threads, and further ones are remembered with the facts learned
+// there. One whose directories were deleted is remembered only while a context still uses its facts.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ class BackendUsers;
 // Contexts with equal keys share a place.
 struct DiskKey {
   std::span<const std::string> directories;
-  const SlotStore* memory = nullptr;  // where slots are before they go on to a disk; null: they are on the disk at once
+  const SlotStore* memory = nullptr;  // holds slots before they go on to a disk; null: they are on the disk at once
   bool writes_at_once = false;
 };
 
@@ -69,8 +69,8 @@ class DiskPlace {
 
 class DiskPlaces {
  public:
-  // The place of these directories; the first time, what `make` makes. May block where it is another one than before:
-  // those that are left are trimmed or dropped.
+  // The place of these directories; the first time, the one that `make` returns. May block if it is another one than
+  // before: the places that are left are trimmed or dropped.
   DiskPlace& turn_to(const DiskKey& key, const BackendUsers& users,
                      const std::function<std::shared_ptr<DiskPlace>()>& make) REQUIRES(gil);
 

@@ -1,7 +1,7 @@
-// SpillPlace: where slots of one kind of device go on to disks: a TieredStore, and a backend for each device.
+// SpillPlace: the spilling of slots of one kind of device to disks: a TieredStore, and a backend for each device.
 // Ownership:     the store and the backends. The arena outlives it.
 // Thread safety: needs the GIL, but for trim() and the destructor.
-// Failures:      the constructor throws std::runtime_error where no spill file can be made in a directory.
+// Failures:      the constructor throws std::runtime_error if no spill file can be made in a directory.
 // Shutdown:      see DiskPlaces.
 #pragma once
 
@@ -24,15 +24,15 @@ struct SpillPlan {
   SpillPolicy policy;
 };
 
-// With a tier that is the disk, this much host memory at most passes the bytes on.
+// If the tier is the disk, the bytes pass through at most this much host memory.
 inline constexpr uint64_t kPassingBytes = uint64_t{1} << 30;
 
 class SpillPlace final : public DiskPlace {
  public:
   using MakeBackend = std::function<std::shared_ptr<const Backend>(TieredStore& store)>;
 
-  // The place of these directories among `places`, with the plan's limit of memory, which is the one of the context
-  // that saves now, and its backend for a device. May block.
+  // The place of these directories among `places`, with its backend for a device. The place gets the plan's limit of
+  // memory, which is that of the context that saves now. May block.
   static const Backend& find(DiskPlaces& places, const BackendUsers& users, PinnedArena& arena, const SpillPlan& plan,
                              const SpillHooks& hooks, int device_index, const MakeBackend& make) REQUIRES(gil);
 

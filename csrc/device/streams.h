@@ -1,14 +1,13 @@
-// Streams: the orders in which a device does what it is given, and the points in them. A part of a Backend.
+// Streams: the orders in which a device does its enqueued work, and the points in them. A part of a Backend.
 // Ownership:     streams and points are numbers. A timed point is its device's own, until release().
-// Thread safety: every method, any thread. What may block is called without the GIL; see may_block().
+// Thread safety: every method, any thread. Calls that may block are made without the GIL; see may_block().
 // Failures:      a call that throws has enqueued nothing.
-// Stream order:  a device does what it is told: it orders nothing on its own. Every cross-stream wait is made by
-//                engine/stream_order.cpp.
+// Stream order:  a device orders nothing on its own. Every cross-stream wait is made by engine/stream_order.cpp.
 // Shutdown:      lives for the process; see Note [No CUDA after main].
 //
 // Operators run on the stream that current_stream() names. Each device has two more streams, ours: offload_stream() and
-// reload_stream(). Where the host itself computes (CPU with disk), current_stream() is the host: a wait there blocks
-// the calling thread.
+// reload_stream(). If the host itself computes (CPU with disk), current_stream() is the host: a wait there blocks the
+// calling thread.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +20,13 @@ namespace torchoffload {
 
 enum class PointStatus : uint8_t { Pending, Reached };
 
-// How it is known that what was given to a stream is done with its memory.
+// How it becomes known that work on a stream has finished with its memory.
 enum class Completion : uint8_t {
   ByStreamOrder,  // another stream that was told to wait is ordered behind it: its memory may be handed on there (R9)
   ByPolling,      // I/O: no stream order protects the memory of a copy, so it is held until status() says Reached
 };
 
-// A place in a stream's order whose time is wanted.
+// A point of a stream's order whose time is measured.
 struct TimedPoint {
   uint32_t id = 0;
   bool is_set() const { return id != 0; }
@@ -44,39 +43,39 @@ class Streams {
   // The same answer each time. kNoStream: ByPolling if that is so of any of its streams.
   virtual Completion completion(StreamId stream) const = 0;
 
-  // False for a stream that its owner may destroy, after which another may have its id. It is there for sure while it
-  // is the calling thread's current one; see Note [Streams that may be destroyed].
+  // False for a stream that its owner may destroy, after which another may have its id. While it is the calling
+  // thread's current stream it certainly exists; see Note [Streams that may be destroyed].
   virtual bool is_lasting(StreamId /*stream*/) { return true; }
 
   // True if record(), record_timed(), wait(), or a copy or DeviceMemory::allocate() on this stream may block the host:
-  // a stream takes so many commands and no more until it has come to some of them, and the host itself, where it is the
-  // stream, waits and copies. They are called without the GIL then, and no lock is held over them that a holder of the
-  // GIL may want.
+  // a stream's queue holds a limited number of commands, and if the stream is the host itself, the host waits and
+  // copies. Such calls are made without the GIL, and without any lock that a holder of the GIL may want.
   virtual bool may_block(StreamId stream) const = 0;
 
   // Is a CUDA graph being captured on the current stream? Nothing is enqueued, grown or waited for then.
   virtual bool is_capturing() { return false; }
 
-  // Is one being captured on this stream? A point recorded there would draw who waits for it into the capture.
+  // Is one being captured on this stream? A point recorded there would draw each stream that waits for it into the
+  // capture.
   virtual bool is_capturing_on(StreamId /*stream*/) { return false; }
 
   // ---- points ----
 
-  // The point at the end of what was enqueued on `stream` up to now.
+  // The point behind all work enqueued on `stream` up to now.
   virtual Point record(StreamId stream) = 0;
 
-  // What is enqueued on `waiter` after this call runs after `point`.
+  // Work enqueued on `waiter` after this call runs after `point`.
   virtual void wait(StreamId waiter, Point point) = 0;
 
   // Blocks the host until `point` is reached.
   virtual void synchronize(Point point) EXCLUDES(gil) = 0;
 
-  // Has `point` been reached? Only called where its stream completes ByPolling; a step on a GPU never asks.
+  // Has `point` been reached? Only called if its stream completes ByPolling; a step on a GPU never asks.
   virtual PointStatus status(Point point) = 0;
 
-  // ---- times: taken in a step that is timed, and in no other ----
+  // ---- times, which are taken only in a timed step ----
 
-  // Where this is false, no point is set and no time known.
+  // If this is false, no point is set and no time known.
   virtual bool tells_time() const { return false; }
   virtual TimedPoint record_timed(StreamId /*stream*/) { return {}; }
   // From one to the other; nullopt while either was not reached yet.

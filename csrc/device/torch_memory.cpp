@@ -27,7 +27,7 @@ auto with_weak(c10::StorageImpl* storage, Use use) {
 
 constinit thread_local PutOffDrops* in_force = nullptr;
 
-// Where there is no memory for the list the share is leaked, which is safer than to run Python code here.
+// If there is no memory for the list, the share is leaked, which is safer than to run Python code here.
 void put_off(std::vector<c10::StorageImpl*>& list, c10::StorageImpl* share) noexcept {
   try {
     list.push_back(share);
@@ -111,7 +111,7 @@ struct MemorySet::Entries {
   // A flat map: each save looks into several of these sets, and finds little of them in the CPU's caches.
   using Map = ska::flat_hash_map<const c10::StorageImpl*, WeakMemory>;
 
-  // Forgets the storages that are gone. Called each time that the set has doubled.
+  // Forgets freed storages. Called each time that the set has doubled.
   void prune() {
     Map alive;
     for (auto& entry : map) {

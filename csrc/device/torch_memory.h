@@ -1,5 +1,5 @@
 // torch_memory: converts between PyTorch's storages and the Memory of memory.h.
-// Ownership:     memory_of() and storage_impl() borrow. The other functions take over what they are given.
+// Ownership:     memory_of() and storage_impl() borrow. The other functions take over their arguments.
 // Thread safety: every function, any thread.
 #pragma once
 

@@ -15,7 +15,7 @@ namespace torchoffload {
 // No machine has room for more, and rounding it up could overflow.
 inline constexpr uint64_t kMostBytes = uint64_t{1} << 62;
 
-// A store grows by a quarter of what it has, within these bounds, and by the request where that is more.
+// A store grows by a quarter of its size, within these bounds, and by the request if that is more.
 struct ChunkPolicy {
   uint64_t min_bytes = 64 * kMiB;
   uint64_t max_bytes = 256 * kMiB;

@@ -5,7 +5,7 @@
 namespace torchoffload {
 namespace {
 
-// A slot of more chunks than this is rare (logits), and not worth holding its room ahead for.
+// A slot of more chunks than this is rare (logits). It is not worth holding room ahead for it.
 constexpr uint64_t kMostChunksOfASlot = 4;
 
 constexpr uint64_t with_spare(uint64_t nbytes) { return nbytes + nbytes / 20; }

@@ -1,8 +1,8 @@
-// GrowthPlan: how much a store takes from the system, for a request that found no room and ahead of any.
+// GrowthPlan: how much memory a store takes from the system, for a request that found no room and ahead of need.
 // Ownership:     numbers alone; the chunks are the store's.
 // Thread safety: none; the store locks.
 // Invariants:    a chunk ahead of need never lifts the capacity above the limit, and never above one chunk more than is
-//                in use, but up to what was reserved.
+//                in use, except up to the reserved bytes.
 // Not handled:   budgets (the engine's), how chunks are taken.
 //
 // Capacities are totals of the store. Three states, by the latest call:
@@ -28,25 +28,25 @@ class GrowthPlan {
   void grow_ahead(uint64_t limit_bytes);
   void reserve(uint64_t capacity_bytes);
 
-  // What the store went through.
+  // Events of the store.
   void saw_slot(uint64_t nbytes, uint64_t capacity_bytes, uint64_t largest_free_bytes);
   void saw_chunk(uint64_t nbytes);
   void saw_refusal(uint64_t nbytes);
   void saw_chunks_given_back();
 
-  // The chunk for a request that found no room: by the policy, but not above the limit if the request itself is not.
-  // Where as much was refused, the least that will do: it is not asked for with every record.
+  // The chunk for a request that found no room: by the policy, but not above the limit if the request itself is not. If
+  // as much was refused, the least that will do: a refused size is not asked for again with every record.
   uint64_t bytes_on_need(uint64_t request_bytes, uint64_t capacity_bytes) const;
   uint64_t least_bytes(uint64_t request_bytes) const;
-  // The same where the memory is not to be locked, of which nothing was refused.
+  // The same for memory that is not to be locked: refusals do not concern it.
   uint64_t bytes_unlocked(uint64_t request_bytes, uint64_t capacity_bytes) const;
 
-  // The chunk to take ahead of need, now; 0 for none. None where as much was refused, until the system gave as much or
-  // was given something back.
+  // The chunk to take ahead of need, now; 0 for none. None if as much was refused, until the system gave as much or was
+  // given something back.
   uint64_t bytes_ahead(uint64_t capacity_bytes) const;
 
-  // Is the capacity more than 5% above what is needed, and was the store not shrunk to that need already? Once is
-  // enough: what does not fit into it then would not the next time either.
+  // Is the capacity more than 5% above the need, and was the store not shrunk to that need already? Once is enough: a
+  // step that does not fit into it then would not fit the next time either.
   bool should_shrink(uint64_t needed_bytes, uint64_t capacity_bytes) const;
   void saw_shrink(uint64_t needed_bytes, uint64_t capacity_bytes);
 

@@ -155,7 +155,7 @@ void IoQueue::take_and_run() {
 
 std::string IoQueue::run(const Submitted& submitted) const {
   try {
-    // This thread waits for what the job was told to run after, and for earlier jobs on the same bytes.
+    // This thread waits for the job's floors, and for earlier jobs on the same bytes.
     for (const Floor& floor : submitted.floors) floor.queue->wait_for(floor.serial);
     return transfer_(submitted.job);
   } catch (const std::exception& error) {

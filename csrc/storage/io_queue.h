@@ -1,10 +1,10 @@
 // IoQueue: one stream of file transfers, run in order of submission by the threads of a pool of its own.
 // Ownership:     a queue owns its pool, and borrows the memory of a job until the job's serial is reached.
 // Thread safety: every method, any thread. Jobs run on the queue's threads, which take no signal and touch no Python.
-// Stream order:  as a CUDA stream's, for whoever looks at it through serials, slots and memory; see Note [I/O streams].
+// Stream order:  as a CUDA stream's, as far as serials, slots and memory show it; see Note [I/O streams].
 // Shutdown:      leaked on purpose; see Note [No CUDA after main]. In a forked child submit() and wait_for() throw; see
 //                Note [Forked children].
-// Not handled:   a bound on what is queued (the engine's windows are the bound), cancelling, priorities.
+// Not handled:   a bound on the queued jobs (the engine's windows are the bound), cancelling, priorities.
 #pragma once
 
 #include <atomic>
@@ -26,19 +26,19 @@
 namespace torchoffload {
 
 // Note [I/O streams]
-// A queue promises what a stream does, with several threads behind it:
-// - A serial is reached when its job and all before it are done. Jobs may end out of order; nobody sees that, because
-//   what counts as reached moves on over finished prefixes only.
+// A queue keeps a stream's promises, with several threads behind it:
+// - A serial is reached when its job and all before it are done. Jobs may end out of order. No caller sees that,
+//   because the reached serial moves on only once all earlier jobs are done.
 // - Two jobs of one queue that touch the same bytes of a slot or of memory, and may not swap, run one after the other.
-//   The thread that takes the later one waits, before it runs it, for the earlier one.
+//   The thread that takes the later one waits for the earlier one first.
 // - After run_after(other, serial), no job submitted later starts before that serial of the other queue is reached. So
 //   each job carries the queue's floors, the highest serials it was told to run after, one per queue.
-// Why it cannot deadlock. A floor, and a conflict, name only jobs submitted before. Of all jobs not done, in all
-// queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own queue is done,
-// so no thread of that queue holds a job from before it, and jobs are taken in order: it is either running or next,
-// with a thread free to take it. It ends, as file I/O does, and the argument repeats. There are threads wherever there
-// is a job: the pool ends them only while it has nothing to do. Where none can be started, the thread that calls
-// run_here() is one of them until its job is taken.
+// It cannot deadlock, for the following reason. Floors and conflicts name only jobs submitted before. Of all jobs not
+// done, in all queues, take the one submitted first: its floors and conflicts are done, every earlier job of its own
+// queue is done, so no thread of that queue holds an earlier job. Jobs are taken in order, so this one is either
+// running or next, with a thread free to take it. It ends, as file I/O does, and then the same holds for the next job.
+// While there is a job there are threads: the pool ends them only while it has nothing to do. If none can be started,
+// the thread that calls run_here() is one of them until its job is taken.
 
 struct IoJob {
   IoDirection direction = IoDirection::Out;
@@ -49,12 +49,12 @@ struct IoJob {
 
 class IoQueue {
  public:
-  // What one job does; returns the reason of its failure, or empty.
+  // Runs one job; returns the reason of its failure, or empty.
   using Transfer = std::function<std::string(const IoJob&)>;
 
   IoQueue(std::string name, unsigned thread_count, Transfer transfer);
 
-  // Its end waits for what was submitted: in tests, since the queues of a process are never destroyed. Queues that were
+  // Its end waits for the submitted jobs: in tests, since the queues of a process are never destroyed. Queues that were
   // told to run after this one have nothing left to run.
 
   // Returns the job's serial, counted from 1. Throws NoThread if no thread can be started; the next call tries again.
@@ -73,7 +73,8 @@ class IoQueue {
   // Blocks until `serial` is reached: a thread of a queue.
   void wait_for(uint64_t serial) const;
 
-  // The same for a thread of the program. `what` says what is waited for. Throws WaitAbandoned if that is interrupted.
+  // The same for a thread of the program. `what` names the thing that is waited for. Throws WaitAbandoned if that is
+  // interrupted.
   void wait_on_host(uint64_t serial, const std::string& what) const;
 
   // The reason why the job of this serial failed, or empty. Kept until forget(serial): one that was lost earlier would
@@ -100,7 +101,7 @@ class IoQueue {
   };
 
   uint64_t add(const IoJob& job) REQUIRES(mutex_);
-  // What the pool calls for each job that was submitted: does those that wait, until there are none.
+  // The pool calls this for each job that was submitted. It runs the jobs that wait, until there are none.
   void run_waiting();
   // Takes the first job that waits, and does it. The lock is given back meanwhile.
   void take_and_run() REQUIRES(mutex_);

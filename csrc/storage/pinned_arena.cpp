@@ -288,7 +288,7 @@ uint64_t PinnedArena::trim() {
 
 // It would not be enough to remove some of the chunks: a step's slots fit into the others only with gaps at the chunks'
 // ends, and the next step would grow again. In a single chunk the slots lie side by side, without gaps. So all idle
-// chunks are given back, and what is missing then is taken again as one chunk.
+// chunks are given back, and the missing bytes are taken again as one chunk.
 uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   if (fork_guard_.inherited()) return 0;
   const Turn turn(*this);
@@ -299,7 +299,7 @@ uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   try {
     if (missing_bytes > 0) take_chunk(missing_bytes);
   } catch (const StoreFull&) {
-    // The next step grows chunk by chunk, and says so where that is refused.
+    // The next step grows chunk by chunk, and says so if that is refused.
   }
   const MutexLock lock(mutex_);
   plan_.saw_shrink(needed_bytes, ranges_.capacity_bytes());

@@ -1,5 +1,5 @@
-// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes. Where the driver
-// refuses to page-lock memory, some of it is plain memory; see Note [Memory that is not locked].
+// PinnedArena: page-locked host memory, taken in chunks and cut into exact ranges of 512 bytes. If the driver refuses
+// to page-lock memory, some of it is plain memory; see Note [Memory that is not locked].
 // Ownership:     hands out slots, which are values; the memory stays the arena's until trim() or shrink().
 // Thread safety: every method, any thread. Taking a chunk and giving some back take turns, and hold up no other method
 //                while they ask the system or the driver. See Note [Growing ahead].
@@ -35,29 +35,29 @@ namespace torchoffload {
 // Note [No CUDA after main]
 // After main has returned, static destructors run in an order that no program controls, and the CUDA driver may be gone
 // already: a call into it then fails, hangs or crashes. The same holds in a forked child, which inherits a context that
-// it cannot use. Besides, Python stops threads that hold tensors wherever they are when the interpreter exits. So what
-// lives as long as the process (stores, backends, queues and their threads, streams, events) is allocated once and
-// never destroyed: no destructor, no atexit handler and no child of ours ever calls the driver. The system takes the
-// memory, the threads and the unlinked file back when the process ends, whichever way it ends. What is given back
-// earlier is given back by trim(), which the user calls while all is alive. A thread of ours that calls the driver by
-// itself makes no further call once stop() was called, before the interpreter goes down; stop() waits for the call that
-// is under way.
+// it cannot use. Besides, Python stops threads that hold tensors at any point of their work when the interpreter exits.
+// So all objects that live as long as the process (stores, backends, queues and their threads, streams, events) are
+// allocated once and never destroyed: no destructor, no atexit handler and no child of ours ever calls the driver. The
+// system takes the memory, the threads and the unlinked file back when the process ends, however it ends. Only trim(),
+// which the user calls, and shrink() give memory back earlier, while all is alive. A thread of ours that calls the
+// driver by itself makes no further call once stop() was called, before the interpreter goes down; stop() waits for the
+// call that is under way.
 
 // Note [Growing ahead]
-// To take a chunk lasts as long as some copies (its pages are cleared, then locked), so while copies go on it is taken
-// before it is needed: by one thread of the arena's own, which is started at first use, takes no signal and touches no
-// Python. GrowthPlan says when and how much. A copy that finds no room waits for the chunk that is being taken, and
-// takes one itself only if there is still no room then. Threads that wait for a turn come before the next chunk ahead.
-// If the system refuses a chunk ahead, no error is raised: the refusal is remembered, and nothing more is taken ahead.
-// A copy that finds no room then asks the system itself, and is told the reason.
+// Taking a chunk lasts as long as some copies, because its pages are cleared and then locked. So it is taken before it
+// is needed, while copies go on, by one thread of the arena's own, which is started at first use, takes no signal and
+// touches no Python. GrowthPlan says when and how much. A copy that finds no room waits for the chunk that is being
+// taken, and takes one itself only if there is still no room then. Threads that wait for a turn come before the next
+// chunk ahead. If the system refuses a chunk ahead, no error is raised: the refusal is remembered, and nothing more is
+// taken ahead. A copy that finds no room then asks the system itself, and is told the reason.
 
 // Note [Memory that is not locked]
 // Some systems let no memory be page-locked, or only a little: WSL, containers, a low RLIMIT_MEMLOCK. Copies to and
-// from plain memory are right as well: the driver makes them in pieces, by way of memory of its own, and the thread
-// that enqueues one waits meanwhile. That costs time, but what the program saves still leaves the device. So where the
-// driver refuses even the least that a copy needs, the arena takes plain memory, and tells once why and what it costs.
-// The GPU's own kernels cannot reach such memory. Who needs them to calls require_locked() first; then a refusal makes
-// the arena full, as where the system itself refuses.
+// from plain memory are correct, too: the driver makes them in pieces, by way of memory of its own, and the thread that
+// enqueues one waits meanwhile. That costs time, but the saved tensors still leave the device. So if the driver refuses
+// even the least that a copy needs, the arena takes plain memory, and tells once the reason and the cost. The GPU's own
+// kernels cannot reach such memory. A caller whose kernels need to reach it calls require_locked() first; then a
+// refusal makes the arena full, as a refusal of the system itself does.
 
 class PinnedArena final : public SlotStore {
  public:

@@ -52,8 +52,8 @@ void touch(std::byte* address, uint64_t nbytes) {
   }
 }
 
-// Registering wants the pages present, and one thread fills them far below the memory's rate. `cpus`: of the node that
-// the memory is to be at, where the CPU that touches it first tells.
+// Registering wants the pages present, and one thread fills them far below the memory's rate. `cpus`: those of the
+// memory's intended node, if the CPU that touches a page first decides its node.
 void touch_in_parallel(std::byte* address, uint64_t nbytes, const std::optional<cpu_set_t>& cpus) {
   unsigned thread_count = std::clamp(std::thread::hardware_concurrency(), 1U, kMaxTouchThreads);
   if (nbytes < kParallelTouchBytes) thread_count = 1;
@@ -72,14 +72,14 @@ void touch_in_parallel(std::byte* address, uint64_t nbytes, const std::optional<
         });
       }
     } catch (const std::system_error&) {
-      // No thread to be had: the calling thread touches what is left.
+      // No thread to be had: the calling thread touches the rest.
     }
   }
   touch(address + offset, nbytes - offset);
   for (std::thread& thread : threads) thread.join();
 }
 
-// Has the chunk's pages come from the device's node. Where the kernel does not let us say so, returns that node's CPUs.
+// Has the chunk's pages come from the device's node. If the kernel does not let us say so, returns that node's CPUs.
 std::optional<cpu_set_t> place(const PinnedChunk& chunk, const HostRegistration& registration) {
   const std::optional<int> node = registration.node != nullptr ? registration.node() : std::nullopt;
   if (!node || prefer_node(chunk.address, chunk.nbytes, *node)) return std::nullopt;

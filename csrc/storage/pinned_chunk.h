@@ -1,9 +1,10 @@
 // PinnedChunk: host memory from the system, in huge pages, filled by several threads and made known to a driver.
-// Ownership:     a chunk is a value; whoever took it gives it back, or leaks it.
+// Ownership:     a chunk is a value; its owner gives it back, or leaks it.
 // Thread safety: every function, any thread. Both block, for as long as the kernel and the driver take.
 // Shutdown:      neither is called then; see Note [No CUDA after main].
-// Not handled:   Where the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower
-//                to fill and to register. Where it does not let us choose a node, the memory is where it was touched.
+// Not handled:   If the kernel has no huge pages, or none to give, the pages are small ones: the same memory, slower to
+//                fill and to register. If it does not let us choose a node, the memory is on the node of the CPU that
+//                touched it.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +18,14 @@ namespace torchoffload {
 
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
-// How memory is made known to a device's driver: injected, so that storage knows no driver. The first two
-// return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a CUDA graph
-// is captured on another: a driver that forbids it then must be told that this is none of the capture's.
+// The functions that make memory known to a device's driver. They are injected, so that storage knows no driver. The
+// first two return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a
+// CUDA graph is captured on another: a driver that forbids it then must be told that this call is not a part of the
+// capture.
 struct HostRegistration {
   std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
   std::string (*unregister_memory)(void* address) = nullptr;
-  // The NUMA node that the memory is best at; null, or nullopt: none is better.
+  // The best NUMA node for the memory; null, or nullopt: none is better.
   std::optional<int> (*node)() = nullptr;
 };
 
@@ -38,11 +40,11 @@ struct LockRefused : StoreFull {
   using StoreFull::StoreFull;
 };
 
-// `nbytes`: a multiple of `page_bytes`, at a multiple of which the chunk begins. Throws StoreFull with the reason, and
-// with the limit of this process that may be behind it; LockRefused where that is the driver's.
+// `nbytes`: a multiple of `page_bytes`. The chunk begins at such a multiple, too. Throws StoreFull with the reason, and
+// with the limit of this process that may have caused it; LockRefused if that limit is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
-// The same memory, which no driver is told of. Throws StoreFull.
+// The same memory, without a driver's knowledge. Throws StoreFull.
 PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 
 // False: the driver refused, and the memory is leaked.

@@ -1,12 +1,12 @@
-// SlotDemand: how much memory slots are about to want, by how their bytes rose and fell before.
+// SlotDemand: predicts how much memory slots are about to want, by the earlier rise and fall of their bytes.
 // Ownership:     numbers.
 // Thread safety: none: its owner's lock guards it.
 //
 // Note [Waves]
-// The bytes of all slots, wherever these are, come in waves: forwards save, and backwards use what was saved. A wave
+// The bytes of all slots, in memory and on disk, come in waves: forwards save tensors, and backwards use them. A wave
 // begins with a slot that is acquired after the bytes have fallen to none, or by an eighth of their peak or of the
-// memory's limit, whichever is more: what is dropped in the middle of a forward ends none. Slots that stay, such as
-// those of a graph that is kept, are no hindrance: the wave begins above them. A wave is expected to rise as far as the
+// memory's limit, whichever is more: slots that are dropped in the middle of a forward end none. Slots that stay, such
+// as those of a graph that is kept, do not matter: the wave begins above them. A wave is expected to rise as far as the
 // larger one of the two before it, since steps that differ often take turns.
 #pragma once
 
@@ -34,7 +34,8 @@ class SlotDemand {
   uint64_t slot_bytes() const { return slot_bytes_; }
   uint64_t wave_count() const { return wave_count_; }  // that have ended
 
-  // How much more is about to be wanted. `ahead_bytes`: what to reckon with where a wave rises higher than expected.
+  // The further bytes that slots are about to want. `ahead_bytes`: the bytes to reckon with if a wave rises higher than
+  // expected.
   uint64_t coming_bytes(uint64_t ahead_bytes) const {
     const uint64_t expected_bytes = std::max(last_peak_, peak_before_last_);
     if (peak_bytes_ <= expected_bytes) return expected_bytes - slot_bytes_;

@@ -18,8 +18,8 @@ namespace {
 
 constexpr char kSpillFileInherited[] = "the spill file was inherited by a forked process, and belongs to its parent";
 
-// 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT, where
-// a plain copy would end the process.
+// 0, or errno. The program may resize a storage under its copy, which unmaps the source: then this gives EFAULT,
+// whereas a plain copy would end the process.
 int copy_from_source(std::byte* target, const std::byte* source, uint64_t nbytes) {
   for (uint64_t done_bytes = 0; done_bytes < nbytes;) {
     const iovec local{target + done_bytes, nbytes - done_bytes};
@@ -159,7 +159,7 @@ uint64_t SpillFile::trim() {
   return given_back_bytes;
 }
 
-// The waits hold up nobody. They come first, since the user may interrupt one.
+// The waits hold up no other thread. They come first, since the user may interrupt one.
 SpillFile::Idle SpillFile::take_idle_chunks() {
   std::map<StreamId, uint64_t> reached;
   while (true) {
@@ -193,7 +193,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
   return taken;
 }
 
-// Every transfer touches a slot, and every slot is in a chunk: no transfer is left that needs the file.
+// Every transfer touches a slot, and every slot is in a chunk: so no transfer needs the file any more.
 void SpillFile::close_if_empty() {
   std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
   const MutexLock lock(mutex_);
@@ -269,8 +269,8 @@ IoResult SpillFile::move_through_buffer(const File& file, IoDirection direction,
   return result;
 }
 
-// What is written is on the disk, and not in memory, before it counts as done. The disk starts with each piece while
-// the next one is copied, so that dirty pages do not pile up.
+// Written bytes are on the disk, and not in memory, before the transfer counts as done. The disk starts with each piece
+// while the next one is copied, so that dirty pages do not pile up.
 IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span) {
   const int fd = file.cached.get();
   if (direction == IoDirection::In) {

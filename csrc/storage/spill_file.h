@@ -1,6 +1,6 @@
 // SpillFile: slots in an unlinked file of its own, for records that rest on a disk.
-// Ownership:     hands out slots, which are values; the file ends with the process, whichever way that ends, or with a
-//                trim() that leaves nothing in it. The next grow() makes another.
+// Ownership:     hands out slots, which are values; the file ends with the process, however that ends, or with a trim()
+//                that leaves nothing in it. The next grow() makes another.
 // Thread safety: every method, any thread. grow() and trim() take turns, and hold up no other method while they ask the
 //                system. Two transfers that touch one slot are ordered by the caller.
 // Stream order:  a released range carries the points that guard its reuse; trim() alone waits for them, on the host.
@@ -9,7 +9,7 @@
 // Not handled:   encryption, compression, several disks.
 //
 // Spilled bytes must leave memory: I/O goes past the page cache (O_DIRECT, through aligned buffers of our own, since
-// tensors are aligned to 64 bytes), and where that is refused the pages are written back and dropped before a transfer
+// tensors are aligned to 64 bytes), and if that is refused, the pages are written back and dropped before a transfer
 // counts as done. All offsets and slot sizes are multiples of 4096 bytes. Disk is reserved when the file grows, so a
 // full disk shows there, as StoreFull, and not in a write.
 #pragma once
@@ -35,8 +35,8 @@ namespace torchoffload {
 
 inline constexpr uint64_t kDiskBlockBytes = 4096;
 
-// Buffers that O_DIRECT accepts. As many as transfers ran at once. Mapped, and their list has room from the start: an
-// I/O thread that never allocates never makes malloc reserve an arena of 64 MiB of addresses for it.
+// Buffers that O_DIRECT accepts, as many as transfers ran at once. They are mapped, and their list has room from the
+// start, so that an I/O thread never allocates: otherwise malloc would reserve an arena of 64 MiB of addresses for it.
 class TransferBuffers {
  public:
   static constexpr uint64_t kBufferBytes = 4 * kMiB;
@@ -59,8 +59,8 @@ class TransferBuffers {
 
 class SpillFile final : public SlotStore {
  public:
-  // `synchronize` blocks the host until a point is reached. Throws OpenError where no file can be made, unless that may
-  // pass: then, and where the directory has gone since, grow() throws StoreFull with the same text.
+  // `synchronize` blocks the host until a point is reached. Throws OpenError if no file can be made, unless that may
+  // pass: then, and if the directory has gone since, grow() throws StoreFull with the same text.
   SpillFile(std::string directory, std::function<void(Point)> synchronize, ChunkPolicy policy = {});
 
   uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
@@ -72,8 +72,9 @@ class SpillFile final : public SlotStore {
   uint64_t used_bytes() const override;
   uint64_t grow_count() const override { return grow_count_.load(std::memory_order_relaxed); }
 
-  // What memory a transfer finds. Any: it goes past the page cache by way of a buffer. Blocks: it begins at a multiple
-  // of 4096 bytes, as many as a multiple of that are moved, and nobody unmaps it meanwhile: it needs no buffer.
+  // The kind of memory that a transfer copies. Any: it goes past the page cache by way of a buffer. Blocks: it begins
+  // at a multiple of 4096 bytes, as many as a multiple of that are moved, and nobody unmaps it meanwhile: it needs no
+  // buffer.
   enum class Memory : uint8_t { Any, Blocks };
 
   // Move the first `nbytes` of a slot. Block. Return the reason of a failure, with file offset, byte counts and errno's
@@ -84,13 +85,13 @@ class SpillFile final : public SlotStore {
   const std::string& directory() const { return directory_; }
   std::string name() const { return "the spill file in " + quoted(directory_); }
   bool is_open() const;
-  bool uses_direct_io() const;  // false where no file is open
+  bool uses_direct_io() const;  // false if no file is open
 
   // As RangeAllocator's, and that no two chunks overlap in the file; for tests.
   void check_invariants() const;
 
  private:
-  // What one file needs. A transfer holds it, so that its descriptors are never another file's.
+  // The state of one file. A transfer holds it, so that its descriptors are never another file's.
   struct File {
     explicit File(const std::string& directory);
 
@@ -100,7 +101,7 @@ class SpillFile final : public SlotStore {
     TransferBuffers buffers;
   };
   struct Idle {
-    std::vector<Span> chunks;  // where in the file
+    std::vector<Span> chunks;  // places in the file
     uint64_t end_of_others = 0;
   };
   struct Place {
@@ -116,7 +117,7 @@ class SpillFile final : public SlotStore {
                                       std::byte* buffer);
   static IoResult move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span);
 
-  static std::shared_ptr<File> try_open(const std::string& directory);  // null where what refuses it may pass
+  static std::shared_ptr<File> try_open(const std::string& directory);  // null if the refusal may pass
   bool has_room(uint64_t nbytes) const;
   // The lowest file offset with room for a chunk.
   uint64_t first_gap(uint64_t nbytes) const REQUIRES(grow_mutex_);
@@ -142,7 +143,7 @@ class SpillFile final : public SlotStore {
   mutable Mutex mutex_;
   std::shared_ptr<File> file_ GUARDED_BY(mutex_);  // null only while there is no chunk; see file_in_turn()
   RangeAllocator ranges_ GUARDED_BY(mutex_){kDiskBlockBytes};
-  // Where in the file. The keys are ranges_' blocks, and no two overlap.
+  // Places in the file. The keys are ranges_' blocks, and no two overlap.
   std::map<BlockId, Span> chunks_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> grow_count_{0};

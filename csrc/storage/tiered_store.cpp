@@ -331,7 +331,7 @@ void TieredStore::add_point(std::vector<Point>& points, Point point) {
   points.push_back(point);
 }
 
-// ---- giving back, and what is asked of the store ----
+// ---- giving back, and questions to the store ----
 
 uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;

@@ -1,15 +1,15 @@
 // TieredStore: slots in host memory that go on to disks when the memory is used up, and come back to be read.
-// Ownership:     the slots' bytes, wherever they are; it owns its spill files, and borrows an arena, which outlives it
-//                and may serve other stores. A slot in use has no fixed address: see SlotStore::moves_slots().
-// Thread safety: every method, any thread. grow(), hold(), trim() and stop() block: call them without the GIL. No lock
-//                is held while the system, a disk or a device is waited for.
+// Ownership:     the slots' bytes, in memory and on disk; it owns its spill files, and borrows an arena, which outlives
+//                it and may serve other stores. A slot in use has no fixed address: see SlotStore::moves_slots().
+// Thread safety: every method, any thread. grow(), hold(), trim() and stop() block: call them without the GIL. The
+//                store holds no lock while it waits for the system, a disk or a device.
 // Stream order:  its threads wait for points of the device on the host: for the copy that fills a slot before the slot
 //                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
 //                that a slot gives up carries the points of the copies that used it, as a released range of the arena
 //                does.
-// Shutdown:      destroyed if its directories are used no more, and else leaked on purpose, with its threads; see
-//                Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked. In a
-//                forked child it is full; see Note [Forked children].
+// Shutdown:      destroyed if nothing uses its directories any more, and otherwise leaked on purpose, with its threads;
+//                see Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked.
+//                In a forked child it is full; see Note [Forked children].
 // Not handled:   compression, encryption, writing a part of a slot.
 //
 // Note [Where a slot is]
@@ -23,20 +23,21 @@
 // The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
 // places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
 //
-// Slots are written while less memory is free, or can be given up without I/O, than slots are about to want. Where it
-// is known how far the slots' bytes will rise (SlotDemand), the excess over the limit is therefore written from the
-// first slot on, and nothing more. Where it is not, slots are written once an eighth of the limit is left.
-// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. Writing it to
-//   the disk is no change to it, so that may go on.
+// Slots are written while less memory is free, or can be given up without I/O, than slots are about to want. So if it
+// is known how far the slots' bytes will rise (SlotDemand), the excess over the limit is written from the first slot
+// on, and nothing more. If it is not known, slots are written once an eighth of the limit is left.
+// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. A write to
+//   the disk may go on meanwhile, since it does not change the slot.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
 //   back by the thread that ran it.
-// - A thread that waits for room holds no slot. Where nothing can leave the memory, because all slots in it are held by
-//   other threads, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too,
-//   and no two threads wait for each other.
-// - A write that fails leaves the slot in memory, and its disk is refused: nothing more is written to it. It is tried
-//   again, with one slot at a time, in the next wave, after a minute, or once a slot is released there. Each try that
-//   fails doubles the number of waves. A write that succeeds ends the refusal.
-// - A read that fails leaves the slot on the disk. Everybody who waits for this read is told. The next one reads again.
+// - A thread that waits for room holds no slot. If nothing can leave the memory, because other threads hold all slots
+//   in it, room is taken beyond the limit, for one slot. So a slot that is larger than the limit has room, too, and no
+//   two threads wait for each other.
+// - A write that fails leaves the slot in memory, and its disk is refused: nothing more is written to it. The disk is
+//   tried again, with one slot at a time, in the next wave, after a minute, or once a slot is released there. Each
+//   failed try doubles the number of waves until the next one. A write that succeeds ends the refusal.
+// - A read that fails leaves the slot on the disk. Each thread that waits for this read gets the error. A later call
+//   reads again.
 #pragma once
 
 #include <cstdint>
@@ -59,23 +60,23 @@ namespace torchoffload {
 // How much memory a TieredStore uses, and when it writes.
 struct SpillPolicy {
   std::optional<uint64_t> memory_bytes;  // the most in slots; absent: the default budget of host memory
-  bool writes_at_once = false;           // each slot is written once it is filled, and not only where room runs short
+  bool writes_at_once = false;           // each slot is written once it is filled, and not only if room runs short
 };
 
 double steady_now_s();
 
-// What a TieredStore is given from outside.
+// The functions that a TieredStore is given from outside.
 struct SpillHooks {
   // Blocks the calling thread, one of the store's own, until a point is reached, or for some milliseconds. Returns
-  // whether it was reached: the store asks again, and not any more once it is stopped.
+  // whether the point was reached. If it was not, the store asks again, unless it is stopped.
   std::function<bool(Point)> wait_for_point;
   MakeTransferQueue make_transfers = ThreadedTransfers::make;
   double (*now_s)() = steady_now_s;
-  // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: nobody is told.
+  // A transfer is about to read (Out) or write (In) memory. For the simulated device; null: no call is made.
   void (*saw_transfer)(IoDirection direction, const void* memory, uint64_t nbytes) = nullptr;
 };
 
-// What all TieredStores of the process have written to disks and read back, and what was waited for.
+// The bytes that all TieredStores of the process have written to disks and read back, and the waits for them.
 struct SpillCounts {
   uint64_t spilled_bytes = 0;
   uint64_t fetched_bytes = 0;
@@ -85,12 +86,12 @@ struct SpillCounts {
 SpillCounts spill_counts();
 void reset_spill_counts();
 
-// What the slots of all TieredStores of the process have of host memory now.
+// The host memory that the slots of all TieredStores of the process have now.
 uint64_t spill_memory_bytes();
 
 class TieredStore final : public SlotStore {
  public:
-  // Makes a spill file in each directory. Throws std::runtime_error where one cannot be made.
+  // Makes a spill file in each directory. Throws std::runtime_error if one cannot be made.
   TieredStore(PinnedArena& arena, const std::vector<std::string>& directories, SpillPolicy policy, SpillHooks hooks);
 
   // Waits for its transfers. The arena goes on for its other users.
@@ -100,8 +101,8 @@ class TieredStore final : public SlotStore {
 
   uint64_t slot_bytes(uint64_t nbytes) const override { return round_up(nbytes, kDiskBlockBytes); }
   std::optional<Slot> try_acquire(uint64_t nbytes, std::vector<Point>& guards) override;
-  // Waits until something has left the memory, where that is full. Throws StoreFull where nothing can leave it, and
-  // WaitAbandoned where the user interrupts the wait.
+  // If the memory is full, waits until something has left it. Throws StoreFull if nothing can leave it, and
+  // WaitAbandoned if the user interrupts the wait.
   void grow(uint64_t nbytes) override;
   // Gives up memory of slots that are in both places, as try_acquire() does.
   bool waits_for_room(uint64_t nbytes) override;
@@ -129,17 +130,17 @@ class TieredStore final : public SlotStore {
   bool require_locked() override { return arena_.require_locked(); }
   std::string take_trouble() override;
 
-  uint64_t limit_bytes() const override;  // with what other stores have in the arena
+  uint64_t limit_bytes() const override;  // with the share of other stores in the arena
   uint64_t disk_used_bytes() const;       // in slots
 
-  // From here on slots have at most so much memory; absent: the default budget. If they have more now, it is given up
-  // as others want room.
+  // From here on slots have at most so much memory; absent: the default budget. If they have more now, they give up the
+  // excess as others want room.
   void limit_memory(std::optional<uint64_t> memory_bytes);
 
   // Is no slot in use, and no transfer under way? False in a forked child of the process that made the store.
   bool is_idle() const;
 
-  // For tests: throws std::logic_error where a slot is in no place that its state allows, or a count is wrong.
+  // For tests: throws std::logic_error if a slot is in no place that its state allows, or a count is wrong.
   void check_invariants() const;
 
  private:
@@ -148,10 +149,10 @@ class TieredStore final : public SlotStore {
   struct Resting {
     uint64_t nbytes = 0;
     Place place = Place::BeingFilled;
-    Slot memory;                    // of the arena, and larger than `nbytes`; empty where the slot is on the disk alone
-    std::byte* address = nullptr;   // in `memory`, at a multiple of kDiskBlockBytes
-    Point filled;                   // the end of the copy that filled it
-    std::vector<Point> busy_until;  // the ends of the copies that used the memory: the latest of each stream
+    Slot memory;                      // of the arena, and larger than `nbytes`; empty if the slot is on disk alone
+    std::byte* address = nullptr;     // in `memory`, at a multiple of kDiskBlockBytes
+    Point filled;                     // the end of the copy that filled it
+    std::vector<Point> busy_until;    // the ends of the copies that used the memory: the latest of each stream
     std::vector<Point> fetch_guards;  // while it is being fetched: the memory's former users
     size_t disk = 0;
     std::optional<Slot> on_disk;
@@ -195,7 +196,7 @@ class TieredStore final : public SlotStore {
     uint64_t nbytes_ = 0;
   };
 
-  // May a slot take memory beyond the limit where nothing can be written?
+  // May a slot take memory beyond the limit if nothing can be written?
   enum class OverLimit : uint8_t { No, Yes };
 
   // ---- tiered_store.cpp ----
@@ -211,14 +212,14 @@ class TieredStore final : public SlotStore {
   // Has the arena as much memory as this store and the others in it may use?
   bool is_arena_full() const REQUIRES(mutex_);
   // Gives a slot memory of the arena. Slots in both places, with numbers below `before`, give theirs up for it, oldest
-  // first. Returns false where that is not enough.
+  // first. Returns false if that is not enough.
   bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) REQUIRES(mutex_);
   void release_memory(Resting& resting) REQUIRES(mutex_);
   bool evict_oldest(uint64_t before) REQUIRES(mutex_);
   // Lists the slot, by its state, among those that can be written and those that can give up their memory.
   void sort_in(uint64_t number, const Resting& resting) REQUIRES(mutex_);
   static void add_point(std::vector<Point>& points, Point point);
-  // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull where nothing can.
+  // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull if nothing can.
   void make_room(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
   // Does the limit allow `nbytes` more of memory, once all slots in both places have given theirs up?
   bool can_be_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
@@ -226,26 +227,28 @@ class TieredStore final : public SlotStore {
   }
   Slot held(const Slot& slot, Resting& resting) REQUIRES(mutex_);
   void free_slot(uint64_t number, const std::vector<Point>& guards) REQUIRES(mutex_);
-  // Waits for transfers until `is_done`, and counts that. `what` is waited for, of all disks.
+  // Waits for transfers until `is_done`, and counts the wait. `what` and the names of all disks tell the user of the
+  // wait.
   void wait_for_disk(const char* what, const std::function<bool()>& is_done) REQUIRES(mutex_);
   // The same with the names of the files.
   std::string describe_wait(const char* what) const;
 
   // ---- tiered_transfers.cpp ----
 
-  // Begins to write the oldest slots, as many as it takes for what slots are about to want of memory.
+  // Begins to write the oldest slots, as many as it takes for the memory that slots are about to want.
   void write_ahead() REQUIRES(mutex_);
   bool must_write_more() const REQUIRES(mutex_);
   bool begin_write_of_oldest() REQUIRES(mutex_);
-  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit allows them
-  // by now, so that it is the arena which has no range of that size.
+  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit already
+  // allows them, and only the arena lacks a range of that size.
   void begin_writes_for(uint64_t nbytes, bool can_be_within_limit) REQUIRES(mutex_);
   // Is a transfer under way, or can one begin, that lets a slot give up its memory?
   bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
-  // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs where the
-  // arena has no range of that size.
+  // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs if the arena
+  // has no range of that size.
   bool has_room(uint64_t nbytes) REQUIRES(mutex_);
-  // What became of a fetch. ByCaller: it has begun, but there is no thread for it, so that the caller is to run it.
+  // The outcome of begin_fetch_of(). ByCaller: the fetch has begun, but there is no thread for it, so the caller is to
+  // run it.
   enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };
   Fetch begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) REQUIRES(mutex_);
   void cancel_fetch(Resting& resting) REQUIRES(mutex_);
@@ -277,7 +280,7 @@ class TieredStore final : public SlotStore {
   std::vector<Disk> disks_ GUARDED_BY(mutex_);
   uint64_t last_number_ GUARDED_BY(mutex_) = 0;
   BySize dirty_ GUARDED_BY(mutex_);                 // InMemory
-  BySize clean_ GUARDED_BY(mutex_);                 // InBoth, and held by nobody
+  BySize clean_ GUARDED_BY(mutex_);                 // InBoth, and not held
   uint64_t memory_bytes_ GUARDED_BY(mutex_) = 0;    // of all slots that have memory
   uint64_t writing_bytes_ GUARDED_BY(mutex_) = 0;   // of those that are BeingWritten
   uint64_t fetching_bytes_ GUARDED_BY(mutex_) = 0;  // of those that are BeingFetched: they will be clean

@@ -1,4 +1,4 @@
-// What a TieredStore writes to its disks and reads back, and when.
+// The transfers of a TieredStore to its disks and back: which ones, and when.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -20,7 +20,7 @@ std::atomic<uint64_t> fetched_bytes{0};
 std::atomic<uint64_t> wait_count{0};
 std::atomic<int64_t> wait_ns{0};
 
-// What is kept free of the limit, where it is not known how much is about to be wanted: room for two slots at least.
+// The share of the limit that is kept free if the demand is not known: room for two slots at least.
 constexpr uint64_t kShareAhead = 8;
 constexpr uint64_t kMostBytesAhead = uint64_t{4} << 30;
 
@@ -338,7 +338,7 @@ void TieredStore::note_refusal(Disk& disk, const std::string& why) {
   if (!disk.refusal) disk.refusal = Refusal{};
   Refusal& refusal = *disk.refusal;
   refusal.why = why;
-  // Of several writes that were under way together only the first one counts.
+  // If several writes were under way together, only the first failure counts.
   if (refusal.failure_count == 0 || std::exchange(refusal.is_tried, false)) {
     refusal.due_wave = demand_.wave_count() + (uint64_t{1} << std::min(refusal.failure_count++, kMostDoublings));
     refusal.due_s = hooks_.now_s() + kSecondsUntilTried;

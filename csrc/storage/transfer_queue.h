@@ -1,12 +1,12 @@
-// TransferQueue: where a TieredStore has its transfers to and from disks run.
+// TransferQueue: has a TieredStore run its transfers to and from disks, on threads or in a test's own order.
 // Ownership:     borrows the store that runs the transfers, which outlives it. ThreadedTransfers owns its threads.
 // Thread safety: submit() and wait() are called with the store's lock held, and let other threads have it only while
 //                wait() waits. make_progress() and end_idle_threads() are called without it.
-// Failures:      submit() throws NoThread where no thread can be started.
+// Failures:      submit() throws NoThread if no thread can be started.
 // Shutdown:      leaked on purpose with its store; see Note [No CUDA after main].
 //
-// The threads are behind a face because the simulated device runs the transfers itself, at a time that its mode says,
-// so that a test sees each order of events that it wants to see.
+// The threads are behind an interface because the simulated device runs the transfers itself, at a time that its mode
+// says, so that a test can bring about each order of events.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,8 @@ class TransferQueue {
   virtual void submit(const SlotTransfer& transfer) = 0;
 
   // Waits until `is_done`, which is asked with the store's lock held, returns true. `changed` is notified when a
-  // transfer has ended. `what` says what is waited for. Throws WaitAbandoned where the user interrupts the wait.
+  // transfer has ended. `what` names the transfer that is waited for. Throws WaitAbandoned if the user interrupts the
+  // wait.
   virtual void wait(Mutex& mutex, CondVar& changed, const std::function<bool()>& is_done,
                     const std::function<std::string()>& what) REQUIRES(mutex) = 0;
 

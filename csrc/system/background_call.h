@@ -1,9 +1,9 @@
 // BackgroundCall: one call that is made on a thread of its own, once.
-// Ownership:     owns its thread, and what the call was made of.
+// Ownership:     owns its thread, and the call's function object.
 // Thread safety: every method, any thread. The thread takes no signal and touches no Python.
 // Shutdown:      once stop() has returned the call does nothing any more; see Note [No CUDA after main]. In a forked
 //                child nothing is begun, and nothing is waited for; see Note [Forked children].
-// Not handled:   what the call throws: it throws nothing.
+// Not handled:   exceptions of the call: it throws nothing.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +22,7 @@ namespace torchoffload {
 class BackgroundCall {
  public:
   // `name`: of the thread, 15 characters at most. `call` asks its argument between its parts whether it may_go_on(),
-  // and returns where it may not.
+  // and returns if it may not.
   using Call = std::function<void(const BackgroundCall&)>;
   BackgroundCall(std::string name, Call call) : name_(std::move(name)), call_(std::move(call)) {}
 
@@ -31,13 +31,13 @@ class BackgroundCall {
   BackgroundCall(const BackgroundCall&) = delete;
   BackgroundCall& operator=(const BackgroundCall&) = delete;
 
-  // Begins the call, unless it was begun or stopped before. Returns at once. Where no thread can be started nothing was
+  // Begins the call, unless it was begun or stopped before. Returns at once. If no thread can be started, nothing was
   // begun, and a later begin() tries again.
   void begin();
 
   bool may_go_on() const { return !is_stopped_.load(std::memory_order_acquire); }
 
-  // Blocks until the call that was begun has returned; not where none was.
+  // Blocks until the call that was begun has returned; does not block if none was begun.
   void await_end();
 
   // From here on nothing is begun. Blocks until the call that was begun has returned, as long as ExitWait allows.
@@ -52,7 +52,7 @@ class BackgroundCall {
   std::atomic<bool> has_begun_ = false;
   std::atomic<bool> is_stopped_ = false;
 
-  Mutex mutex_;  // also held where the two above are written
+  Mutex mutex_;  // also held to write the two above
   CondVar ended_;
   bool is_running_ GUARDED_BY(mutex_) = false;
   std::optional<pthread_t> thread_ GUARDED_BY(mutex_);

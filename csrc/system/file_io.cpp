@@ -23,7 +23,7 @@ int write_back(int fd, off_t offset, off_t nbytes, int flags) {
   return sync_file_range(fd, offset, nbytes, static_cast<unsigned>(flags));
 }
 
-// How many bytes the first character has; 0 where it is none in UTF-8, or not printable.
+// How many bytes the first character has; 0 if it is none in UTF-8, or not printable.
 size_t utf8_length(std::string_view text) {
   const auto byte = [&](size_t place) { return static_cast<unsigned char>(text[place]); };
   if (byte(0) < 0x80) return byte(0) >= 0x20 && byte(0) != 0x7f ? 1 : 0;

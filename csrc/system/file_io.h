@@ -1,5 +1,5 @@
-// file_io: the system calls of the disk tier, whole or with the reason why not.
-// Ownership:     FileDescriptor closes what it holds; the functions borrow.
+// file_io: the system calls of the disk tier, which complete in whole or return the reason of their failure.
+// Ownership:     FileDescriptor closes its descriptor; the functions borrow.
 // Thread safety: every function, any thread; the I/O is positioned, so no call depends on another.
 #pragma once
 
@@ -47,7 +47,7 @@ class FileDescriptor {
   int fd_;
 };
 
-// What became of a transfer. Complete: all bytes done. Otherwise `error` is an errno value, or 0 at the end of the
+// The outcome of a transfer. Complete: all bytes done. Otherwise `error` is an errno value, or 0 at the end of the
 // file.
 struct IoResult {
   uint64_t done_bytes = 0;
@@ -69,21 +69,21 @@ int write_back_and_drop(int fd, Span span);
 // Drops clean pages from memory. Best effort.
 void drop_pages(int fd, Span span);
 
-// A path as it can be told to people: in quotes, with what is no printable UTF-8 as \xNN.
+// A path for a message: in quotes, with bytes that are no printable UTF-8 as \xNN.
 std::string quoted(const std::string& path);
 
 // No file could be made. what() has the directory and errno's text.
 struct OpenError : std::runtime_error {
   OpenError(const std::string& directory, int error);
-  // May it be made later, although nobody changes the directory or its rights? So it is where descriptors, memory or
-  // room on the disk ran short, and where the disk failed.
+  // May it be made later, although nobody changes the directory or its rights? So it is if descriptors, memory or room
+  // on the disk ran short, and if the disk failed.
   bool may_pass;
 };
 
 // An unlinked file in `directory` that only this process can reach, mode 0600, closed on exec. Throws OpenError.
 FileDescriptor open_unlinked(const std::string& directory);
 
-// The same file once more, for I/O past the page cache. Not open where the file system, or a missing /proc, refuses.
+// The same file once more, for I/O past the page cache. Not open if the file system, or a missing /proc, refuses.
 FileDescriptor reopen_direct(const FileDescriptor& file);
 
 }  // namespace torchoffload

@@ -3,9 +3,9 @@
 // Thread safety: any thread.
 // Cost:          none: no call is made.
 //
-// What the GIL guards is GUARDED_BY(gil), and a function that needs it is marked REQUIRES(gil). One that waits for a
-// device, a disk or another thread is marked EXCLUDES(gil): whoever holds the GIL there would stop every Python thread,
-// and two threads that wait for each other that way would stand still for ever.
+// Each field that the GIL guards is GUARDED_BY(gil), and a function that needs it is marked REQUIRES(gil). A function
+// that waits for a device, a disk or another thread is marked EXCLUDES(gil): a thread that held the GIL there would
+// stop every Python thread, and two threads that wait for each other that way would stand still for ever.
 #pragma once
 
 #include "system/thread_annotations.h"
@@ -14,7 +14,7 @@ namespace torchoffload {
 
 class CAPABILITY("Python's lock") Gil {
  public:
-  // What calls the function holds it, which the analysis cannot see: Python itself, and PyTorch's callbacks.
+  // The function's caller holds it, but the analysis cannot see that caller: Python itself, or a callback of PyTorch's.
   void assert_held() const ASSERT_CAPABILITY(this) {}
 };
 

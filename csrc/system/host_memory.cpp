@@ -162,7 +162,7 @@ std::vector<CgroupMount> parse_mountinfo(std::string_view text) {
   return mounts;
 }
 
-// hierarchy:controllers:path, where version 2 is hierarchy 0 with no controllers
+// hierarchy:controllers:path; version 2 is hierarchy 0 with no controllers
 std::optional<std::string> parse_group(std::string_view text, CgroupVersion version) {
   std::optional<std::string> group;
   for_each_line(text, [&](std::string_view line) {

@@ -1,8 +1,8 @@
-// host_wait: how a thread of the program waits for a disk, and how the process's end waits for what may never come.
+// host_wait: how a thread of the program waits for a disk, and how the process's end waits for threads that may hang.
 // Ownership:     a HostWait is one wait.
 // Thread safety: a HostWait belongs to the thread that waits, which does not hold the GIL. The functions: any thread.
-// Failures:      a wait that the user interrupts throws WaitAbandoned. What was waited for goes on.
-// Cost:          none for what is there at once; else the thread wakes ten times a second.
+// Failures:      a wait that the user interrupts throws WaitAbandoned. The transfer that it waited for goes on.
+// Cost:          none if the condition holds at once; else the thread wakes ten times a second.
 //
 // A disk that stops answering (a network's, or one that fails) would otherwise block the program without a word, and
 // Ctrl-C would do nothing: Python runs its handler only once the call that blocks has returned.
@@ -22,7 +22,7 @@ struct WaitAbandoned : std::runtime_error {
 
 struct WaitLimits {
   std::chrono::milliseconds slice{100};          // after so long the waiting thread looks whether it is interrupted
-  std::chrono::milliseconds until_told{30'000};  // after so long standard error is told what is waited for
+  std::chrono::milliseconds until_told{30'000};  // after so long standard error is told of the wait
   std::chrono::milliseconds at_exit{30'000};     // so long in all the end of the process waits
 };
 #ifdef TORCHOFFLOAD_TESTING
@@ -32,7 +32,7 @@ inline constexpr WaitLimits wait_limits;
 #endif
 
 // Has the user interrupted the calling thread? Asked with no lock held. It neither runs Python code nor takes the
-// interruption away from Python. Null: nobody can interrupt.
+// interruption away from Python. Null: nothing interrupts.
 using AskInterrupted = bool (*)();
 void set_ask_interrupted(AskInterrupted ask);
 
@@ -41,8 +41,8 @@ void tell_on_stderr(const std::string& text);
 
 class HostWait {
  public:
-  // Blocks until `is_done` returns true. `what` says what is waited for, as in "a read of the disk". Both are called
-  // with the lock held, which is more than the analysis can see of a lambda's own annotation.
+  // Blocks until `is_done` returns true. `what` names the thing that is waited for, as in "a read of the disk". Both
+  // are called with the lock held, but the analysis cannot connect this lock with a lambda's own annotation.
   template <typename IsDone, typename What>
   static void until(Mutex& mutex, CondVar& changed, const IsDone& is_done, const What& what)
       REQUIRES(mutex) NO_THREAD_SAFETY_ANALYSIS {
@@ -71,9 +71,9 @@ class HostWait {
   bool has_told_ = false;
 };
 
-// The end of the process waits for what its threads are at, but not for ever: a device or a disk may hang. All such
-// waits together take wait_limits.at_exit at most. Returns false, and tells standard error what is left behind, if that
-// is over.
+// The end of the process waits for the work under way on its threads, but not for ever: a device or a disk may hang.
+// All such waits together take wait_limits.at_exit at most. Returns false, and names the abandoned work on standard
+// error, if that time is over.
 class ExitWait {
  public:
   template <typename IsDone>

@@ -27,14 +27,15 @@ using Environment = std::function<const char*(const char* name)>;
 //   MPI_LOCALNRANKS               Hydra's mpiexec: MPICH, Intel MPI
 //   PMI_LOCAL_SIZE                other servers of MPICH's process management interface
 //   SLURM_STEP_TASKS_PER_NODE     srun, with SLURM_NODEID
-// 1 without any. What SLURM sets for the job as a whole (SLURM_NTASKS_PER_NODE, SLURM_TASKS_PER_NODE) is not asked: a
-// batch script sees it too, which runs alone on its node until it calls srun. The step's variable is srun's own.
+// 1 without any. The variables that SLURM sets for the job as a whole (SLURM_NTASKS_PER_NODE, SLURM_TASKS_PER_NODE) are
+// not read: a batch script sees them too, which runs alone on its node until it calls srun. The step's variable is
+// srun's own.
 uint64_t local_world_size(const Environment& environment);
 uint64_t local_world_size();  // of this process's environment
 
-// SLURM's way to write one number a node: "4(x2),3" is 4, 4, 3. The number of node `node`; the largest where the node
-// is not known, or not in the list, since a budget that is too small costs less than one that is too large. Absent
-// where the text is written otherwise.
+// SLURM's way to write one number a node: "4(x2),3" is 4, 4, 3. The number of node `node`; the largest if the node is
+// not known, or not in the list, since a budget that is too small costs less than one that is too large. Absent if the
+// text is written otherwise.
 std::optional<uint64_t> parse_tasks_per_node(std::string_view text, std::optional<uint64_t> node);
 
 }  // namespace torchoffload

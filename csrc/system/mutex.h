@@ -1,4 +1,4 @@
-// Mutex: that of the standard library, and what belongs to it, with annotations that clang checks.
+// Mutex: the standard library's mutex, locks and condition variable, with annotations that clang checks.
 // Ownership:     a MutexLock holds its mutex for its scope; a MutexUnlock gives it back for its scope.
 // Thread safety: Mutex and CondVar: every method, any thread. The others belong to one thread.
 // Cost:          those of std::mutex and std::condition_variable.
@@ -38,7 +38,7 @@ class SCOPED_CAPABILITY MutexLock {
   Mutex& mutex_;
 };
 
-// What it was given is held again at the end of the scope, however that ends.
+// The mutex that it was given is held again at the end of the scope, however that ends.
 class SCOPED_CAPABILITY MutexUnlock {
  public:
   explicit MutexUnlock(Mutex& mutex) RELEASE(mutex) : mutex_(mutex) { mutex_.unlock(); }

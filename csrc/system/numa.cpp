@@ -71,7 +71,7 @@ bool prefer_node(void* address, uint64_t nbytes, int node) {
   constexpr size_t kBits = sizeof(unsigned long) * CHAR_BIT;
   std::vector<unsigned long> mask(static_cast<size_t>(kMaxNode) / kBits + 1, 0);
   mask[static_cast<size_t>(node) / kBits] = 1UL << (static_cast<size_t>(node) % kBits);
-  // The kernel counts one bit less than it is told.
+  // The kernel reads one bit less than the call names.
   return syscall(SYS_mbind, address, nbytes, MPOL_PREFERRED, mask.data(), mask.size() * kBits + 1, 0U) == 0;
 }
 

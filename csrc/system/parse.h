@@ -1,4 +1,4 @@
-// parse.h: what the readers of the system's files and of environment variables share.
+// parse.h: helpers that the readers of the system's files and of environment variables share.
 // Ownership:     strip() and parse_number() borrow the text that they are given.
 // Thread safety: every function, any thread.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace torchoffload {
 
-// The whole text of a file; empty where it cannot be read.
+// The whole text of a file; empty if it cannot be read.
 inline std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -27,7 +27,7 @@ inline std::string_view strip(std::string_view text) {
   return text.substr(begin, text.find_last_not_of(" \t\n") - begin + 1);
 }
 
-// Absent where the text is anything but the digits of one number.
+// Absent if the text is anything but the digits of one number.
 inline std::optional<uint64_t> parse_number(std::string_view text) {
   uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

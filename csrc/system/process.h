@@ -1,4 +1,4 @@
-// process.h: what the storage floor must know of its process: that it was forked, and which threads take signals.
+// process.h: tells the storage floor whether its process was forked, and keeps signals from its threads.
 // Ownership:     one count of forks for the process. A ForkGuard remembers a number, a SignalBlock the mask of before.
 // Thread safety: everything here, any thread; a SignalBlock ends on the thread that it was made on.
 #pragma once
@@ -23,7 +23,7 @@ extern std::atomic<int> thread_refusal;  // an errno value that start_thread() r
 #endif
 
 // Note [Forked children]
-// A forked child has a copy of our bookkeeping, but none of what stands behind it: pinned memory is not mapped there
+// A forked child has a copy of our bookkeeping, but not the resources behind it: pinned memory is not mapped there
 // (MADV_DONTFORK), no I/O thread runs, a lock may have been held by a thread that is gone, and a spill file is still
 // the parent's: a child that wrote or punched a hole there would change the parent's tensors. So each such object keeps
 // a ForkGuard, and asks it before it takes its lock: inherited, it has no room, takes nothing back, and says why.

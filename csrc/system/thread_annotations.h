@@ -1,4 +1,4 @@
-// thread_annotations.h: which lock guards what, in a form that clang checks (-Wthread-safety, by `make lint`).
+// thread_annotations.h: which lock guards each field, in a form that clang checks (-Wthread-safety, by `make lint`).
 // Ownership:     none: it has macros alone.
 // Thread safety: it says which, for all other files.
 // Cost:          none: other compilers see nothing, and clang generates the same code.
@@ -9,7 +9,7 @@
 //   ACQUIRE, RELEASE        the function takes the lock, or gives it back
 //   NO_THREAD_SAFETY_ANALYSIS   the function's body is not checked; a comment says why
 //
-// A lambda is checked as a function of its own: `[&]() REQUIRES(mutex_) { ... }` where it is called with the lock held.
+// A lambda is checked as a function of its own: `[&]() REQUIRES(mutex_) { ... }` if it is called with the lock held.
 // Python's lock is such a lock as well; see system/gil.h.
 #pragma once
 

@@ -70,7 +70,7 @@ void ThreadPool::start_threads() {
     error = start_thread(thread, name_.c_str(), thread_main, this, kStackBytes);
     if (error == 0) threads_.push_back(thread);
   }
-  // One thread is enough to be right.
+  // A single thread is enough for correctness.
   if (threads_.empty()) throw NoThread(std::string("cannot start an I/O thread: ") + std::strerror(error));
 }
 

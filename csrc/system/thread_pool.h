@@ -1,9 +1,9 @@
 // ThreadPool: a few threads that make the pool's call, once for each submit().
-// Ownership:     owns its threads. What a call is to do stands with whoever made the pool.
+// Ownership:     owns its threads. The pool's owner keeps the list of the work for the calls.
 // Thread safety: every method, any thread. The threads take no signal and touch no Python.
 // Failures:      reserve() throws NoThread. The call itself throws nothing.
-// Shutdown:      leaked on purpose with its owner; see Note [No CUDA after main]. Nothing is submitted in a forked child;
-//                see Note [Forked children].
+// Shutdown:      leaked on purpose with its owner; see Note [No CUDA after main]. In a forked child nothing is
+//                submitted; see Note [Forked children].
 #pragma once
 
 #include <pthread.h>
@@ -33,14 +33,14 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // There is a thread for a call, until submit() has it made. In between, the caller lists what is to be done, so that no
-  // thread is woken while the list is locked. Throws NoThread where none can be started; the next call tries again.
-  // Waits while threads are being ended, which depends on no call.
+  // There is a thread for a call, until submit() has it made. In between, the caller lists the work, so that no thread
+  // is woken while the list is locked. Throws NoThread if none can be started; the next call tries again. Waits while
+  // threads are being ended, which depends on no call.
   void reserve() EXCLUDES(mutex_);
   // One of the threads makes a call that was reserved, soon.
   void submit() EXCLUDES(mutex_);
 
-  // Ends the threads where no call is reserved, waits or runs; else does nothing. Blocks until they are gone.
+  // Ends the threads if no call is reserved, waits or runs; else does nothing. Blocks until they are gone.
   void end_idle_threads() EXCLUDES(mutex_);
 
  private:

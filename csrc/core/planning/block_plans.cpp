@@ -14,11 +14,12 @@ namespace {
 
 constexpr uint64_t kMostMemory = std::numeric_limits<uint64_t>::max() / 4;
 
-// Of records that are asked for at the same moment the one that was made last comes first, as in backward.
+// If records are asked for at the same moment, the one that was made last comes first, as in backward.
 constexpr double kBetweenAsksS = 1e-9;
 
-// What of the offload window at the loss is still held in a backward: sources leave it in the order of their copies, or
-// as backward asks for them, and so those of the last calls, which moved `behind_bytes`, take their part of it first.
+// The part of the offload window at the loss that is still held in a backward. Sources leave the window in the order of
+// their copies, or as backward asks for them. So the sources of the last calls, which moved `behind_bytes`, take their
+// part of it first.
 uint64_t held_in_backward(uint64_t loss_window_bytes, uint64_t behind_bytes) {
   return loss_window_bytes - std::min(loss_window_bytes, behind_bytes);
 }
@@ -38,7 +39,7 @@ void check_times(std::initializer_list<double> times_s) {
     throw std::invalid_argument("the times of a step must be finite and not negative");
 }
 
-// `most_bytes`: what each call may take, so that the sums over all calls are within what is computed with.
+// `most_bytes`: the most that each call may take, so that the sums over all calls do not overflow.
 void check_bytes(uint64_t nbytes, uint64_t most_bytes) {
   if (nbytes > most_bytes) throw std::invalid_argument("the bytes of a step are too many to be added up");
 }
@@ -120,14 +121,14 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
   plan.calls.resize(ways.size());
   const bool may_move = window.has_value();
   const uint64_t window_bytes = keeps == Keeps::LeavingRoom ? window.value_or(0) : 0;  // that room is left for
-  uint64_t before_bytes = 0;  // what the calls before the one in question keep whatever moves
+  uint64_t before_bytes = 0;  // bytes that the earlier calls keep in any case
   for (size_t call = 0; call < ways.size(); ++call) {
     const BlockWay& way = kind_of(call).ways[ways[call]];
     before_bytes += may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
   }
-  // What may still be kept, by all moments that are behind the call in question; negative: it does not fit.
+  // The bytes that may still be kept, by all moments behind this call; negative: the plan does not fit.
   int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
-  uint64_t behind_bytes = 0;  // what the call in question moves, and those behind it
+  uint64_t behind_bytes = 0;  // bytes that this call moves, and those behind it
   for (size_t call = ways.size(); call-- > 0;) {
     const BlockWay& way = kind_of(call).ways[ways[call]];
     before_bytes -= may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
@@ -153,7 +154,7 @@ uint64_t BlockPlans::place_call(size_t call, uint32_t number, bool may_move, Kee
   placed.way = number;
   const uint64_t all_bytes = kept_bytes(kind, way);
   if (!may_move || (!moves_all && static_cast<int64_t>(all_bytes) <= room)) return all_bytes;
-  // What was made last is kept first: there is the least time to move it.
+  // The outputs that were made last are kept first: there is the least time to move them.
   uint64_t kept = unmovable_bytes(kind, way);
   for (const uint32_t output : movable(kind, way)) {
     const uint64_t nbytes = kind.outputs[output].nbytes();
@@ -189,7 +190,7 @@ uint64_t BlockPlans::kept_of(size_t call, const CallPlan& placed) const {
 
 bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   uint64_t kept = 0, all = 0;
-  std::vector<uint64_t> before, moved{0};  // what the calls before each one keep and move, and what all do
+  std::vector<uint64_t> before, moved{0};  // bytes that the calls before each one keep and move, and that all do
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     before.push_back(kept);
     kept += kept_of(call, plan.calls[call]);
@@ -226,7 +227,7 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
   const auto without = [](int64_t room, uint64_t spare_bytes) {
     return std::max<int64_t>(0, room - static_cast<int64_t>(std::min(spare_bytes, kMostMemory)));
   };
-  // At the loss there is room for what is held of the window in the backwards behind it, too.
+  // At the loss there is also room for the part of the window that is held in the backwards behind it.
   int64_t at_loss = left(memory_bytes, step_.loss_bytes, before[count]);
   for (size_t call = 0; call < count; ++call) {
     const int64_t in_forward = left(memory_bytes, step_.calls[call].forward_bytes, before[call + 1]);
@@ -243,7 +244,8 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
     const int64_t room = without(left(memory_bytes, step_.calls[call].backward_bytes, before[call] + held_bytes),
                                  plan.backward_spare_bytes);
     if (static_cast<int64_t>(moved[call]) > room) most = std::min(most, room);
-    // What the call itself asks for counts in the window until it is there, and is part of what was measured.
+    // The bytes that the call itself asks for count in the window until they are there, and are part of the measured
+    // memory.
     plan.windows[call].reload_bytes = window_within(moved[call + 1], most);
     plan.windows[call].ahead_bytes = window_within(moved[call], most);
   }
@@ -279,7 +281,7 @@ std::vector<uint64_t> BlockPlans::movable_sizes(const std::vector<uint32_t>& way
 
 // ---- times ----
 
-// What a plan moves, as a step that simulate() takes.
+// The copies of a plan, as a step that simulate() takes.
 struct BlockPlans::Copies {
   StepShape shape;
   StepTimes times;

@@ -1,9 +1,9 @@
-// BlockPlans: what plans for a step of blocks hold and take: whether one fits into a memory, and its simulated time.
+// BlockPlans: computes whether a plan for a step of blocks fits into a memory, and its simulated time.
 // Ownership:     holds a reference to the step.
 // Thread safety: const methods only.
 // Failures:      std::invalid_argument for the number of a kind or an output that does not exist, and a kind without
 //                a way.
-// Not handled:   which plans are worth looking at; see joint_plan.h, which also says what bytes and times mean.
+// Not handled:   which plans are worth looking at; see joint_plan.h, which also defines the bytes and the times.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +21,22 @@ class BlockPlans {
  public:
   explicit BlockPlans(const StepOfBlocks& step);
 
-  // What is kept of a plan that is made. LeavingRoom: for whole windows at each moment.
+  // The outputs that a new plan keeps on the device. LeavingRoom: room for whole windows at each moment.
   enum class Keeps : uint8_t { Nothing, LeavingRoom, AllThatFits };
 
-  // The plan in which each call goes this way. What is kept stays on the device as far as there is room, from the last
-  // call to the first, and moves otherwise; without a window nothing moves. nullopt: it does not fit. The plan has no
-  // times yet.
+  // The plan in which each call goes this way. The values kept from forward stay on the device as far as there is room,
+  // from the last call to the first, and move otherwise. Without a window nothing moves. nullopt: the plan does not
+  // fit. The plan has no times yet.
   std::optional<JointPlan> placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
                                   std::optional<uint64_t> window_bytes, Keeps keeps) const;
 
   // Sums up the bytes of a plan, and gives each call its windows. Returns whether it fits.
   bool sum_up(JointPlan& plan, uint64_t memory_bytes) const;
 
-  // Adds the times of a plan, by a simulation of what moves.
+  // Adds the times of a plan, by a simulation of its copies.
   void time(JointPlan& plan) const;
 
-  // What a call can do in a way if something moves: the outputs that are made last stay, as many as are not in
+  // A plan for one call in a way, in which something moves. The outputs that are made last stay, as many as are not in
   // `moved_count`. nullopt: nothing would move.
   std::optional<CallPlan> moving(size_t call, uint32_t way, size_t moved_count) const;
 
@@ -56,9 +56,9 @@ class BlockPlans {
   // The outputs that a way keeps and that may move, the ones that are made last first.
   std::vector<uint32_t> movable(const BlockKind& kind, const BlockWay& way) const;
   bool moves_input(const BlockWay& way) const;
-  // What stays of a call whatever moves.
+  // The bytes of a call that stay in any plan.
   uint64_t unmovable_bytes(const BlockKind& kind, const BlockWay& way) const;
-  // Decides what moves of a call, within a room. Returns the bytes that stay.
+  // Decides which outputs of a call move, within a room. Returns the bytes that stay.
   uint64_t place_call(size_t call, uint32_t way, bool may_move, Keeps keeps, int64_t room, CallPlan& placed) const;
   uint64_t kept_of(size_t call, const CallPlan& placed) const;
 

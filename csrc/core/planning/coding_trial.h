@@ -1,17 +1,17 @@
-// CodingTrial: whether the steps of a structure take less time when what crosses the link is coded, as they were timed.
+// CodingTrial: decides by timed steps whether a structure's steps take less time if bytes are coded for the link.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   steps of ever new lengths, and tapes that are alive beside others: no two such steps can be compared,
-//                so they are coded where the link binds them.
+//                so they are coded if the link binds them.
 //
 // Note [A trial of the code]
-// That the link binds a step does not mean that the step is quicker with fewer bytes on the link: the kernels that code
+// Even if the link binds a step, fewer bytes on the link do not always make the step quicker: the kernels that code
 // need processors, and the program's kernels may leave them none for a long time. So both ways are timed, by tapes of
-// one shape. The step in which the link was found to bind may be an early one, of which little was known. One more is
-// timed as it is, then the steps are coded. The first coded step is not timed, since it may begin with an allocation;
-// two of those that follow are. Where the code has won by then, one more step is timed as it is, since the program may
-// have become quicker by itself meanwhile. Of each way the shortest step counts, so that no single slow step decides.
-// The code is kept where it saves a hundredth of the time or more.
+// one shape. The link may be found to bind in an early step, when little was learned yet. So one more step is timed as
+// it is, and then the steps are coded. The first coded step is not timed, since it may begin with an allocation; two of
+// the next ones are. If the code is quicker by then, one more step is timed as it is, since the program may have become
+// quicker by itself meanwhile. Of each way the shortest step counts, so that no single slow step decides. The code is
+// kept if it saves a hundredth of the time or more.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ enum class TapeCode : uint8_t {
   Again,  // a later one
 };
 
-// What timed steps of one shape took.
+// The times of the timed steps of one shape.
 struct StepReadings {
   uint32_t count = 0;
   double least_s = 0;
@@ -49,25 +49,26 @@ struct CodingVerdict {
 
 class CodingTrial {
  public:
-  // ---- what was seen ----
+  // ---- observations ----
 
-  // A step takes longer than its computing. It stays so: a later one may be quicker because it was coded.
+  // A step takes longer than its compute. This is remembered for good, since a later step may be quicker only because
+  // it was coded.
   void saw_link_bind() { is_link_bound_ = true; }
   // A tape was closed.
   void saw_tape(TapeCode code) { coded_tapes_ += code == TapeCode::None ? 0 : 1; }
-  // A tape was timed. `step_s`: what its step took; 0 where that cannot be compared. It is added to `shape`, the
+  // A tape was timed. `step_s`: the time of its step; 0 if that cannot be compared. It is added to `shape`, the
   // readings of the tape's shape.
   void saw_times(ShapeReadings& shape, TapeCode code, double step_s);
 
-  // ---- what follows ----
+  // ---- decisions ----
 
   // Are the next tapes to be coded?
   bool codes() const;
-  // Are they, or may those after them be before anything else is seen to be bound by the link?
+  // Are they, or may a trial that has no verdict yet still code later tapes?
   bool expects_code() const { return codes() || (so_far_ && !verdict_); }
   TapeCode code_of_next() const { return coded_tapes_ == 0 ? TapeCode::First : TapeCode::Again; }
-  // Is the next tape to be timed for the trial? `shape`: the readings of the known shape that it follows, or null.
-  // Where it answers yes, this tape counts among the few that it asks for.
+  // Is the next tape to be timed for the trial? `shape`: the readings of the known shape that it follows, or null. If
+  // it answers yes, this tape counts among the few that it asks for.
   bool takes_time_of_next(const ShapeReadings* shape);
   const std::optional<CodingVerdict>& verdict() const { return verdict_; }
 

@@ -15,10 +15,10 @@ namespace {
 
 constexpr uint64_t kPageBytes = 4096;
 constexpr int64_t kForbidden = std::numeric_limits<int64_t>::max() / 4;
-// The product of all times and all pages is the largest cost there is.
+// The product of all times and all pages is the largest possible cost.
 constexpr uint64_t kCostLimit = uint64_t{1} << 58;
 constexpr uint64_t kMostBytes = uint64_t{1} << 48;
-// The cuts that are made for a block, times its groups.
+// The most cuts that are made for a block, times the number of its groups.
 constexpr size_t kWork = size_t{1} << 18;
 
 // A minimum cut by Dinic's algorithm. Costs are integers; kForbidden is never cut.
@@ -34,7 +34,7 @@ class MinimumCut {
     edges_.push_back({from, 0});
   }
 
-  // Cuts source from sink. Returns the cost, or nullopt where only a forbidden edge would do. is_on_source_side() then
+  // Cuts source from sink. Returns the cost, or nullopt if only a forbidden edge would do. is_on_source_side() then
   // tells the smallest set of nodes on the source's side.
   std::optional<int64_t> cut(uint32_t source, uint32_t sink) {
     int64_t cost = 0;
@@ -53,7 +53,7 @@ class MinimumCut {
  private:
   struct Edge {
     uint32_t to = 0;
-    int64_t capacity = 0;  // what is left of it; the next edge, or the one before, is the way back
+    int64_t capacity = 0;  // the unused rest of it; the next edge, or the one before, is the way back
   };
 
   bool find_levels(uint32_t source, uint32_t sink) {
@@ -97,7 +97,7 @@ class MinimumCut {
 
 uint64_t pages(uint64_t nbytes) { return nbytes / kPageBytes + (nbytes % kPageBytes != 0 ? 1 : 0); }
 
-// What the time and the bytes of a choice cost.
+// The prices of the time and of the bytes of a choice.
 struct Price {
   int64_t of_tick = 1;
   int64_t of_page = 0;
@@ -152,7 +152,7 @@ class Frontier {
 
   uint64_t ticks_of(size_t group) const { return groups_[group].duration_ns >> ticks_shift_; }
 
-  // All ticks; too large for any cost where their sum is.
+  // All ticks; too large for any cost if their sum is.
   uint64_t count_ticks() const {
     uint64_t ticks = 0;
     for (size_t group = 0; group < groups_.size() && ticks <= kCostLimit; ++group)
@@ -160,8 +160,8 @@ class Frontier {
     return ticks;
   }
 
-  // Adds the corners between the two that are known, in order: first one between these, then one on each side of it,
-  // and so on, as long as cuts are left.
+  // Adds the corners between the two known ones, in order: first one between these, then one on each side of it, and so
+  // on, as long as cuts are left.
   void find_between(std::list<Corner>& found) const {
     std::queue<std::pair<std::list<Corner>::iterator, std::list<Corner>::iterator>> gaps;
     gaps.emplace(found.begin(), std::prev(found.end()));

@@ -14,27 +14,27 @@ namespace {
 
 // The sizes of windows that are tried, as multiples of the largest record that may move.
 constexpr uint64_t kWindowSizes[] = {0, 1, 2, 4, 8, 16, 32};
-// Windows with room for the largest record and one of the next smaller sizes: so many of these sizes are tried.
+// The number of smaller sizes that are tried: each such window has room for the largest record and one of that size.
 constexpr size_t kSmallerSizes = 2;
 constexpr uint64_t kWithSmaller = 3;  // the number under which the best plan with such windows is kept; no multiple
-// The size of windows that is tried where no room is left for them everywhere.
+// The size of windows that is tried if room is not left for them everywhere.
 constexpr uint64_t kWithoutRoom = 32;
-// Of the calls of a kind that go on to the next way this many different counts are tried.
+// The number of tried counts of calls, of one kind, that go on to the next way.
 constexpr size_t kCounts = 8;
-// With nothing moving, amounts of what is kept are told apart by this part of the room.
+// If nothing moves, amounts of kept bytes are told apart by this part of the room.
 constexpr size_t kAmounts = 4096;
-// The best plan with windows of each size is made better step by step, with so many changes at most. To look at one
-// takes the longer the more calls there are.
+// The most changes that make the best plan with windows of each size better, step by step. The more calls there are,
+// the longer it takes to look at one change.
 constexpr size_t kChanges = 2000;
 constexpr size_t kChangedCalls = 300'000;
 constexpr double kWindowChanges[] = {0, 0.5, 0.67, 0.75, 0.9, 1.1, 1.25, 1.5, 2};
 constexpr double kNoGainS = 1e-9;
-// Copies slow down what runs beside them a little, which is in no simulation: so of plans whose times differ by no more
-// than this part the one that moves less is better.
+// Copies slow down the kernels that run beside them a little, which no simulation includes. So if the times of plans
+// differ by no more than this part, the plan that moves less is better.
 constexpr double kNoDifference = 1e-3;
-// So much longer a plan may take that leaves the allocator room.
+// The part by which a plan may take longer if it leaves the allocator room.
 constexpr double kForRoom = 0.03;
-// What the windows of blocks leave free is tried in parts of the plan's memory.
+// Memory that the windows of blocks leave free is tried in parts of the plan's memory.
 constexpr uint64_t kSpareParts = 32;
 constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
 
@@ -56,14 +56,14 @@ std::vector<Transition> transitions_of(const StepOfBlocks& step) {
       transitions.push_back({number, to, (before.recompute_s - after.recompute_s) / std::max(nbytes, 1.0)});
     }
   }
-  // Of one kind the order is that of its ways, which a hull has from the steepest on: a stable sort keeps it.
+  // Within a kind the order is that of its ways, which a hull lists from the steepest on: a stable sort keeps it.
   std::ranges::stable_sort(
       transitions, [](const Transition& a, const Transition& b) { return a.saved_s_a_byte > b.saved_s_a_byte; });
   return transitions;
 }
 
-// With nothing moving: the ways that take the least time, by going through the calls in the order of forward and
-// keeping, for each amount that is kept so far, the best way to come there. Empty: nothing fits.
+// The ways that take the least time if nothing moves. The search goes through the calls in the order of forward, and
+// for each amount of bytes kept so far it remembers the best way to reach it. Empty: nothing fits.
 std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes) {
   struct State {
     uint64_t kept = 0;
@@ -73,7 +73,7 @@ std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes
   };
   const size_t count = step.calls.size();
   const auto memory = static_cast<int64_t>(std::min(memory_bytes, kUnlimited / 4));
-  // What may be kept at most before the first call, and behind each.
+  // The most that may be kept before the first call, and behind each.
   std::vector<int64_t> most(count + 1, memory - static_cast<int64_t>(step.loss_bytes));
   for (size_t call = count; call-- > 0;) {
     most[call + 1] = std::min(most[call + 1], memory - static_cast<int64_t>(step.calls[call].forward_bytes));
@@ -99,7 +99,7 @@ std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes
     std::vector<State> kept;
     for (const State& state : next) {
       if (!kept.empty() && kept.back().recompute_s <= state.recompute_s) continue;
-      // Of amounts that are nearly the same the first and the best stay.
+      // Among nearly equal amounts the first and the best stay.
       if (kept.size() > 1 && state.kept / amount == kept[kept.size() - 2].kept / amount) kept.pop_back();
       kept.push_back(state);
     }
@@ -145,7 +145,7 @@ class Search {
   }
 
  private:
-  // By what a plan is chosen among those that take nearly as long.
+  // The measure that chooses among plans that take nearly as long.
   uint64_t cost_of(const JointPlan& plan) const { return step_.leaves_room ? plan.blocks_bytes : plan.moved_bytes; }
 
   // Makes the windows of blocks smaller, as far as the step takes no more than this time.
@@ -185,7 +185,7 @@ class Search {
   }
 
   void consider(const std::vector<uint32_t>& ways) {
-    // First with all that is kept on the device, where a window is of no use.
+    // First with all kept values on the device: then a window is of no use.
     if (try_plan(ways, std::nullopt)) return;
     const std::vector<uint64_t> sizes = plans_.movable_sizes(ways);
     const uint64_t largest_bytes = sizes.empty() ? 0 : sizes.back();
@@ -206,7 +206,7 @@ class Search {
     std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes, keeps);
     if (!plan) return false;
     plans_.time(*plan);
-    // Of plans that take as long the one that came first stays.
+    // Among plans that take as long, the one that came first stays.
     const auto [known, is_first] = best_.try_emplace({keeps, size}, *plan);
     if (!is_first && plan->step_s < known->second.step_s - kNoGainS) known->second = *std::move(plan);
     return true;
@@ -263,7 +263,7 @@ class Search {
     return is_better;
   }
 
-  // What a call could do instead: stay whole, or move more or less, in the same way, in those beside it, or in those
+  // The other plans of a call: to stay whole, or to move more or less, in the same way, in those beside it, or in those
   // that keep the least and the most.
   std::vector<CallPlan> options_of(size_t call, const CallPlan& now) const {
     std::vector<CallPlan> options;
@@ -287,7 +287,7 @@ class Search {
     return options;
   }
 
-  // Exchanges what two neighbouring calls of a kind do, and what the first and the last do that differ.
+  // Exchanges the plans of two neighbouring calls of a kind, if these plans differ.
   bool swap_calls(JointPlan& plan) {
     bool is_better = false;
     for (const std::vector<size_t>& calls : calls_of_) {
@@ -307,7 +307,7 @@ class Search {
   const uint64_t memory_bytes_;
   const BlockPlans plans_;
   std::vector<std::vector<size_t>> calls_of_;  // by kind
-  // By what room is left for windows, and by their size.
+  // By the kind of room that is left for windows, and by their size.
   std::map<std::pair<BlockPlans::Keeps, uint64_t>, JointPlan> best_;
   size_t changes_left_ = 0;
 };

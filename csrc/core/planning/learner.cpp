@@ -158,8 +158,7 @@ Structure* Learner::latest_structure(const Trace& trace) {
 
 std::optional<uint32_t> Learner::learn(const Trace& trace, std::vector<uint64_t> last_save) {
   if (trace.is_long || trace.nbytes.empty()) return std::nullopt;
-  // next() was told of a record that was then refused with an error. The numbers of the tape's records do not match
-  // then.
+  // next() got a record that was then refused with an error. Then the numbers of the tape's records do not match.
   if (trace.nbytes.size() != last_save.size()) return std::nullopt;
   ++clock_;
   const uint32_t structure = learn_structure(trace, last_save);

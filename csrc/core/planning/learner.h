@@ -1,4 +1,4 @@
-// Learner: what one step teaches about the next. It recognises tapes by their shapes (the bytes of their records, in
+// Learner: learns from each step for the next one. It recognises tapes by their shapes (the bytes of their records, in
 // order) and by their structures (the kinds of their records, in order). For each record of a tape that it recognises
 // it says whether the record is to be kept.
 // Ownership:     values only: at most kShapeLimit shapes with kRecordLimit records in all, and as many structures with
@@ -6,12 +6,12 @@
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   the order of several tapes among each other; see TapeOrder.
 //
-// A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on a plan is
-// followed that knows the times. The fifth is timed once more, since a second step is not yet a usual one, and after
-// that each 64th, since a device may become slower. A few more are timed to choose whether to code; see the Note in
-// coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does, it
-// follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that record
-// on: what was kept of it stays kept, and its shape is learned as a new one.
+// A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on the tapes
+// follow a plan made with these times. The fifth is timed once more, since a second step is not yet a usual one, and
+// after that each 64th, since a device may become slower. A few more are timed to decide whether to code; see the Note
+// in coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does,
+// it follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that
+// record on: its kept records stay kept, and its shape is learned as a new one.
 #pragma once
 
 #include <array>
@@ -40,11 +40,11 @@ class Learner {
     std::vector<RecordKind> kinds;
     uint32_t candidates = 0;                   // known shapes that match the tape so far: one bit for each
     uint64_t known_since = 0;                  // the value of changes_ that the bits refer to
-    std::shared_ptr<const ScaledTape> scaled;  // what the tape follows where no known shape matches
+    std::shared_ptr<const ScaledTape> scaled;  // the tape follows it if no known shape matches
     uint32_t expected_count = 0;               // how often the expectation was scaled
     bool is_long = false;                      // the tape has too many records to be learned
     bool is_timed = false;                     // the tape's times are wanted
-    bool chooses_code = false;                 // whether it is coded depends on what is known of its structure
+    bool chooses_code = false;                 // its structure's lessons decide whether it is coded
     TapeCode code = TapeCode::None;
 
     bool is_known() const { return candidates != 0 || scaled != nullptr; }
@@ -73,17 +73,18 @@ class Learner {
 
   // ---- which records are worth coding for the link ----
 
-  // What is known of the latest record of the tape.
+  // The lesson about the latest record of the tape.
   CodingLesson coding(const Trace& trace) const;
   // A record of the tape is coded.
   void note_coded(Trace& trace) const;
-  // Is any known tape to be coded where that is to be chosen?
+  // Is any known tape to be coded, among those for which that is to be chosen?
   bool expects_coding() const;
   // The trials that went against the code.
   std::vector<CodingVerdict> codes_given_up() const;
   // Of a coded record of a tape of this shape: the share of its blocks that were exceptions.
   void learn_exceptions(uint32_t shape, size_t record, double share);
-  // Of a record that was not coded: none of its blocks looks like an exception. What coding it has taught goes before.
+  // Of a record that was not coded: none of its blocks looks like an exception. A result of coding the record itself
+  // takes precedence.
   void learn_suits_candidate(uint32_t shape, size_t record);
 
   size_t shape_count() const { return shapes_.size(); }
@@ -108,18 +109,18 @@ class Learner {
   Shape* find(uint32_t number);
   Structure* find_structure(uint32_t number);
   const Structure* find_structure(uint32_t number) const;
-  // What is known of the exceptions of a record of this shape; null: the shape was forgotten.
+  // The learned exceptions of a record of this shape; null: the shape was forgotten.
   std::optional<float>* find_exceptions(uint32_t shape, size_t record);
-  // Of these shapes the one that was seen last; null where there is none.
+  // Of these shapes the one that was seen last; null if there is none.
   const Shape* latest(uint32_t candidates) const;
-  // Of the structures that match the tape so far the one that was seen last; null where there is none.
+  // Of the structures that match the tape so far the one that was seen last; null if there is none.
   Structure* latest_structure(const Trace& trace);
   // The shapes that match the tape so far and were learned under the same options, as bits.
   uint32_t all_like(const Trace& trace) const;
-  // The known shape that the tape matches, its latest record included; null where there is none.
+  // The known shape that the tape matches, its latest record included; null if there is none.
   Shape* follow_shape(Trace& trace);
-  // Why the tape's latest record is to be kept by a known structure, or None. Looks for a structure where the tape
-  // follows none, and scales it anew where a record is not as large as expected.
+  // Why the tape's latest record is to be kept by a known structure, or None. Looks for a structure if the tape follows
+  // none, and scales it anew if a record is not as large as expected.
   Reason follow_structure(Trace& trace);
   // Is the tape, of which only the first record is known, to be timed? `shape`: the one that it follows, or null.
   static bool are_times_wanted(const Trace& trace, uint32_t sightings, Structure* structure, const Shape* shape);

@@ -32,7 +32,7 @@ uint64_t sum_of(const std::vector<uint64_t>& sizes) { return std::accumulate(siz
 
 }  // namespace
 
-// ---- which sum ----
+// ---- the choice of a sum ----
 
 std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_t cap) {
   std::vector<bool> taken(sizes.size(), false);
@@ -89,13 +89,13 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
 
 namespace {
 
-// How often a plan that holds too much is made smaller before it is given up.
+// The number of times that a plan that holds too much is made smaller before it is discarded.
 constexpr int kMostTries = 8;
 
-// What a plan may hold; see Note [What a learned step may hold].
+// The most that a plan may hold; see Note [What a learned step may hold].
 struct Bound {
-  HeldBytes first;                    // what the first step holds
-  std::vector<uint64_t> after_bytes;  // by record: what may be kept and in flight once its operator has ended
+  HeldBytes first;                    // held by the first step
+  std::vector<uint64_t> after_bytes;  // by record: kept and in flight at most, once its operator has ended
   uint64_t reload_bytes = 0;          // the first step's reload window
 };
 
@@ -115,7 +115,7 @@ Bound bound_of(const StepShape& shape, const StepTimes& times, const WindowOptio
   return bound;
 }
 
-// By how much what is kept exceeds the bound in forward.
+// By how much the kept records exceed the bound in forward.
 uint64_t excess_bytes(const StepShape& shape, const std::vector<Reason>& kept, const Bound& bound) {
   uint64_t kept_bytes = 0;
   uint64_t excess_bytes = 0;
@@ -127,8 +127,8 @@ uint64_t excess_bytes(const StepShape& shape, const std::vector<Reason>& kept, c
 }
 
 // Keeps as needed_soon the records that backward asks for before they could be out and back, since moving them would
-// save no memory. Where the bound does not admit all of them, those at the tape's end come first: backward asks for
-// them first.
+// save no memory. If the bound does not admit all of them, those at the tape's end come first: backward asks for them
+// first.
 std::vector<Reason> keep_what_returns_soon(const StepShape& shape, const StepTimes* times, const Bound& bound) {
   std::vector<Reason> kept(shape.count(), Reason::None);
   if (times == nullptr) return kept;
@@ -155,9 +155,9 @@ uint64_t kept_bytes(const StepShape& shape, const std::vector<Reason>& kept) {
   return sum;
 }
 
-// Keeps up to `room_bytes` of the tape. First, as small_copy, what is too small for the link's rate; then, as tape_end,
-// the tape's end, which backward would begin by reloading. `is_exact`: the records of the end are chosen so that they
-// fill the room as far as possible.
+// Keeps up to `room_bytes` of the tape. First, as small_copy, the records too small for the link's rate; then, as
+// tape_end, the tape's end, which backward would begin by reloading. `is_exact`: the records of the end are chosen so
+// that they fill the room as far as possible.
 void keep_within(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_bytes, bool is_exact) {
   uint64_t small_bytes = room_bytes / kShareForSmall;
   for (size_t record = kept.size(); record-- > 0;) {
@@ -201,7 +201,7 @@ void keep_end(std::vector<Reason>& kept, const StepShape& shape, uint64_t room_b
   }
 }
 
-// What all plans for one step are made from.
+// The input of all plans for one step.
 struct Planning {
   const StepShape& shape;
   const StepTimes& times;
@@ -210,8 +210,8 @@ struct Planning {
   const std::vector<Reason>& returns_soon;
 };
 
-// A plan whose windows have `window_bytes` beside what is kept as needed_soon. Windows that the user set are taken as
-// they are.
+// A plan whose windows have `window_bytes` beside the records kept as needed_soon. Windows that the user set are taken
+// as they are.
 Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool is_exact) {
   const auto& [shape, times, options, bound, returns_soon] = step;
   const uint64_t soon_bytes = kept_bytes(shape, returns_soon);
@@ -226,7 +226,7 @@ Plan plan_for(const Planning& step, uint64_t window_bytes, bool keeps_end, bool 
   return plan;
 }
 
-// Is what a plan holds within the bound? What is held because of windows that the user set is not compared.
+// Are the bytes that a plan holds within the bound? Bytes held because of windows that the user set are not compared.
 bool is_within(const HeldBytes& held, const WindowOptions& options, const Bound& bound) {
   const bool is_forward_within = held.forward <= bound.first.forward && held.forward_late <= bound.first.forward_late;
   return (options.sets_offload() || is_forward_within) &&

@@ -1,11 +1,11 @@
-// Plan: which records of a known tape are kept, and how many bytes it may have in flight, by what one step showed.
+// Plan: which records of a known tape are kept, and how many bytes it may have in flight, as one step showed.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
 // Not handled:   several tapes that share the link at once: each is planned as if it were alone.
 //
-// What is kept counts towards both windows for as long as it is alive: a window bounds what a tape may hold on the
-// device, whether it is on its way or kept. So while a large record is kept (the log-softmax of a language model)
-// nothing else is held beside it at the loss, which is where a step's memory peaks. Note [What a learned step may hold]
+// A kept record counts towards both windows for as long as it is alive: a window bounds the bytes that a tape may hold
+// on the device, whether it is on its way or kept. So while a large record is kept (the log-softmax of a language
+// model) nothing else is held beside it at the loss, when a step's memory peaks. Note [What a learned step may hold]
 // says how much a plan may hold at all.
 #pragma once
 
@@ -17,9 +17,9 @@
 
 namespace torchoffload {
 
-// `times`: null where no times are known, and then only the tape's end and small copies are kept. `keeps_end`: no other
-// tape is packed between this tape's end and its backward. `window_bytes`: the size of the windows beside what is kept
-// as needed_soon; nullopt: it is chosen.
+// `times`: null if no times are known, and then only the tape's end and small copies are kept. `keeps_end`: no other
+// tape is packed between this tape's end and its backward. `window_bytes`: the size of the windows beside the records
+// kept as needed_soon; nullopt: it is chosen.
 Plan make_plan(const StepShape& shape, const StepTimes* times, const WindowOptions& options, bool keeps_end,
                std::optional<uint64_t> window_bytes = std::nullopt);
 

@@ -99,7 +99,8 @@ class Walk {
     double copied_s = 0;  // the end of its copy out, and later of its copy in
   };
 
-  // Answers what Windows asks about a tape's records; see Windows::take_reloads(). Each record has its last save alone.
+  // Answers the questions of Windows about a tape's records; see Windows::take_reloads(). Each record has its last save
+  // alone.
   struct Records {
     const Walk& walk;
 
@@ -114,7 +115,7 @@ class Walk {
     return [this](RecordId id) { return live_[id.index].state == State::Offloading; };
   }
 
-  // What the link carries of a record.
+  // The bytes of a record on the link, coded or not.
   double link_bytes(size_t record) const {
     return static_cast<double>(shape_.nbytes[record]) * times_.records[record].link_share;
   }
@@ -129,7 +130,7 @@ class Walk {
   }
 
   void forward() {
-    uint64_t held_bytes = 0;       // what was held when the operator before this one had ended
+    uint64_t held_bytes = 0;       // held when the operator before this one had ended
     uint64_t held_late_bytes = 0;  // the same if the copies of that operator are enqueued only now
     for (size_t record = 0; record < shape_.count(); ++record) {
       const bool begins = record == 0 || !shape_.joins_operator(record);
@@ -190,7 +191,7 @@ class Walk {
 
   void use(size_t used) {
     const uint64_t nbytes = shape_.nbytes[used];
-    uint64_t in_use_bytes = 0;  // what is in use and is counted neither as kept nor as on its way
+    uint64_t in_use_bytes = 0;  // in use, and counted neither as kept nor as on its way
     advance(times_.records[used].needed_s);
     windows_.released(kTape, std::exchange(released_bytes_, 0));
     note(StepEvent::What::Ask, used);
@@ -248,8 +249,8 @@ class Walk {
   Windows windows_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;
-  uint64_t released_bytes_ = 0;                    // what was kept and is released before the next use
-  double out_link_bytes_ = 0, in_link_bytes_ = 0;  // what the link has carried
+  uint64_t released_bytes_ = 0;                    // of kept records that are released before the next use
+  double out_link_bytes_ = 0, in_link_bytes_ = 0;  // carried by the link
 };
 
 }  // namespace

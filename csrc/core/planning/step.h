@@ -5,12 +5,12 @@
 //
 // Note [What a learned step may hold]
 // A program that fits the device in its first step must fit it in all later ones. So a plan is bounded by the first
-// step of a tape of the same sizes, as the same simulation computes it: in forward it holds at most the most that that
-// step held in forward, and in backward at most the most that that step held. What is held is what was kept, what is on
-// its way out or back, and what an operator makes or uses at that moment. All that one operator saves exists before any
-// of it can leave, and so it is counted as a whole. A copy is enqueued at the next hook event, which may be one
-// operator later. Both cases are simulated, and a plan must be within the first step's peak in both. Windows that the
-// user set are obeyed as they are, whatever the first step held.
+// step of a tape of the same sizes, as the same simulation computes it. In forward the plan stays within the peak of
+// that step's forward, and in backward within the peak of that whole step. The held bytes are the kept records, the
+// records on their way out or back, and the tensors that an operator makes or uses at that moment. All that one
+// operator saves exists before any of it can leave, and so it is counted as a whole. A copy is enqueued at the next
+// hook event, which may be one operator later. Both cases are simulated, and a plan must be within the first step's
+// peak in both. Windows that the user set are obeyed as they are, even if the first step held less.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@
 
 namespace torchoffload {
 
-// The windows that the user set, under the names of OffloadActivations; nullopt where they are to be chosen.
+// The windows that the user set, under the names of OffloadActivations; nullopt if they are to be chosen.
 struct WindowOptions {
   std::optional<uint64_t> offload_window_bytes;
   std::optional<uint64_t> max_fwd_stash_size;  // the offload window as a count of the tape's largest record
@@ -33,10 +33,10 @@ struct WindowOptions {
   friend bool operator==(const WindowOptions&, const WindowOptions&) = default;
 };
 
-// The windows of a tape of which nothing is known, by its largest record so far.
+// The windows of an unknown tape, by its largest record so far.
 WindowBytes default_windows(const WindowOptions& options, uint64_t largest_record_bytes);
 
-// The time of a copy in either direction is what the link carries of it / rate + latency.
+// The time of a copy in either direction is its bytes on the link / rate + latency.
 struct LinkRates {
   double out_bytes_per_s = 0;
   double in_bytes_per_s = 0;
@@ -51,7 +51,7 @@ struct StepTimes {
   struct Record {
     double ready_s = 0;     // when its copy could start
     double needed_s = -1;   // when backward first asked for it; negative: never
-    double link_share = 1;  // the part of its bytes that the link carries, which is less where it is coded
+    double link_share = 1;  // the part of its bytes that the link carries, which is less if it is coded
   };
   std::vector<Record> records;  // as in StepShape
   double compute_s = 0;
@@ -84,7 +84,7 @@ struct Plan {
   std::vector<Reason> kept;             // by record: why it is kept; None: it moves
   std::vector<uint64_t> offload_bytes;  // by record: the offload window from this record to the next
   uint64_t reload_bytes = 0;
-  uint64_t window_bytes = 0;  // the size of the windows beside what is kept as needed_soon
+  uint64_t window_bytes = 0;  // the size of the windows beside the records kept as needed_soon
   // By record: the reload window from the moment on at which backward asks for it. Empty: it is always reload_bytes.
   std::vector<uint64_t> reload_bytes_from;
 
@@ -107,7 +107,7 @@ struct PlannedStep {
   HeldBytes held;
 };
 
-// An event of a simulated step, for tests that compare it with what an engine does.
+// An event of a simulated step, for tests that compare it with an engine's events.
 struct StepEvent {
   enum class What : uint8_t { WaitForOffload, Ask, ReloadAskedFor, ReloadAhead };
   What what;
@@ -118,10 +118,11 @@ struct StepEvent {
 PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan,
                      std::vector<StepEvent>* events = nullptr);
 
-// Times that stand for an order alone: records are made one after the other, and asked for in reverse.
+// Times that express only an order: records are made one after the other, and asked for in reverse.
 StepTimes times_in_order(size_t record_count);
 
-// The plan of a tape's first step, of which nothing is known: all records move, with the windows of default_windows().
+// The plan of a tape's first step, before anything was learned: all records move, with the windows of
+// default_windows().
 Plan first_plan(const StepShape& shape, const WindowOptions& options);
 
 // For each record, by its number: which records the operator that saved it has saved.

@@ -1,5 +1,5 @@
-// Structure: what tapes of different lengths have in common, which is the kinds of their records in order. From one
-// such tape the sizes, times and windows of another are computed by scaling. So the steps of a model that sees another
+// Structure: the kinds of a tape's records in order, which tapes of different lengths have in common. From one such
+// tape the sizes, times and windows of another are computed by scaling. So the steps of a model that sees another
 // length each time (dynamic padding, packing, buckets) are known as well as those of one that always sees the same.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
@@ -17,7 +17,7 @@
 
 namespace torchoffload {
 
-// What is known of coding a record for the link.
+// The results of coding a record for the link.
 struct CodingLesson {
   bool is_quicker = false;          // its step takes less time coded, as far as is known
   std::optional<float> exceptions;  // the share of its blocks when it was coded; nullopt: not known

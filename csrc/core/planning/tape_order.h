@@ -1,20 +1,21 @@
-// TapeOrder: in which order a step opens its tapes and asks for them, as learned from the step before. So where several
-// tapes are alive at once (micro-batches, pipeline stages) the next one's end can be reloaded while one is still used.
+// TapeOrder: the order in which a step opens its tapes and asks for them, as learned from the step before. So if
+// several tapes are alive at once (micro-batches, pipeline stages) the next one's end can be reloaded while one is
+// still used.
 // Ownership:     values only.
 // Thread safety: none; touched only with the GIL held.
 //
 // A step begins when a tape is opened while no other is alive. Once its order differs from that of the last step,
-// nothing more is expected of it.
+// nothing more is predicted for it.
 //
 // Note [Tapes that are left behind]
-// One graph that is kept alive (a rollout, the forward of an evaluation) must not join all that follows into one
-// endless step. So each time that a tape is opened while others are alive, and a later tape than these has gone
-// already, a round ends. If the same tapes are alive at the end of each round, each round may be a step of its own. A
-// round is taken for a step at once if its order is that of the last known step, and otherwise after a few such rounds;
-// but never while the tape that is opened is the one that the last step leads to expect. The tapes that are alive then
-// are left behind: they belong to no step any more. In a step of a pipeline with several chunks the tapes of the first
-// chunk are alive during the others, too, but there are at least as many of them as rounds. A forward beside which more
-// than a few inner steps run (that of an encoder, say) is taken for one that is kept.
+// One graph that is kept alive (a rollout, the forward of an evaluation) must not join all later tapes into one endless
+// step. So each time that a tape is opened while others are alive, and a later tape than these has gone already, a
+// round ends. If the same tapes are alive at the end of each round, each round may be a step of its own. A round is
+// taken for a step at once if its order is that of the last known step, and otherwise after a few such rounds; but
+// never while the opened tape is the one that the last step predicts. The tapes that are alive then are left behind:
+// they belong to no step any more. In a step of a pipeline with several chunks the tapes of the first chunk are alive
+// during the others, too, but there are at least as many of them as rounds. If more than a few inner steps run beside a
+// forward (an encoder's, say), that forward is taken for one that is kept.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@ class TapeOrder {
  public:
   static constexpr size_t kTapeLimit = 4096;  // a step with more tapes is not learned
 
-  // After how many rounds at whose ends the same tapes are alive these are left behind.
+  // The number of rounds that must end with the same tapes alive, until these tapes are left behind.
   static size_t rounds_until_left(size_t alive_count) { return alive_count + 2; }
 
   // A tape was opened. Returns its number, in the order of opening.
@@ -47,7 +48,7 @@ class TapeOrder {
   // The tape that is expected to be asked for `places` after the next one; nullopt: not known, or not opened yet.
   std::optional<TapeId> coming(size_t places) const;
 
-  // Is a backward what is expected next? Is it this tape's backward? nullopt: not known.
+  // Is a backward expected next? Is it this tape's backward? nullopt: not known.
   bool is_backward_next() const;
   std::optional<bool> is_own_backward_next(uint64_t number) const;
 
@@ -66,9 +67,9 @@ class TapeOrder {
   void begin_step(std::vector<Event> ended);
   // Called when a tape is opened while others are alive: ends a round, and perhaps leaves tapes behind.
   void look_at_round();
-  // The events since the round began, as those of a step of its own; nullopt: they are none.
+  // The events since the round began, as those of a step of its own; nullopt: they cannot be a step.
   std::optional<std::vector<Event>> latest_round() const;
-  // Is the opening of another tape what the last step leads to expect now?
+  // Does the last step predict the opening of another tape now?
   bool is_opening_expected() const;
 
   std::vector<TapeId> tapes_;    // of this step, in the order of opening

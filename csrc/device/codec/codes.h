@@ -1,4 +1,4 @@
-// codes: Note [Lossless codes] for the host: what every device's kernels have to do.
+// codes: Note [Lossless codes] for the host: the reference that every device's kernels have to match.
 // Ownership:     borrows all memory for the length of a call.
 // Thread safety: any thread.
 // Not handled:   speed. The kernels are in kernels.def.
@@ -29,11 +29,11 @@ struct Exceptions {
 // pieces with the tag have arrived. The device may be writing to the slot, so the answer is a hint.
 std::optional<Exceptions> sample_exceptions(const std::byte* slot, const Pieces& pieces, uint64_t tag);
 
-// The part of these raw bytes that the link carries of their blocks; 1 where coding saves nothing.
+// The part of these raw bytes that the link carries of their blocks; 1 if coding saves nothing.
 double link_share(Code code, const std::byte* raw, uint64_t raw_bytes);
 
 // Would none of a few blocks be an exception, spread over these raw bytes? The device may be writing to them, so the
-// answer is a hint. False where these blocks are all zeros, as in memory that nothing was written to yet.
+// answer is a hint. False if these blocks are all zeros, as in memory that nothing was written to yet.
 bool looks_codable(Code code, const std::byte* raw, uint64_t raw_bytes);
 
 }  // namespace torchoffload::codec

@@ -4,8 +4,8 @@ namespace torchoffload::codec {
 
 namespace {
 
-// What kernels.def is written in, for a GPU. `load16` and `store16` test the address in each call; the branch is the
-// same for all lanes.
+// The definitions that kernels.def is written in, for a GPU. `load16` and `store16` test the address in each call; the
+// branch is the same for all lanes.
 constexpr const char* kPrelude = R"cuda(
 typedef unsigned char u8;
 typedef unsigned int u32;

@@ -1,14 +1,14 @@
-// piece: what of a record is coded at a time, and where its coded bytes stand.
+// piece: the part of a record that is coded at a time, and the layout of its coded bytes.
 // Ownership:     values only.
 // Thread safety: immutable values; any thread.
 //
 // Note [Pieces of a record]
 // A record is coded in pieces, which bounds the device memory that holds coded bytes on their way. Coded bytes of a
 // piece are one range, and are copied as one:
-//   [the payload of each block][the top of each block][the tail as it is: what is less than a block][the tag, at a
-//   multiple of 8], in all a multiple of 128 bytes.
-// The tag is a number that the encoder is given. It names the record, and is the same in each step. Whoever finds it in
-// a slot knows that the piece has arrived there, in this step or an earlier one: the host may be ahead of the device.
+//   [the payload of each block][the top of each block][the tail as it is: less than a block][the tag, at a multiple of
+//   8], in all a multiple of 128 bytes.
+// The tag is a number that the encoder is given. It names the record, and is the same in each step. If the host finds
+// it in a slot, the piece has arrived there, in this step or an earlier one: the host may be ahead of the device.
 //
 // A slot begins with the overflow area, which has a place for each block of the record; the pieces follow, each at a
 // multiple of 128 bytes. See Note [Lossless codes] for blocks and their overflow. A slot is larger than the record by
@@ -25,7 +25,7 @@ namespace torchoffload::codec {
 
 inline constexpr uint64_t kPieceAlignmentBytes = 128;
 
-// Where the parts of a coded piece of `raw_bytes` stand, from its first byte.
+// The places of the parts of a coded piece of `raw_bytes`, from its first byte.
 struct PieceLayout {
   uint64_t block_count = 0;
   uint64_t tail_bytes = 0;
@@ -47,8 +47,8 @@ struct PieceLayout {
   }
 };
 
-// What a coded piece of at most `raw_bytes` takes at most. A piece that lacks one byte of its last block may take more
-// than a whole one, since the rest of that block is kept as it is.
+// The most bytes that a coded piece of at most `raw_bytes` takes. A piece that lacks one byte of its last block may
+// take more than a whole one, since the rest of that block is kept as it is.
 constexpr uint64_t most_coded_bytes(Code code, uint64_t raw_bytes) {
   return std::max(PieceLayout::of(code, raw_bytes).nbytes, PieceLayout::of(code, raw_bytes - 1).nbytes);
 }
@@ -85,7 +85,7 @@ class Pieces {
 
   constexpr uint64_t slot_bytes() const { return count() == 0 ? 0 : at(count() - 1).coded.end; }
 
-  // What of it is copied, without the overflow of exceptions.
+  // The bytes of it that are copied, without the overflow of exceptions.
   constexpr uint64_t copied_bytes() const { return slot_bytes() - overflow_area_bytes(); }
 
  private:
