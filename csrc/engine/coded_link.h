@@ -26,11 +26,11 @@
 
 namespace torchoffload {
 
-// What has been enqueued of a copy.
+// The progress of a copy: its commands that were enqueued.
 struct CopyProgress {
   bool has_begun = false;
   bool is_whole = false;
-  Point end;  // of what was enqueued; the beginning: it is not known
+  Point end;  // of the enqueued commands; the beginning: the end is not known
 };
 
 class CodedLink {
@@ -51,9 +51,8 @@ class CodedLink {
   };
   // Begins to make the code ready, in the background. Returns at once whether it is.
   bool prepare_code() const { return exists() && backend_.coder->prepare(); }
-  // What copies need besides: staging memory, allocated on the current stream. Where memory is scarce there are fewer
-  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Not while a graph is
-  // captured.
+  // Staging memory for copies, allocated on the current stream. If memory is scarce there are fewer lanes than the
+  // Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Not while a graph is captured.
   std::optional<Staging> allocate_staging() const EXCLUDES(gil);
   // From here on copies can be made. Not if it is_ready().
   void adopt(Staging staging);
@@ -83,7 +82,7 @@ class CodedLink {
   // Enqueues a copy. `tag` names the record; see Note [Pieces of a record]. It ends on offload_stream.
   void copy_out(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
                 StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
-  // Enqueues a copy of what copy_out() wrote as these pieces. It ends on decode_stream.
+  // Enqueues a copy back of the pieces that copy_out() wrote. It ends on decode_stream.
   void copy_in(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
                CopyTime& time, CopyProgress& progress);
 
@@ -95,7 +94,7 @@ class CodedLink {
  private:
   struct Lane {
     std::byte* coded = nullptr;
-    Point free_after;      // what uses it does so until then
+    Point free_after;      // its present user is done with it then
     bool is_used = false;  // a copy that uses it was begun, and its end is not in free_after
   };
   // The lanes of one direction. The mutex is held while a copy is enqueued. Only copies of the same direction want it,
@@ -108,7 +107,7 @@ class CodedLink {
     size_t next GUARDED_BY(mutex) = 0;
 
     // The lane that was used longest ago, and the point after which it is free. `freed_on`: the stream of its last use.
-    // Where a copy failed on the way, that point is recorded only now.
+    // If a copy failed on the way, that point is recorded only now.
     Lane& take_lane(Streams& streams, StreamId freed_on) REQUIRES(mutex) {
       Lane& lane = lanes[next];
       next = (next + 1) % lanes.size();

@@ -1,4 +1,4 @@
-// Which records are coded for their way over the link, and what is counted of them.
+// Which records are coded for their way over the link, and their counts.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -58,7 +58,7 @@ RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes
   return {.used = code, .tag = known.code_tag};
 }
 
-// In the step that codes it first, the record would else not fit where it was in the step before.
+// Otherwise, in the first step that codes the record, it would not fit in the slot that it had in the step before.
 uint64_t Engine::slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes,
                                 const RecordCode& code) const {
   const std::optional<codec::Code> ever = code.used ? code.used : expected_code(options, dtype, nbytes);

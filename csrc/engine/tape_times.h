@@ -28,8 +28,8 @@ class TapeTimes {
   // record if times are wanted, and stops at the first record for which they are not.
   void next(TapeId tape, bool is_first, bool wants_times);
 
-  // The tape's last record was released. `shape`: what the tape was learned as; nullopt: its times are of no use.
-  // `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
+  // The tape's last record was released. `shape`: the shape under which the tape was learned; nullopt: its times are of
+  // no use. `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
   void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
 
   // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its

@@ -38,9 +38,9 @@ class Timeline {
     uint64_t nbytes = 0;        // of the record
     uint64_t out_bytes = 0;     // in the offload window, once this was enqueued
     uint64_t in_bytes = 0;      // in the reload window
-    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where profile() is off
+    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 if profile() is off
     TimedPoint begin, end;
-    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in what
+    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in the entries that
     // stop_profile() returns.
     double begin_s = 0;
     double end_s = 0;
@@ -58,7 +58,7 @@ class Timeline {
   bool is_on() const { return wanted_ > 0; }
 
   // Turns profile() on: until it is off, the allocated memory is noted with each entry, and no entry is forgotten. Does
-  // nothing where the device tells no time. May block.
+  // nothing if the device tells no time. May block.
   void start_profile() REQUIRES(gil);
   // Turns profile() off. Returns the entries since start_profile(), in the order in which the host made them. Blocks
   // the host until the device has reached all of them.
@@ -103,7 +103,7 @@ class Timeline {
   bool read_profile();
   // The seconds from the origin to a point that was reached. The point goes back to the backend.
   double take_seconds(TimedPoint& point);
-  // Records a timed point, without the GIL where that may block.
+  // Records a timed point, without the GIL if that may block.
   TimedPoint record(StreamId stream) REQUIRES(gil);
 
   Streams& streams_;
