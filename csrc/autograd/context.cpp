@@ -33,8 +33,8 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Is make_fx tracing? It knows a tensor by what was dispatched: one that is built anew would be a constant of its
-// graph.
+// Is make_fx tracing? It knows only tensors that come from dispatched operators: one that is built anew would be a
+// constant of its graph.
 bool is_traced() {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
@@ -70,8 +70,9 @@ Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
           .budget_bytes = options.budget_bytes};
 }
 
-// What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
-// wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count]. May run Python.
+// The part of its storage that moves with a plain tensor that is being packed. An inner tensor's offset stays exact,
+// too: a wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count]. May run
+// Python.
 Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
   const uint64_t storage_bytes = tensor.storage().nbytes();
   const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
@@ -158,7 +159,7 @@ void Context::exit() {
   const Operation operation;
   try {
     Engine::flush_pending(state_.get());
-    Operation::drop_now();  // what a tape freed is counted as it closes
+    Operation::drop_now();  // a closing tape counts the memory that it freed
   } catch (...) {
     leave_thread();  // whatever became of the copies, the tapes are over
     throw;

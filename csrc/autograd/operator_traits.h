@@ -20,7 +20,7 @@ struct OperatorTraits {
   bool may_draw = false;              // nothing is known of its namespace
   bool leaves_uninitialised = false;  // its output is for others to fill
   bool runs_once = false;             // it is never called again
-  bool returns_early = false;         // what it makes or writes to is there once somebody has waited for it
+  bool returns_early = false;         // its results and writes are there once somebody has waited for them
   bool casts = false;                 // autocast may remember its output
   int16_t generator = -1;             // the place of a generator among its arguments
   Places writes;

@@ -68,7 +68,7 @@ struct RecordedCall::Recording {
   RecordedOperator op;
   c10::SmallVector<std::pair<StorageNumber, at::Tensor>, 2> written;
   bool has_opaque = false;
-  bool reads_written = false;  // what the block has written outside of itself
+  bool reads_written = false;  // values that the block has written to storages from outside
   bool may_be_remembered = false;
 };
 
@@ -90,7 +90,7 @@ RecordedCall::~RecordedCall() {
       while (each != end) each = each->second == this ? readers().erase(each) : std::next(each);
     }
   }
-  const WithGil with_gil;  // for what contexts hold, and for objects of Python's
+  const WithGil with_gil;  // for the handles of contexts, and for Python objects
   for (RecordedStorage& storage : record_.storages) {
     storage.packed.reset();
     storage.kept.packed.reset();
@@ -630,7 +630,8 @@ void RecordedCall::finish() {
   for (StorageNumber number = 0; number < record_.storages.size(); ++number) finish_storage(number, needs);
 }
 
-// Forgets of a storage what nothing needs, and has what stays move.
+// Drops a storage's held values that nothing needs. Gives the storage to the context if its value is needed and may
+// move.
 void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   RecordedStorage& storage = record_.storages[number];
   storage.weak.reset();
@@ -659,9 +660,9 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
 }
 
-// A context brings back first what it was given last. So what the replay asks for is given to it now, behind all that
-// autograd has saved in the call. What a plan makes superfluous, unless a kept value is lost, comes back with what
-// autograd has saved of it.
+// A context brings back first what it was given last. So the values that the replay asks for are given to it now,
+// behind all that autograd has saved in the call. Values that are superfluous under a plan, unless a kept value is
+// lost, come back with the tensors that autograd has saved of them.
 void RecordedCall::give_to_context(StorageNumber number) {
   RecordedStorage& storage = record_.storages[number];
   storage.packed = storage.given.lock();
@@ -720,7 +721,8 @@ void RecordedCall::settle(bool keeps_all) {
 
 // ---- replay ----
 
-// Autograd raises the versions of what an operator has written to after the operator, and so after it was recorded.
+// Autograd raises the versions of the tensors that an operator has written to only after the operator, and so after it
+// was recorded.
 void RecordedCall::mark_written() {
   for (RecordedStorage& storage : record_.storages) {
     for (VersionMark& each : storage.kept.versions) each.mark_again();
@@ -833,7 +835,8 @@ void RecordedCall::asked_for(ReplayedTensor& saved) {
   handed_out_.push_back(&saved);
 }
 
-// A backward has ended. What it has made lives on where the program holds it, and is made again by the next one.
+// A backward has ended. The values that it made live on if the program holds them, and the next backward makes them
+// again.
 void RecordedCall::drop_values() {
   handed_out_.clear();
   asking_node_ = nullptr;

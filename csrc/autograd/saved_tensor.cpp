@@ -72,8 +72,9 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
 
 bool VersionCheck::is_output_of(const Node& node) const { return node && node.get() == grad_fn_.lock().get(); }
 
-// What the error names: the node that the tensor comes from now, which an in-place operation may have changed since.
-// Where the program has dropped the tensor, that is known for what no operation has changed in place itself.
+// The node that the error names: the one that the tensor comes from now, which an in-place operation may have changed
+// since. If the program has dropped the tensor, that node is known only for tensors that were not changed in place
+// themselves.
 VersionCheck::Node VersionCheck::origin() const {
   if (const auto alive = tensor_.lock()) return at::Tensor(alive).grad_fn();
   const Node before = grad_fn_.lock();
@@ -107,8 +108,8 @@ void VersionCheck::raise(const at::Tensor& described) const {
   const Node node = torch::autograd::get_current_node();
   const auto* const slices = dynamic_cast<const torch::autograd::CopySlices*>(node.get());
   const bool is_output = node && slices == nullptr ? is_output_of(node) : seems_output_;
-  // In place on a view the operator's own node runs inside of one for the base; PyTorch's own operators still name what
-  // the view came from afterwards.
+  // In place on a view the operator's own node runs inside of one for the base; PyTorch's own operators still name the
+  // node that the view came from afterwards.
   Node own = grad_fn_.lock();
   if (slices != nullptr && (!own || is_custom(slices->fn))) own = slices->fn;
   const Node grad_fn = is_output ? own : origin();
@@ -131,7 +132,7 @@ bool VersionCheck::is_held_without_us() const {
   return is_custom(node) && !is_output_of(node);  // of an output stock makes a new one, too
 }
 
-// ---- what is alive ----
+// ---- live saved tensors ----
 
 namespace {
 

@@ -1,5 +1,5 @@
-// Switches: what decides how PyTorch's kernels compute, other than their arguments: a replayed operator finds it as it
-// was in forward.
+// Switches: the settings, beside the arguments, by which PyTorch's kernels compute: a replayed operator finds them as
+// they were in forward.
 // Ownership:     values.
 // Thread safety: the switches are the process's, but for the number of threads. Two replays that need other ones at a
 //                time disturb each other, as two threads of the program that set them do.

@@ -12,9 +12,9 @@
 // Shutdown:      see Note [Ends of engines]; the last ones are leaked on purpose: see Note [No CUDA after main].
 //
 // The engine knows no tensors. It gets a tensor's memory (Memory), its version counter, and numbers.
-// Its parts: Ledger (records, handles, tapes, states), Windows (which copy to wait for, which records to reload next), Lessons
-// (the experience of earlier steps), SlotBudget, StreamOrder (waits), TapeTimes, Timeline, HeldRecord (a record's
-// memory and slot).
+// Its parts: Ledger (records, handles, tapes, states), Windows (which copy to wait for, which records to reload next),
+// Lessons (the experience of earlier steps), SlotBudget, StreamOrder (waits), TapeTimes, Timeline, HeldRecord (a
+// record's memory and slot).
 #pragma once
 
 #include <memory>

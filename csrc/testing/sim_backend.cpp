@@ -54,7 +54,7 @@ SimAllocator& allocator() {
   return *instance;
 }
 
-// Never destroyed: what it calls may be a Python object.
+// Never destroyed: the function may hold a Python object.
 std::function<void()>& allocation_hook() {
   static auto* const hook = new std::function<void()>;
   return *hook;
@@ -222,7 +222,7 @@ void SimBackend::advance(double seconds) {
   now_s_ += seconds;
 }
 
-// A stream of ours goes on from where its work ends, and not before the host gives it more.
+// A stream of ours goes on from the end of its work, and not before the host gives it more.
 double& SimBackend::clock_s(StreamId stream) {
   if (world().is_compute(stream)) return now_s_;
   double& copied_s = copied_s_[stream];

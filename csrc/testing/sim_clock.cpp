@@ -60,7 +60,7 @@ bool is_read(AccessKind kind) {
          kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads || kind == AccessKind::SpillReads;
 }
 
-// Does it read what operators have made, for the sake of a record?
+// Does it read the results of operators, for the sake of a record?
 bool reads_source(AccessKind kind) { return kind == AccessKind::CopyOutReads || kind == AccessKind::EncodeReads; }
 
 bool happened_before(const Access& access, const VectorClock& clock) { return access.step <= clock.at(access.stream); }
