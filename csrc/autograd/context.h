@@ -34,7 +34,7 @@ class Context {
   void enter() REQUIRES(gil);
   void exit() REQUIRES(gil);
 
-  // How a saved tensor that is no torch.Tensor of exactly that type was recognised by the caller, who knows Python.
+  // The Python type of a saved tensor. The caller, who knows Python, recognises it if it is not exactly torch.Tensor.
   enum class TypeKind : uint8_t { Tensor, Parameter, Subclass };
 
   // A save. May block.
@@ -90,7 +90,7 @@ class Context {
     TensorLayout layout;
     RecordHandle handle;
   };
-  // Hold the reference over no call that may block: the context may be left meanwhile.
+  // Do not hold the reference over a call that may block: the context may be left meanwhile.
   OnThread& on_this_thread();
   // The engine that moves this tensor, or null. The context has a share in it from here on, so that the engine and its
   // lessons exist for as long as the context. May block.

@@ -5,8 +5,8 @@
 //
 // libtorch knows nothing of Python. It calls Python through one table of virtual functions: counting references of
 // Python objects, sizes of a tensor that a Python class answers for, and `dispatch`, which gives an operator to the
-// mode on top. Ours passes each call on to that table, but for an operator, and the detach of a saved output, whose
-// mode is one of ours: these it handles itself. See Note [Operators in a mode].
+// mode on top. Ours passes each call on to that table, with two exceptions that it handles itself: an operator, and the
+// detach of a saved output, if their mode is one of ours. See Note [Operators in a mode].
 #pragma once
 
 namespace torchoffload {

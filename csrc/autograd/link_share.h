@@ -11,8 +11,8 @@
 
 namespace torchoffload {
 
-// Of the storage of this tensor, once it moves under this context, by a look at some blocks of its values; 1 if it is
-// not coded. Waits for the device if it may be coded.
+// The link share of this tensor's storage, once it moves under this context, estimated from some blocks of its values;
+// 1 if it is not coded. Waits for the device if it may be coded.
 double link_share(const Context& context, const at::Tensor& tensor) REQUIRES(gil);
 
 }  // namespace torchoffload

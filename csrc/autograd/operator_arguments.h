@@ -14,8 +14,8 @@
 
 namespace torchoffload {
 
-// The operator of an OpOverload; nothing for whatever else Python may call an operator: one that takes functions, one
-// that takes objects of Python classes.
+// The operator of an OpOverload; nothing for other things that Python may call an operator: one that takes functions,
+// one that takes objects of Python classes.
 std::optional<c10::OperatorHandle> operator_of(PyObject* function);
 
 // Puts the arguments on an empty stack, with the schema's default for each that is not given. False: an argument has

@@ -1,7 +1,7 @@
 // OperatorListener: is shown every operator below autograd and autocast, on the thread whose mode it belongs to.
-// Ownership:     shared by whoever made it and by its modes (operator_mode.h). A call of it holds its mode.
+// Ownership:     shared by its maker and by its modes (operator_mode.h). A call of it holds its mode.
 // Thread safety: called on the thread that entered its mode, and on no other. Two modes may share one listener.
-// Failures:      may throw: whoever called the operator gets the exception, and the mode is on again.
+// Failures:      may throw: the operator's caller gets the exception, and the mode is on again.
 // Not handled:   operators of tensors that stand for others (fake ones), and those that are traced: they run unseen.
 #pragma once
 
@@ -26,8 +26,8 @@ class OperatorListener {
   // its own are on, and are shown the operator once it runs. It runs the operator by `op.callBoxed(stack)`, or does
   // not, and leaves the operator's results on the stack in place of the arguments.
   // The keys of autograd and autocast are excluded, as in __torch_dispatch__. No argument is a tensor of a class with a
-  // __torch_dispatch__ of its own: of such an operator the inner operators are shown.
-  // The GIL is as the operator's caller left it, and PyTorch's own functions have released it: whatever touches a
+  // __torch_dispatch__ of its own: for such an operator the inner operators are shown.
+  // The GIL is as the operator's caller left it, and PyTorch's own functions have released it: code that touches a
   // Python object has to acquire it, and `op.callBoxed` needs it neither held nor released.
   virtual void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) = 0;
 

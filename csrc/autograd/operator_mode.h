@@ -40,7 +40,7 @@ struct OperatorMode {
   std::atomic<std::thread::id> thread{};
   uint32_t opaque_depth = 0;  // of that thread: the opaque regions that it is in
 
-  // Whether an operator of this thread is shown, which PyTorch has taken the mode off its stack for.
+  // Whether an operator is shown for which PyTorch has taken the mode off this thread's stack.
   bool shows() const;
 };
 

@@ -236,7 +236,7 @@ void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role
   }
 }
 
-// Before an operator writes: whatever somebody is to read again later is copied.
+// Before an operator writes: copies the values that somebody will read again later.
 void RecordedCall::prepare_writes(Recording& recording) {
   if (recording.has_opaque && !recording.written.empty()) recording.op.runs_once = true;
   for (const auto& [number, tensor] : recording.written) {
@@ -660,9 +660,9 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
 }
 
-// A context brings back first what it was given last. So the values that the replay asks for are given to it now,
-// behind all that autograd has saved in the call. Values that are superfluous under a plan, unless a kept value is
-// lost, come back with the tensors that autograd has saved of them.
+// A context brings back first the tensors that it was given last. So the values that the replay asks for are given to
+// it now, behind all that autograd has saved in the call. Values that are superfluous under a plan, unless a kept value
+// is lost, come back with the tensors that autograd has saved of them.
 void RecordedCall::give_to_context(StorageNumber number) {
   RecordedStorage& storage = record_.storages[number];
   storage.packed = storage.given.lock();

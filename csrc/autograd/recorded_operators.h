@@ -165,7 +165,7 @@ struct RecordedOperators {
   // Whether a value need not be made again: it is held in any case, or a plan keeps it.
   bool is_held(StorageNumber number, Epoch epoch) const;
   bool is_kept(StorageNumber number, Epoch epoch) const;
-  // Such a value, but for one that a context holds. Throws ValueGone.
+  // Such a value, unless a context holds it. Throws ValueGone.
   c10::Storage held(StorageNumber number, Epoch epoch) const;
   Saved* packed(StorageNumber number, Epoch epoch) const;  // null if no context holds it
 };
@@ -178,7 +178,7 @@ at::Tensor bytes_of(const c10::Storage& storage);
 // A copy of a storage. Runs below autograd, and no mode sees it.
 c10::Storage copied(const c10::Storage& storage);
 
-// Excludes all that is above kernels: autograd, autocast, and modes.
+// Excludes everything above kernels: autograd, autocast, and modes.
 class BelowModes {
  public:
   BelowModes();

@@ -81,7 +81,7 @@ VersionCheck::Node VersionCheck::origin() const {
   return view_ == View::None ? before : origin_of_view(before);
 }
 
-// Of a view whose base was written to: autograd makes its grad_fn anew, or refuses to, before it looks at versions.
+// For a view whose base was written to: autograd makes its grad_fn anew, or refuses to, before it looks at versions.
 // Here it does so for a stand-in. A base that the program has dropped required a gradient if it did when the view was
 // saved.
 VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
@@ -253,7 +253,7 @@ at::Tensor SavedTensor::unpack(Versions versions) {
   }
   drop_unheld();
   at::Tensor tensor = unpacked();
-  // Of a leaf that requires a gradient autograd makes a new tensor, too; any other is itself held here.
+  // For a leaf that requires a gradient autograd makes a new tensor, too; any other is itself held here.
   const bool is_made_anew = !is_itself_ || tensor.requires_grad();
   const bool must_hold = is_made_anew && version_check_.is_held_without_us() && TensorLayout::is_plain(tensor);
   return must_hold ? held(tensor) : tensor;

@@ -122,8 +122,8 @@ class SavedTensor final : public Saved {
   // Kept. A leaf is kept itself, as autograd keeps it: it has no history to hold, and its type, its attributes and the
   // data that `.data =` gives it count. Of any other tensor a detached alias.
   explicit SavedTensor(const at::Tensor& tensor);
-  // To be kept or moved before it is used: all that can fail is done before there is a record, whose handle would else
-  // be nobody's.
+  // It must be kept or moved before it is used. Every step that can fail is done before there is a record, since
+  // otherwise nobody would own the record's handle.
   enum class Undecided : uint8_t { Yet };
   static void* operator new(size_t nbytes);
   static void operator delete(void* address, size_t nbytes);

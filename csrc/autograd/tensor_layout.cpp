@@ -13,7 +13,8 @@ namespace torchoffload {
 
 namespace {
 
-// All that a tensor without behaviour of its own carries. Anything else (Python, functorch, sparse, ...) is kept.
+// The dispatch keys that a tensor without behaviour of its own may carry. Anything else (Python, functorch, sparse,
+// ...) is kept.
 bool has_plain_keys(c10::DispatchKeySet keys) {
   static const c10::DispatchKeySet allowed =
       c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Conjugate,

@@ -7,7 +7,8 @@
 
 namespace torchoffload {
 
-// An external stream may be destroyed while staging memory that was allocated on it is in use: none is allocated there.
+// An external stream may be destroyed while staging memory that was allocated on it is in use, so none is allocated
+// there.
 bool Engine::prepare_coding(const ContextOptions& options) {
   if (!may_code(options) || !coded_.exists() || is_inherited() || Operation::is_shut_down()) return false;
   const bool is_code_ready = coded_.prepare_code();

@@ -13,8 +13,8 @@
 //
 // The engine knows no tensors. It gets a tensor's memory (Memory), its version counter, and numbers.
 // Its parts: Ledger (records, handles, tapes, states), Windows (which copy to wait for, which records to reload next),
-// Lessons (the experience of earlier steps), SlotBudget, StreamOrder (waits), TapeTimes, Timeline, HeldRecord (a
-// record's memory and slot).
+// Lessons (learned from earlier steps), SlotBudget, StreamOrder (waits), TapeTimes, Timeline, HeldRecord (a record's
+// memory and slot).
 #pragma once
 
 #include <memory>
@@ -84,7 +84,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_unused() const REQUIRES(gil) {
     return ledger_.live_tapes() == 0 && !streams_.has_retired() && !coded_.is_ready();
   }
-  // Of an engine without tapes: releases its device memory, as far as possible now. May block.
+  // Releases the device memory of an engine without tapes, as far as possible now. May block.
   void release_idle() REQUIRES(gil);
   uint64_t tapes_opened() const REQUIRES(gil) { return tapes_opened_; }
   const CodedLink& coded() const { return coded_; }
@@ -145,7 +145,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
     int asked_by = kNoGraphTask;  // the graph task that asked last, until its reloads were given back
     bool has_backward_begun = false;
-    bool was_alone = false;    // no other tape was alive when it was opened, but for those that were left behind
+    bool was_alone = false;    // no other tape was alive when it was opened, except tapes that were left behind
     bool codes = false;        // its records are coded, if they can be
     uint64_t fetch_place = 0;  // if slots may be on a disk: the slots of saves from here on were looked at
   };
@@ -208,7 +208,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Decides whether a new record moves, with which code and slot. If the budget is spent, notes a warning for the user
   // or throws, as on_full says.
   NewRecord decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) REQUIRES(gil);
-  // The experience of earlier steps with the tape's next record. Tells Lessons of it.
+  // Tells Lessons of the tape's next record, and returns the lessons of earlier steps for it.
   Lessons::Known learned(TapeId tape, const SavedBytes& saved, uint64_t nbytes) REQUIRES(gil);
   // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
   bool is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) REQUIRES(gil);
@@ -297,12 +297,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // There is one function for each state that a record may be in. Each may block. Those that return an optional return
   // nullopt if the state has to be read again.
   struct Ask;
-  // Notes which save a backward asks for, and returns to their slots the records that it passed by.
+  // Notes which save a backward asks for, and returns the records that it passed by to their slots.
   void backward_asks(Ask& ask) REQUIRES(gil);
   // Notes the first ask of a tape's backward. If another backward was expected, the records reloaded for that one go
   // back to their slots.
   void backward_begins(TapeId tape) REQUIRES(gil);
-  // A wait that is to be made among the calls of a reload, if one is started: the GIL is then released once for both.
+  // A wait to make among the calls of a reload, if one is started: the GIL is then released once for both.
   using AlsoWait = std::optional<StreamOrder::Wanted>;
   // Starts reloads ahead of the consumer, once for each ask. Returns whether it did so now: it may have blocked then.
   bool prefetch_for(Ask& ask, const AlsoWait& also = {}) REQUIRES(gil);

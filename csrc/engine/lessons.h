@@ -1,8 +1,8 @@
-// Lessons: the experience of earlier steps with the tapes and records of this one. It is told of events, and answers
-// whether a record is to be kept, how large the windows are, and which tape's backward comes next.
+// Lessons: learns from earlier steps how to treat the tapes and records of this one. It is told of events, and answers
+// whether a record should be kept, how large the windows are, and which tape's backward comes next.
 // Ownership:     values, and weak references to storages that outlived their tapes.
 // Thread safety: needs the GIL.
-// Not handled:   carrying anything out: Lessons touches no device, ledger or window.
+// Not handled:   carrying its answers out: Lessons touches no device, ledger or window.
 #pragma once
 
 #include <cstddef>
@@ -29,9 +29,9 @@ class Lessons {
     uint8_t dim = 0;               // the number of dimensions
     uint64_t operator_number = 0;  // records with the same number were saved by one operator
   };
-  // The experience of earlier steps with it.
+  // The lessons of earlier steps for it.
   struct Known {
-    Reason why = Reason::None;    // why it is to be kept; None: it moves
+    Reason why = Reason::None;    // why it should be kept; None: it moves
     WindowBytes limits;           // the windows of its tape from here on
     uint64_t operator_bytes = 0;  // saved so far by its operator, this record included
     bool wants_times = false;     // the tape is to be timed
@@ -88,11 +88,11 @@ class Lessons {
   // A record of the tape is coded.
   void note_coded(TapeId tape) { learner_.note_coded(of(tape).trace); }
   TapeCode code(TapeId tape) const { return of(tape).trace.code; }
-  // Of a coded record of a tape that is closed: the share of its blocks that were exceptions.
+  // Reports, for a coded record of a closed tape, the share of its blocks that were exceptions.
   void learn_exceptions(TapeId tape, size_t record, double share) {
     if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
   }
-  // Of a record of a tape that is closed, which was not coded: its values suit the code that was its candidate.
+  // Reports that the values of an uncoded record of a closed tape suit its candidate code.
   void learn_suits_candidate(TapeId tape, size_t record) {
     if (const auto shape = of(tape).shape) learner_.learn_suits_candidate(*shape, record);
   }
@@ -101,7 +101,7 @@ class Lessons {
 
   const Learner& learner() const { return learner_; }
   void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // every known tape follows this plan
-  void clear();                                               // nothing is known, as in a new process
+  void clear();                                               // forgets all steps, as in a new process
 
  private:
   struct OfTape {

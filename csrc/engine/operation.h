@@ -9,7 +9,7 @@
 // code that ran there could enter contexts, save, run backwards, or call trim(), and so change all of them under a
 // function that goes through them. Memory that is dropped may run any Python code: finalizers of tensors and storages,
 // and deleters of memory that came from outside. So the engine drops none inside of an operation: each share in memory
-// that the thread gives up is put off (PutOffDrops), whichever function gives it up. So code of others may run in these
+// that the thread gives up is put off (PutOffDrops), whichever function gives it up. Code of others may run in these
 // places alone:
 // - The end of the outermost operation, and drop_now(). Nothing is held there: no reference, no iterator, no number
 //   that was read before. drop_now() is called when the operation is about to allocate or to block for long, so that
@@ -20,7 +20,7 @@
 //   runs there only if a call inside of the section runs some itself, such as an observer of PyTorch's allocator.
 // - In autograd/: each function that makes Python objects, since that may run the garbage collector, and the methods of
 //   wrapper subclasses. No function of the engine is on the stack there.
-// Engine functions of which no comment says that they may block do none of these.
+// An engine function does none of these, unless its comment says that it may block.
 //
 // Note [Dealloc inside an operation]
 // A handle can die while an operation is under way, in a place that runs code of others (see above). It must not touch

@@ -48,7 +48,7 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
   return RecordHandle{id, ledger_.add_handle(id)};
 }
 
-// The record gets its handle first. So whatever throws afterwards, release() undoes both.
+// The record gets its handle first. So release() undoes both if a later call throws.
 RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
                                 StreamId allocated_on, TapeId tape) {
   const NewRecord made = decide(tape, saved, moved.nbytes());

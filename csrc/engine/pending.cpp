@@ -10,8 +10,8 @@
 //   wait behind it, so that they do not take the room that it waits for.
 // - If the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
 //   waits for its slot. Each copy of a context that is being left is enqueued in the same way. The window is shared by
-//   all threads, and so the oldest one may be of another thread: one that idles inside of its context would else keep
-//   the window from the others.
+//   all threads, and so the oldest one may be of another thread: otherwise a thread that idles inside of its context
+//   would keep the window from the others.
 // - A copy that waited begins once the operators that were enqueued as its wait began have ended. It does not wait for
 //   those that the host has enqueued since. If one of these saves the storage once more, it may fill it, and counts.
 // - While the times of a step are taken none waits, since the times say when a copy could have begun.
@@ -166,8 +166,9 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
 }
 
 // A copy that waits begins behind all that filled its source by the beginning of the wait, whichever thread enqueues
-// it. Left to its own thread are: a copy that an operator saves again (R1); one whose failure its own program is to be
-// told of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
+// it. These copies are left to their own thread: one whose storage an operator saves again (R1); one whose failure its
+// own program must hear of (on_full="error"); and one whose source's stream must not be made to wait, since it is
+// captured.
 bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
   const auto can_be_taken = [&](const PendingCopy& copy) REQUIRES(gil) {
     return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&

@@ -15,7 +15,7 @@ constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, if 
 
 // ---- ahead ----
 
-// The window may have room by now, because something that was kept was released.
+// The window may have room by now, because a kept record was released.
 void Engine::go_on_reloading() {
   const auto [engine, tape, graph_task] = ThreadState::current().asked;
   if (engine == nullptr || graph_task != program::graph_task()) return;

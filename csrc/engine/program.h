@@ -1,6 +1,6 @@
 // program: the engine's questions to the program around it, which PyTorch runs: operators, graph tasks, errors,
 // warnings.
-// Ownership:     none, but for the callback that at_end_of_graph_task() hands to the graph task.
+// Ownership:     none, except the callback that at_end_of_graph_task() hands to the graph task.
 // Thread safety: any thread, with the GIL or without it. The answers are about the calling thread.
 //
 // The functions of this header are defined in autograd/program.cpp: the engine is compiled without PyTorch's headers.

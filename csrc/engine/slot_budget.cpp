@@ -52,7 +52,7 @@ void SlotBudget::uncharge(ContextState& context, uint64_t charged_bytes) {
   Statistics::global().charged_bytes -= charged_bytes;
 }
 
-// Of slots that may be on a disk the store itself knows how many are in memory.
+// If slots may be on a disk, the store itself knows how many are in memory.
 bool SlotBudget::is_in_default_budget(const ContextState& context) const {
   return context.options.tier == Placement::Host && !store_.limits_itself();
 }

@@ -1,4 +1,4 @@
-// SlotBudget: whether a record may have a slot, and how large the store of slots is to be.
+// SlotBudget: whether a record may have a slot, and how large the store of slots should be.
 // Ownership:     borrows its store, which lives for the process. The bytes charged to the default budget are one count
 //                for all engines, since all devices of the process share the host's memory.
 // Thread safety: needs the GIL. Calls that may block release it.

@@ -57,7 +57,7 @@ void StreamOrder::wait(Rule rule, StreamId waiter, Point point) {
 }
 
 void StreamOrder::remember(const Made& made) {
-  // Of streams that may be destroyed there may be ever new ones.
+  // New streams that may be destroyed can come without end, so their waits are not remembered.
   if (is_polled({made.producer, made.serial}) || !is_lasting(made.waiter) || !is_lasting(made.producer)) return;
   const auto known = std::find_if(made_.begin(), made_.end(), [&](const Made& before) {
     return before.waiter == made.waiter && before.producer == made.producer;

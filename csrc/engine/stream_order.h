@@ -1,6 +1,6 @@
 // StreamOrder: the only place that makes a stream wait, and that drops memory which a copy may still touch.
 // Ownership:     memory that was retired and may not be dropped yet.
-// Thread safety: needs the GIL, but for a Batch while its calls are made. Calls that may block release the GIL for that
+// Thread safety: needs the GIL, except a Batch while its calls are made. Calls that may block release the GIL for that
 //                time, so the ledger must be read again after them.
 // Failures:      a wait that throws was not made, and is not remembered. retire() never throws.
 // Stream order:  each wait is named by its Rule. A wait that is known to have been made is not made again.
@@ -115,7 +115,7 @@ class StreamOrder {
   // Makes the host wait for `point`. Blocks.
   void synchronize(Point point) REQUIRES(gil);
 
-  // A wait that is to be made.
+  // A wait to be made.
   struct Wanted {
     Rule rule;
     StreamId waiter;

@@ -61,7 +61,7 @@ class TapeTimes {
   // Times the tape no more, and tells the timeline that one user less wants entries.
   void cancel(OfTape& tape);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
-  // which a stream waited for us is subtracted, but for step_s.
+  // which a stream waited for us is subtracted, except from step_s.
   StepTimes times_of(const Gone& tape);
   // From the tape's first record to its last ask, that one's wait included.
   double step_seconds(const Gone& tape) const;

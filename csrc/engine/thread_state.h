@@ -1,7 +1,7 @@
-// ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
+// ThreadState: everything that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
 // Ownership:     one for each thread that runs. That of a thread that has ended goes to a later thread. None is freed,
 //                since handles may die while static destructors run.
-// Thread safety: needs the GIL. Used by its own thread alone, but for copies in `pending` that wait for room: another
+// Thread safety: needs the GIL. Used by its own thread alone, except copies in `pending` that wait for room: another
 //                thread may take them out, while this one is not running or is in a BlockingSection. Others ask about
 //                it with the GIL held.
 #pragma once

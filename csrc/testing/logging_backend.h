@@ -6,7 +6,7 @@
 //
 // It is part of the test build only.
 //
-// Before each call that enqueues, allocates or notes a use it calls the hook that a test set: which may throw, as a
+// Before each call that enqueues, allocates or notes a use it calls the hook that a test set. The hook may throw, as a
 // device that fails would, or let another thread in.
 //
 // A stream is named by its role, "offload_stream[0]"; compute_streams are told apart in the order in which the log

@@ -95,7 +95,7 @@ const Access* find_racing(const std::vector<Access>& accesses, const Access& lat
   return nullptr;
 }
 
-// Whoever is ordered after `later` is ordered after `earlier` too, and no rule asks for `earlier` itself.
+// An access that is ordered after `later` is ordered after `earlier` too, and no rule asks for `earlier` itself.
 bool is_superseded(const Access& earlier, const Access& later, const VectorClock& clock) {
   if (!happened_before(earlier, clock)) return false;
   const bool same_stream = earlier.kind == later.kind && earlier.stream == later.stream;

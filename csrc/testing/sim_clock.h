@@ -1,4 +1,4 @@
-// AccessMap: who touched which bytes of the simulated device, and whether one access happens before another.
+// AccessMap: the accesses to the simulated device's bytes, and whether one of them happens before another.
 // Ownership:     values only; addresses are numbers, nothing is read through them.
 // Thread safety: none; SimWorld locks.
 // Stream order:  none of its own: an access is ordered after another if the clock that it comes with says so.

@@ -98,7 +98,7 @@ class SimWorld {
   // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
   std::pair<uint64_t, StreamId> origin_of(const void* address);
   void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
-  // Something that the engine does not see writes there, on `stream`.
+  // A write to this memory that the engine does not see, on `stream`.
   void fill(const void* address, uint64_t nbytes, StreamId stream);
   // Host memory goes back to the system: every access must have happened before the host.
   void register_host_memory(void* address, uint64_t nbytes);
