@@ -169,7 +169,8 @@ PyObject* unpack(PyObject*, PyObject* object) REQUIRES(gil) {
   }
   if (!look_for_graph_trees()) return nullptr;
   const ProfilerRange range("torchoffload::unpack");
-  // The caller only lends it: a backward on another thread may release it while this one waits without the GIL.
+  // The caller's reference is not enough: a backward on another thread may release it while this one waits without the
+  // GIL.
   const THPObjectPtr held_meanwhile(Py_NewRef(object));
   // The saved tensor was no inference tensor, and must not become one because it is read in inference mode.
   std::optional<c10::InferenceMode> normal_mode;
@@ -180,7 +181,7 @@ PyObject* unpack(PyObject*, PyObject* object) REQUIRES(gil) {
       reinterpret_cast<HandleObject*>(object)->saved->prepare();
       const Operation operation;
       tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
-      Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
+      Engine::flush_pending();  // after unpack: a record that is asked for while it is pending gives its source
       is_done = true;
     } catch (const WaitAbandoned&) {  // if the handler of Ctrl-C raises nothing, the wait begins anew
       if (PyErr_CheckSignals() != 0) return nullptr;

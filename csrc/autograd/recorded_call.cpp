@@ -26,9 +26,9 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not larger are copied when they are read
+constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside up to this size are copied when they are read
 
-// Locks a mutex whose holder may want the GIL: it is waited for without the GIL.
+// Locks a mutex whose holder may want the GIL, and so waits for it without the GIL.
 class SCOPED_CAPABILITY LockWithGil {
  public:
   explicit LockWithGil(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) {
@@ -45,7 +45,7 @@ class SCOPED_CAPABILITY LockWithGil {
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
-// Without history, and with its version counter. Calls no operator.
+// An alias without history, with the tensor's version counter. Calls no operator.
 at::Tensor alias_of(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
       tensor.unsafeGetTensorImpl()->version_counter(), /*allow_tensor_metadata_change=*/true));
@@ -122,7 +122,7 @@ StorageNumber RecordedCall::add_storage(const at::Tensor& tensor) {
   return number;
 }
 
-// The number of a storage; of one that no operator of the call has made, a new one.
+// The number of a storage. A storage that no operator of the call has made gets a new number.
 StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
   const auto found = numbers_.find(impl_of(tensor));
   if (found != numbers_.end()) {
@@ -155,7 +155,7 @@ void RecordedCall::pin(RecordedStorage& storage, const c10::Storage& strong) {
 
 void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic) {
   RecordedStorage& storage = record_.storages[number];
-  // Somebody has filled it whom nobody saw, or nobody has.
+  // Either unseen code has filled the storage, or nobody has.
   if (storage.is_uninitialised && storage.nbytes != 0 && !mutated(Mutant::UninitialisedIsKept)) {
     pin(storage, tensor.storage());
     watch(storage, tensor);
@@ -372,7 +372,8 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   if (begin) note_moment(std::move(begin), std::move(end));
 }
 
-// Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not do so each time.
+// Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not cast it each
+// time.
 bool RecordedCall::is_remembered(const TensorRef& ref) const {
   if (ref.from != TensorRef::From::Storage) return false;
   const RecordedStorage& storage = record_.storages[ref.number];
@@ -438,7 +439,7 @@ void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool mov
   storage.kept.packed = pack_whole(storage, tensor.storage(), version, is_filled);
 }
 
-// A view that has a version counter of its own, of a value that is kept.
+// For a view, with a version counter of its own, of a kept value.
 void RecordedCall::watch_view(const c10::IValue& value) {
   const auto watch_one = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !TensorLayout::is_strided(tensor)) return;

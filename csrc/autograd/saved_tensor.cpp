@@ -101,8 +101,8 @@ VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
   return view.grad_fn();
 }
 
-// Autograd itself raises, so that its text is the running version's own: it is given a stand-in that was saved at the
-// version of then, and has the version of now. An output is named by its own node, and an input by its origin.
+// Autograd itself raises, so that its text is the running version's own: it gets a stand-in that was saved at the
+// former version, and has the present one. An output is named by its own node, and an input by its origin.
 void VersionCheck::raise(const at::Tensor& described) const {
   const WithoutHooks without_hooks;
   const Node node = torch::autograd::get_current_node();
@@ -138,7 +138,7 @@ namespace {
 
 double coarse_now_s() {
   timespec now{};
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);  // read at every save: it takes a fraction of the exact one's time
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);  // read at every save: it takes a fraction of the exact clock's time
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 

@@ -37,11 +37,12 @@ struct ContextOptions {
   OnFull on_full = OnFull::Keep;
   Compress compress = Compress::Off;
   // Set by offload_modules.
-  double fraction = 1;       // this share of a tape's bytes moves, the earliest first, as the tape before it had them
+  double fraction = 1;       // this share of a tape's bytes moves, the earliest first; the previous tape's bytes are
+                             // the measure
   bool only_inputs = false;  // only storages that Context::admit() was given move
 };
 
-// May anything be coded under these options?
+// May records be coded under these options?
 inline bool may_code(const ContextOptions& options) {
   return options.compress != Compress::Off && options.use_streams && options.use_pin_memory;
 }

@@ -73,7 +73,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // it was given before the engine listened to its allocator (R2).
   void settle() REQUIRES(gil);
 
-  // Call it before a tape is opened. While no tape is alive but those that were left behind, it brings the store to the
+  // Call it before a tape is opened. If no tape is alive except those that were left behind, it brings the store to the
   // size that the next step is expected to need. May block.
   void fit_store(ContextState& context) REQUIRES(gil);
 
@@ -106,7 +106,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool is_open(TapeId tape) const REQUIRES(gil) { return ledger_.is_open(tape); }
   // Call it once a tape was closed as its context was left: starts reloads for the expected backward. May block.
   void forward_ended(TapeId tape) REQUIRES(gil);
-  // From the next save of an open tape on it has these windows. Waits until the offload window is kept. May block.
+  // Gives an open tape these windows from its next save on. Waits until the bytes fit in the offload window. May block.
   void change_windows(TapeId tape, WindowBytes windows) REQUIRES(gil);
   TapeRow& row(TapeId tape) REQUIRES(gil) { return tapes_.at(tape.index).row; }
 
@@ -180,7 +180,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // ---- tapes and times: engine.cpp ----
 
   // Tells Lessons of the closed tape: when each record was saved last, and which storages are alive without us. Counts
-  // in the tape's row the bytes that the device was freed of.
+  // the device bytes that were freed in the tape's row.
   void tell_closed(TapeId tape) REQUIRES(gil);
   // Forgets a tape that is closed and whose last record was released.
   void tape_is_gone(TapeId tape) REQUIRES(gil);
@@ -240,15 +240,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Enqueues one pending copy, if its record is still to move, and waits as far as the offload window asks. May block.
   void enqueue_offload(const PendingCopy& pending, FlushOrder& order) REQUIRES(gil);
-  // The same for a live record. Throws StoreFull if the tier has no room, and WaitAbandoned.
+  // As enqueue_offload(), for a live record. Throws StoreFull if the tier has no room, and WaitAbandoned.
   void try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) REQUIRES(gil);
   // The stream that reads the source.
   StreamId offload_begins_on(RecordId id) REQUIRES(gil);
   // The arguments of the calls that enqueue the copy.
   OffloadCopy plan_offload(RecordId id, const FlushOrder& order) REQUIRES(gil);
-  // Adds to it the waits that the offload window will ask for.
+  // Adds to the copy the waits that the offload window will ask for.
   void plan_window_waits(RecordId id, OffloadCopy& copy) REQUIRES(gil);
-  // Makes these calls. Called without the GIL, and may block.
+  // Makes the calls of a planned copy. Called without the GIL, and may block.
   void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits);
   // Enters a copy that was enqueued into ledger, windows and counts. May block if the offload window is full.
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy) REQUIRES(gil);
@@ -271,7 +271,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::span<const Point> guards_to_wait_for(StreamId stream, std::vector<Point>& guards) REQUIRES(gil);
   // Waits for copies out, oldest first, until those in flight and the kept bytes fit in the window. May block.
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes) REQUIRES(gil);
-  // The same with the present limits of the record's tape. May block.
+  // As drain_window(), with the present limits of the record's tape. May block.
   void drain_window_of(RecordId id) REQUIRES(gil);
   // is_offloading(), as Windows asks for it.
   auto asks_offloading() REQUIRES(gil) {

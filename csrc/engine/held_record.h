@@ -28,7 +28,7 @@ namespace torchoffload {
 struct RecordCode {
   std::optional<codec::Code> used = {};       // nullopt: as they are
   std::optional<codec::Code> candidate = {};  // a selective code that may suit its values, which its release looks at
-  uint64_t tag = 0;                           // that its code is written with
+  uint64_t tag = 0;                           // the tag that its code is written with
 };
 
 struct HeldRecord {

@@ -35,7 +35,7 @@ class HeldSlot {
   void let_go(std::optional<Point> until) {
     if (SlotStore* const store = std::exchange(store_, nullptr)) store->let_go(slot_, until);
   }
-  // It is not known when the copy ends: the slot stays held for ever.
+  // Call it if it is not known when the copy ends: the slot stays held for ever.
   void lose() { store_ = nullptr; }
 
  private:

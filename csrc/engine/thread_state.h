@@ -71,7 +71,7 @@ struct ThreadState {
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }
   AskedTape asked;
 
-  // Those that `has_waiting` is true of. It is changed by set_has_waiting().
+  // The threads whose `has_waiting` is true. set_has_waiting() changes it.
   static const std::vector<ThreadState*>& with_waiting() REQUIRES(gil);
   void set_has_waiting(bool has_waiting_now) REQUIRES(gil);
 

@@ -1,4 +1,4 @@
-// Timeline: at which times things happened on the device, for the Learner and for profile().
+// Timeline: the times of copies, waits and asks on the device, for the Learner and for profile().
 // Ownership:     its entries, and the timed points of those that were not read yet. One for each engine.
 // Thread safety: needs the GIL. A call that records a timed point may block, and releases the GIL for that time.
 // Stream order:  adds points to streams, and no waits.
@@ -51,8 +51,8 @@ class Timeline {
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while there is
-  // any. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
+  // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while it has a
+  // user. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
   void start();
   void stop();
   bool is_on() const { return wanted_ > 0; }
@@ -99,7 +99,7 @@ class Timeline {
 
   // Gives the points of entries that were not read back to the backend.
   void forget_unread();
-  // Reads on. Has the device come to everything that profile() noted?
+  // Reads on. Has the device reached all entries that profile() noted?
   bool read_profile();
   // The seconds from the origin to a point that was reached. The point goes back to the backend.
   double take_seconds(TimedPoint& point);

@@ -22,7 +22,7 @@ SimWorld& world() { return SimWorld::instance(); }
 
 void free_simulated(void* address) { world().free(address); }
 
-// Storages remember their allocator, so this one is asked also after its simulation: then it asks the former one.
+// Storages remember their allocator, so this one is also called after its simulation, and then calls the former one.
 class SimAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -60,7 +60,7 @@ std::function<void()>& allocation_hook() {
   return *hook;
 }
 
-// Never destroyed either. An arena's own thread asks as well.
+// Never destroyed either. An arena's own thread uses it as well.
 Mutex& refusal_mutex() {
   static auto* const mutex = new Mutex;
   return *mutex;

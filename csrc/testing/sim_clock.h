@@ -2,7 +2,7 @@
 // Ownership:     values only; addresses are numbers, nothing is read through them.
 // Thread safety: none; SimWorld locks.
 // Stream order:  none of its own: an access is ordered after another if the clock that it comes with says so.
-// Invariants:    two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] lets be.
+// Invariants:    two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] allows.
 // Not handled:   bytes that an operator touches beyond those that the engine saw.
 #pragma once
 
@@ -45,8 +45,8 @@ enum class AccessKind : uint8_t {
   MemoryFreed,
 };
 
-// Whose memory it is: a tensor's that came from the allocator, the engine's own (for a reload, or for coded bytes), or
-// a slot's.
+// The owner of memory: a tensor that came from the allocator, the engine itself (for a reload, or for coded bytes), or
+// a slot.
 enum class MemoryOwner : uint8_t { Source, Buffer, Slot };
 
 struct Access {

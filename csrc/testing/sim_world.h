@@ -1,11 +1,11 @@
 // SimWorld: simulated devices made of CPU memory: their streams, their copies, and a check of every access.
 //
-// Operators run on the host, when they are called: that is a compute_stream of the simulated device. Copies wait in the
-// queues of offload_stream and reload_stream and run when the mode says so. Whether two accesses are ordered is decided
-// when they are enqueued, by vector clocks over the declared order (record, wait, synchronize), and so does not depend
-// on the mode, the machine or luck. The mode decides which bytes a copy sees.
+// Operators run on the host, when they are called: so they stand for a compute_stream of the simulated device. Copies
+// wait in the queues of offload_stream and reload_stream and run when the mode says so. Whether two accesses are
+// ordered is decided when they are enqueued, by vector clocks over the declared order (record, wait, synchronize), and
+// so does not depend on the mode, the machine or luck. The mode decides which bytes a copy sees.
 //
-// Ownership:     one world for the process, running or at rest; SimBackend and SimAllocator are its faces.
+// Ownership:     one world for the process, running or at rest; SimBackend and SimAllocator give access to it.
 // Thread safety: every method, any thread, with or without the GIL. One leaf mutex: no Python runs and no tensor dies
 //                under it. current_stream() and current_device() are the calling thread's own.
 // Stream order:  see wait(): the work that a compute_stream waits for has run when the call returns.
