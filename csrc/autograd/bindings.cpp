@@ -1,4 +1,4 @@
-// The module: what Python calls, in Python's types. The hooks themselves are in hooks.cpp.
+// The module: the functions that Python calls, in Python's types. The hooks themselves are in hooks.cpp.
 #include <torch/csrc/utils/pybind.h>
 
 #include <stdexcept>
@@ -52,7 +52,7 @@ std::optional<Value> optional(const py::kwargs& arguments, const char* name) {
   return arguments[name].cast<std::optional<Value>>();
 }
 
-// What rows of tapes and of modules have in common.
+// The counts that rows of tapes and of modules have in common.
 template <typename Row>
 py::dict common_to_dict(const Row& row) {
   py::dict kept_records, kept_bytes;
@@ -250,7 +250,7 @@ py::object joint_plan(const py::handle& given, uint64_t memory_bytes) {
   return plan ? py::object(plan_to_dict(*plan)) : py::none();
 }
 
-// What a plan takes in a step of other times, in seconds: the whole step, and what is computed again of it.
+// The times of a plan in a step of other times, in seconds: of the whole step, and of its recomputation.
 std::pair<double, double> joint_plan_times(const py::handle& given, const py::handle& planned) {
   const StepOfBlocks step = parse_step(given);
   JointPlan plan;
@@ -399,7 +399,7 @@ void add_recorded_calls(py::module_& m) {
       });
 }
 
-// What `fit` calls, to plan blocks and to run them by a plan.
+// The functions by which `fit` plans blocks and runs them by a plan.
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());

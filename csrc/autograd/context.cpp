@@ -33,8 +33,8 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-// Is make_fx tracing? It knows a tensor by what was dispatched: one that is built anew would be a constant of its
-// graph.
+// Is make_fx tracing? It knows only tensors that come from dispatched operators: one that is built anew would be a
+// constant of its graph.
 bool is_traced() {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
@@ -49,15 +49,15 @@ uint64_t bytes_of(const at::Tensor& tensor) {
   return TensorLayout::is_plain(tensor) ? static_cast<uint64_t>(tensor.nbytes()) : 0;
 }
 
-// Whose memory it is may write it anew, or hand it on, with no new version or storage; or at once, when it is dropped,
-// whatever streams still do with it.
+// The owner of such memory may write it anew, or hand it on, with no new version or storage. Once the memory is
+// dropped, the owner may do so at once, even while streams still use it.
 bool is_borrowed(const at::Tensor& tensor, DeviceMemory& memory) {
   const c10::DataPtr& data = storage_of(tensor)->data_ptr();
   return data.get_context() == nullptr || !memory.owns(memory_of(tensor.storage())) ||
          memory.is_graph_memory(data.get());
 }
 
-// Of a tensor that has a storage.
+// For a tensor that has a storage.
 Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
   const c10::Device device = tensor.device();
   return {.device_type = static_cast<int8_t>(device.type()),
@@ -70,8 +70,9 @@ Place place_of(const at::Tensor& tensor, const ContextOptions& options) {
           .budget_bytes = options.budget_bytes};
 }
 
-// What of its storage moves with a plain tensor that is being packed. An inner tensor's offset stays exact, too: a
-// wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count]. May run Python.
+// The part of its storage that moves with a plain tensor that is being packed. An inner tensor's offset stays exact,
+// too: a wrapper may compare the offsets of its parts, or compute with them. See Note [Offsets that count]. May run
+// Python.
 Extent extent_to_move(const at::Tensor& tensor, const c10::VariableVersion* wrapper) {
   const uint64_t storage_bytes = tensor.storage().nbytes();
   const Span moved = span_to_move(TensorLayout(tensor).span(), storage_bytes);
@@ -158,9 +159,9 @@ void Context::exit() {
   const Operation operation;
   try {
     Engine::flush_pending(state_.get());
-    Operation::drop_now();  // what a tape freed is counted as it closes
+    Operation::drop_now();  // a closing tape counts the memory that it freed
   } catch (...) {
-    leave_thread();  // whatever became of the copies, the tapes are over
+    leave_thread();  // the tapes are over even if the copies failed
     throw;
   }
   for (const auto& [engine, tape] : leave_thread()) engine->forward_ended(tape);
@@ -180,7 +181,7 @@ void Context::close_tapes(const Tapes& tapes) {
   for (const auto& [engine, tape] : tapes) engine->close_tape(tape);
 }
 
-// Whatever blocks here lets others run, who may open the tape, or leave the context and so close it.
+// A call that blocks here lets other threads run, which may open the tape, or leave the context and so close it.
 TapeId Context::open_tape(Engine& engine) {
   while (true) {
     for (const auto& [known, tape] : on_this_thread().tapes) {

@@ -1,5 +1,5 @@
-// Context: what one OffloadActivations does below Python: the tapes it has open on each thread, and what it never
-// moves.
+// Context: the part of one OffloadActivations below Python: its open tapes on each thread, and the tensors that it
+// never moves.
 // Ownership:     shares its ContextState with its tapes, which may outlive it.
 // Thread safety: needs the GIL.
 #pragma once
@@ -30,11 +30,11 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // Throw std::runtime_error: no accelerator for Placement::Host; inside a context of another tier; left more often
-  // than entered on this thread. exit() enqueues what is pending and may block.
+  // than entered on this thread. exit() enqueues the pending copies and may block.
   void enter() REQUIRES(gil);
   void exit() REQUIRES(gil);
 
-  // How a saved tensor that is no torch.Tensor of exactly that type was recognised by the caller, who knows Python.
+  // The Python type of a saved tensor. The caller, who knows Python, recognises it if it is not exactly torch.Tensor.
   enum class TypeKind : uint8_t { Tensor, Parameter, Subclass };
 
   // A save. May block.
@@ -44,8 +44,8 @@ class Context {
 
   void exempt(const at::Tensor& tensor);
 
-  // Of offload_modules. What is saved on this thread from here on is counted for the module of that number; returns the
-  // one before. 0 is for what is saved outside of all.
+  // Of offload_modules. Counts the later saves of this thread for the module of that number; returns the number before.
+  // 0 is for saves outside of all modules.
   uint32_t set_module(uint32_t number) REQUIRES(gil);
   // Each module has windows of its own, by its number. Before it is entered.
   void set_windows(std::vector<ModuleWindows> windows) { state_->module_windows = std::move(windows); }
@@ -55,7 +55,7 @@ class Context {
   // Before it is entered.
   void restrict(double fraction, bool only_inputs);
 
-  // Under `only_inputs`, until the exit: what is saved of this storage on this thread moves, also what was saved
+  // Under `only_inputs`, until the exit: tensors of this storage that this thread saves move, also those that it saved
   // before. May block.
   void admit(const at::Tensor& tensor) REQUIRES(gil);
 
@@ -81,7 +81,7 @@ class Context {
     int depth = 0;
     Tapes tapes;  // of each engine that a save met at most one that is open
     uint32_t module = 0;
-    WindowBytes windows;  // where modules have windows of their own: those of the next save
+    WindowBytes windows;  // if modules have windows of their own: those of the next save
     MemorySet admitted;
     std::unordered_map<const c10::StorageImpl*, std::vector<Candidate>> candidates;
   };
@@ -90,10 +90,10 @@ class Context {
     TensorLayout layout;
     RecordHandle handle;
   };
-  // Hold the reference over no call that may block: the context may be left meanwhile.
+  // Do not hold the reference over a call that may block: the context may be left meanwhile.
   OnThread& on_this_thread();
-  // The engine that moves this tensor, or null. The context has a share in it from here on, so that it and what it
-  // learned exist for as long as the context. May block.
+  // The engine that moves this tensor, or null. The context has a share in it from here on, so that the engine and its
+  // lessons exist for as long as the context. May block.
   Engine* find_engine_of(const at::Tensor& tensor) REQUIRES(gil);
   // The open tape of the calling thread for this engine. May block.
   TapeId open_tape(Engine& engine) REQUIRES(gil);
@@ -101,8 +101,8 @@ class Context {
   static void close_tapes(const Tapes& tapes) REQUIRES(gil);
   // Closes the tapes of the calling thread, and returns them. May block.
   Tapes leave_thread() REQUIRES(gil);
-  // `extent`: what of its storage moves with the tensor, as was determined when it was saved. nullopt: it is being
-  // saved now, and the extent is determined here.
+  // `extent`: the part of its storage that moves with the tensor, as was determined when it was saved. nullopt: it is
+  // being saved now, and the extent is determined here.
   std::optional<Moved> try_move(const at::Tensor& tensor, std::optional<Extent> extent,
                                 const c10::VariableVersion* wrapper, uint32_t module, Reason& why) REQUIRES(gil);
   std::unique_ptr<SavedTensor> pack_candidate(const at::Tensor& tensor, uint32_t module,

@@ -11,7 +11,7 @@ namespace torchoffload {
 
 namespace {
 
-// Of the trees of this thread, as torchoffload._pytorch.graph_trees.pools() gives them: [(device, (id, id))].
+// The pools of this thread's trees, as torchoffload._pytorch.graph_trees.pools() gives them: [(device, (id, id))].
 bool read_pools(PyObject* trees, std::vector<GraphPool>& pools) {
   THPObjectPtr finder(PyImport_ImportModule("torchoffload._pytorch.graph_trees"));
   if (!finder) return false;

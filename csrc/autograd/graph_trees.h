@@ -6,8 +6,8 @@
 namespace torchoffload {
 
 // Called before each hook event, outside any operation, since it may run Python. Without trees it costs a look into
-// sys.modules, and nothing where no kind of backend knows CUDA graphs; with trees that are warm, the allocator's
-// counters besides. False with a Python error set.
+// sys.modules, and nothing if no kind of backend knows CUDA graphs; with trees that are warm, the allocator's counters
+// besides. False with a Python error set.
 bool look_for_graph_trees();
 
 }  // namespace torchoffload

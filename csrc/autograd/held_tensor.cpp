@@ -46,7 +46,7 @@ void drop_if(Condition condition) {
   list().count = held.size();
 }
 
-// A tensor's Python object holds the tensor, and is held by it where anybody else holds the tensor too.
+// A tensor's Python object holds the tensor, and the tensor holds the object if anybody else holds the tensor too.
 template <typename Slot>
 bool is_held_by_its_object_alone(Slot& slot) {
   if constexpr (requires { slot.has_unique_reference(); }) return slot.has_unique_reference();

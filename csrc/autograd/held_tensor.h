@@ -1,4 +1,4 @@
-// HeldTensor: what a custom Function's backward gets, held once more than by whoever asked for it.
+// HeldTensor: a saved tensor that a custom Function's backward gets, held once more than by its asker.
 // Ownership:     held until nobody else holds it, as a later hook event finds, or until its graph task ends.
 // Thread safety: every function, any thread.
 // Not handled:   wrapper subclasses, which autograd copies in Python.
@@ -18,7 +18,7 @@ namespace torchoffload {
 // Inside a graph task.
 at::Tensor held(const at::Tensor& tensor);
 
-// Drops what nobody else holds any more.
+// Drops the tensors that nobody else holds any more.
 void drop_unheld();
 
 }  // namespace torchoffload

@@ -55,7 +55,7 @@ PyTypeObject* handle_type = nullptr;
 
 // ---- warnings ----
 
-// Runs Python, so only where no operation is open. Returns false with an error set where a warning became one.
+// Runs Python, so only while no operation is open. Returns false with an error set if a warning became one.
 bool give_warnings(const ContextObject& object) {
   for (const std::string& text : object.context->take_warnings()) {
     PyObject* const result = PyObject_CallFunction(object.warn, "s", text.c_str());
@@ -89,7 +89,8 @@ bool is_view_of_parameter(const at::Tensor& tensor) {
   return is_parameter;
 }
 
-// What is inside of a Parameter that is a wrapper is saved alone by who takes it out, or inside of a detached copy.
+// Code that unwraps a wrapper-subclass Parameter saves the inner tensors directly, or inside of a detached copy. So
+// they are noted as parameters, too.
 void note_inner_parameters(PyObject* object, const at::Tensor& tensor) {
   if (THPVariable_CheckExact(object) || is_storage_of_parameter(tensor) || !SavedWrapper::is_wrapper(object)) return;
   SavedWrapper::visit_inner_tensors(object, note_parameter);
@@ -118,7 +119,7 @@ bool check_tensor(PyObject* object, const char* function) {
   return false;
 }
 
-// A new handle of what `save` returns. `context`: one that may have warnings to give; may be null.
+// A new handle that owns the Saved of `save`. `context`: one that may have warnings to give; may be null.
 template <typename Save>
 PyObject* handle_of(PyObject* object, PyObject* context, const Save& save) REQUIRES(gil) {
   if (!check_tensor(object, "pack") || !look_for_graph_trees()) return nullptr;
@@ -168,9 +169,10 @@ PyObject* unpack(PyObject*, PyObject* object) REQUIRES(gil) {
   }
   if (!look_for_graph_trees()) return nullptr;
   const ProfilerRange range("torchoffload::unpack");
-  // The caller only lends it: a backward on another thread may release it while this one waits without the GIL.
+  // The caller's reference is not enough: a backward on another thread may release it while this one waits without the
+  // GIL.
   const THPObjectPtr held_meanwhile(Py_NewRef(object));
-  // What was saved is no inference tensor, and where it is read makes it none.
+  // The saved tensor was no inference tensor, and must not become one because it is read in inference mode.
   std::optional<c10::InferenceMode> normal_mode;
   if (c10::InferenceMode::is_enabled()) normal_mode.emplace(/*enabled=*/false);
   at::Tensor tensor;
@@ -179,7 +181,7 @@ PyObject* unpack(PyObject*, PyObject* object) REQUIRES(gil) {
       reinterpret_cast<HandleObject*>(object)->saved->prepare();
       const Operation operation;
       tensor = reinterpret_cast<HandleObject*>(object)->saved->unpack(Versions::Check);
-      Engine::flush_pending();  // after it: a record that is asked for while it is pending gives its source
+      Engine::flush_pending();  // after unpack: a record that is asked for while it is pending gives its source
       is_done = true;
     } catch (const WaitAbandoned&) {  // if the handler of Ctrl-C raises nothing, the wait begins anew
       if (PyErr_CheckSignals() != 0) return nullptr;

@@ -18,7 +18,7 @@ class RecordedCall;
 // torch.nn.Parameter. Returns false with a Python error set.
 bool add_hooks(PyObject* module, PyObject* parameter_type);
 
-// The Context that Python holds as `object`; null with a Python error set where it holds something else.
+// The Context that Python holds as `object`; null with a Python error set if it holds something else.
 Context* context_of(PyObject* object);
 
 // Saves a tensor by a context, or keeps it if that is null. Inside of an operation.
@@ -28,7 +28,7 @@ std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10:
 // A new reference to a pack hook that has `call` save each tensor; null with a Python error set.
 PyObject* pack_hook_of(std::shared_ptr<RecordedCall> call);
 
-// What Context.__init__ parses in Python terms; implemented in bindings.cpp. Throws for what cannot be parsed.
+// The arguments of Context.__init__, parsed in bindings.cpp. Throws if they cannot be parsed.
 struct ContextArguments {
   ContextOptions options;
   PyObject* warn = nullptr;  // new reference

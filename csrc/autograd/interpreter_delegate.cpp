@@ -49,14 +49,15 @@ class InterpreterDelegate final : public PyInterpreterVTable {
     }
   }
 
-  // Autograd saves an operator's output as a detached tensor, which is not asked of the dispatcher but of here.
+  // Autograd saves an operator's output as a detached tensor, and asks this table for it, not the dispatcher.
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* self) const override {
     if (mode_on_top() == nullptr || self->key_set().has(c10::DispatchKey::Python)) return real_.detach(self);
     const ModeOff off;
     return self->shallow_copy_and_detach(c10::VariableVersion(0), /*allow_tensor_metadata_change=*/false);
   }
 
-  // All else is passed on. A class that leaves one out, in a torch that has more, does not compile.
+  // All other calls are passed on. If a later torch adds a virtual function, this class does not compile until it has
+  // that one, too.
   // clang-format off
   std::string name() const override { return real_.name(); }
   void incref(PyObject* object) const override { real_.incref(object); }

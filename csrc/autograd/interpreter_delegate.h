@@ -1,12 +1,12 @@
-// InterpreterDelegate: what PyTorch's Python interpreter does for libtorch, with the operators of our modes taken out.
+// InterpreterDelegate: PyTorch's table of calls from libtorch to Python, with the operators of our modes taken out.
 // Ownership:     one for the process, leaked on purpose: PyTorch may use it until the process ends.
 // Thread safety: any thread, with the GIL or without.
 // Failures:      as the operator, or the listener, that is called.
 //
-// libtorch knows nothing of Python. What it wants from there it asks of a table of virtual functions, of which there is
-// one: counting references of Python objects, sizes of a tensor that a Python class answers for, and `dispatch`, which
-// gives an operator to the mode on top. Ours passes each call on to that table, but for an operator, and the detach of
-// a saved output, whose mode is one of ours: these it handles itself. See Note [Operators in a mode].
+// libtorch knows nothing of Python. It calls Python through one table of virtual functions: counting references of
+// Python objects, sizes of a tensor that a Python class answers for, and `dispatch`, which gives an operator to the
+// mode on top. Ours passes each call on to that table, with two exceptions that it handles itself: an operator, and the
+// detach of a saved output, if their mode is one of ours. See Note [Operators in a mode].
 #pragma once
 
 namespace torchoffload {

@@ -14,7 +14,7 @@ namespace torchoffload {
 
 namespace {
 
-constexpr int64_t kBlocksSeen = 64;  // at least, and less than twice as many, where there are so many
+constexpr int64_t kBlocksSeen = 64;  // at least, and less than twice as many, if there are so many
 
 // Some blocks of the storage's values, spread over it, on the host.
 at::Tensor some_blocks(const at::Tensor& tensor) {

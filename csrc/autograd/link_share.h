@@ -1,4 +1,4 @@
-// link_share: what part of a tensor's bytes the link would carry, for plans that reckon with codes.
+// link_share: the fraction of a tensor's bytes that the link would carry, for plans that reckon with codes.
 // Ownership:     borrows its arguments for the length of a call.
 // Thread safety: needs the GIL, which it releases while it waits for the device.
 // Not handled:   values that change from step to step; records whose bytes are other tensors' too.
@@ -11,8 +11,8 @@
 
 namespace torchoffload {
 
-// Of the storage of this tensor, once it moves under this context, by a look at some blocks of its values; 1 where it
-// is not coded. Waits for the device if it may be coded.
+// The link share of this tensor's storage, once it moves under this context, estimated from some blocks of its values;
+// 1 if it is not coded. Waits for the device if it may be coded.
 double link_share(const Context& context, const at::Tensor& tensor) REQUIRES(gil);
 
 }  // namespace torchoffload

@@ -1,7 +1,7 @@
 // Operators between Python and C++: OpOverloads, stacks of arguments and results, tensors in containers.
-// Ownership:     what is returned is the caller's; an operator's handle is remembered for the life of the process.
+// Ownership:     returned objects are the caller's; an operator's handle is remembered for the life of the process.
 // Thread safety: needs the GIL.
-// Failures:      throws python_error, or returns null with a Python error set, where it says so.
+// Failures:      throws python_error, or returns null with a Python error set, as each function says.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@
 
 namespace torchoffload {
 
-// The operator of an OpOverload; nothing for whatever else Python may call an operator: one that takes functions, one
-// that takes objects of Python classes.
+// The operator of an OpOverload; nothing for other things that Python may call an operator: one that takes functions,
+// one that takes objects of Python classes.
 std::optional<c10::OperatorHandle> operator_of(PyObject* function);
 
 // Puts the arguments on an empty stack, with the schema's default for each that is not given. False: an argument has

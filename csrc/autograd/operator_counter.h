@@ -1,5 +1,6 @@
-// OperatorCounter: the listener that runs what it is shown and counts it; and what Python calls of the modes that show
-// operators. It tells what being shown operators costs, and whether a mode is shown what it should be.
+// OperatorCounter: the listener that runs and counts the operators that it is shown; and the functions by which Python
+// uses the modes that show operators. It tells the cost of being shown operators, and whether a mode is shown each one
+// that it should see.
 // Ownership:     as any listener.
 // Thread safety: the counts may be read on any thread.
 #pragma once

@@ -48,7 +48,7 @@ class InRegion {
   OperatorMode& mode_;
 };
 
-// Shows the call of `region` to the listeners of `modes`, the first one outermost, and returns what it returned.
+// Shows the call of `region` to the listeners of `modes`, the first one outermost, and returns its result.
 template <typename Call>
 PyObject* call_opaque(const char* name, c10::ArrayRef<OperatorMode*> modes, std::vector<at::Tensor> inputs,
                       const Call& region) {

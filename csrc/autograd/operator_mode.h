@@ -9,15 +9,15 @@
 // in the same order among other modes, and torch.compile knows it as one. Only the way from PyTorch to the mode is
 // shorter: PyTorch hands an operator to its Python interpreter, as a table of virtual functions, which makes Python
 // objects of the arguments and calls `__torch_dispatch__`. Ours (interpreter_delegate.h) looks whose mode is on top,
-// and hands the operator to its listener as it is. What it does not take, and everything on a torch on which it did not
-// pass its test, comes by `__torch_dispatch__`, which is a function of this file and makes a C++ stack of the Python
-// objects again.
+// and hands the operator to its listener as it is. An operator that it does not take, and every operator on a torch on
+// which it did not pass its test, comes by `__torch_dispatch__`, which is a function of this file and makes a C++ stack
+// of the Python objects again.
 //
 // Each operator goes one of four ways:
 // - It is shown to the listener.
 // - An argument is a tensor of a class that is made of other tensors and has a __torch_dispatch__ (DTensor, jagged
 //   tensors, quantized weights): that function runs with the mode on, and so the inner operators are shown.
-// - It runs unseen: on another thread, in an opaque region, where FakeTensorMode or a tracer is on beneath the mode,
+// - It runs unseen: on another thread, in an opaque region, while FakeTensorMode or a tracer is on beneath the mode,
 //   and when a saved output is detached, which autograd does once for each and PyTorch shows to modes as aten::detach.
 // - It cannot be put on a stack: the mode's method `on_other` gets it, which by itself shows an opaque region.
 #pragma once
@@ -40,11 +40,11 @@ struct OperatorMode {
   std::atomic<std::thread::id> thread{};
   uint32_t opaque_depth = 0;  // of that thread: the opaque regions that it is in
 
-  // Whether an operator of this thread is shown, which PyTorch has taken the mode off its stack for.
+  // Whether an operator is shown for which PyTorch has taken the mode off this thread's stack.
   bool shows() const;
 };
 
-// Adds the type `OperatorMode` to the module. Its constructor takes what `to_python` returned. Returns false with a
+// Adds the type `OperatorMode` to the module. Its constructor takes the result of `to_python`. Returns false with a
 // Python error set.
 bool add_operator_mode(PyObject* module);
 

@@ -26,7 +26,7 @@ constexpr std::array<std::string_view, 6> kUnannotatedViews = {
     "aten::_unsafe_view", "aten::_reshape_alias",
     "aten::unsafe_split", "aten::unsafe_split_with_sizes",
     "aten::lift_fresh",   "_c10d_functional::_wrap_tensor_autograd"};
-// They change what a tensor is, and not the bytes of a storage.
+// They change a tensor's metadata, and not the bytes of a storage.
 constexpr std::array<std::string_view, 4> kMetadata = {"aten::set_", "aten::detach_", "aten::record_stream",
                                                        "aten::rename_"};
 constexpr std::array<std::string_view, 5> kUninitialised = {"aten::empty", "aten::empty_like", "aten::empty_strided",
@@ -99,7 +99,7 @@ const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
   const MutexLock lock(*mutex);
   std::unique_ptr<const Known>& found = (*known)[&name];
   if (!found || found->name != name) {
-    // Somebody may still look at what was known of an operator that is gone.
+    // Somebody may still read the traits of an operator that is gone.
     static_cast<void>(found.release());
     found = std::make_unique<const Known>(Known{name, find_traits(op)});
   }

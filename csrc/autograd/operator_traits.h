@@ -1,7 +1,7 @@
 // OperatorTraits: how a planned block records an operator, as its schema, its tags and its name tell.
 // Ownership:     values, remembered for the life of the process.
 // Thread safety: any thread.
-// Not handled:   kernels that write to memory which their schema does not name, but for those that are listed here.
+// Not handled:   kernels that write to memory which their schema does not name, except those that are listed here.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,11 +20,11 @@ struct OperatorTraits {
   bool may_draw = false;              // nothing is known of its namespace
   bool leaves_uninitialised = false;  // its output is for others to fill
   bool runs_once = false;             // it is never called again
-  bool returns_early = false;         // what it makes or writes to is there once somebody has waited for it
+  bool returns_early = false;         // its results and writes are there once somebody has waited for them
   bool casts = false;                 // autocast may remember its output
   int16_t generator = -1;             // the place of a generator among its arguments
   Places writes;
-  // Of batch normalization: its running statistics, and the arguments that say whether it trains.
+  // For batch normalization: its running statistics, and the arguments that say whether it trains.
   Places statistics;
   Places training;
 };

@@ -1,5 +1,5 @@
 // Calls between C++ and Python: the GIL, and errors of Python's that go through C++.
-// Ownership:     or_throw hands on what it was given.
+// Ownership:     or_throw hands on its argument.
 // Thread safety: WithoutGil is made with the GIL held, and gives it back to the thread that it took it from.
 #pragma once
 

@@ -26,9 +26,9 @@ namespace torchoffload {
 
 namespace {
 
-constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside that are not larger are copied when they are read
+constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside up to this size are copied when they are read
 
-// Locks a mutex whose holder may want the GIL: it is waited for without the GIL.
+// Locks a mutex whose holder may want the GIL, and so waits for it without the GIL.
 class SCOPED_CAPABILITY LockWithGil {
  public:
   explicit LockWithGil(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) {
@@ -45,7 +45,7 @@ class SCOPED_CAPABILITY LockWithGil {
 
 const c10::StorageImpl* impl_of(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
 
-// Without history, and with its version counter. Calls no operator.
+// An alias without history, with the tensor's version counter. Calls no operator.
 at::Tensor alias_of(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
       tensor.unsafeGetTensorImpl()->version_counter(), /*allow_tensor_metadata_change=*/true));
@@ -68,7 +68,7 @@ struct RecordedCall::Recording {
   RecordedOperator op;
   c10::SmallVector<std::pair<StorageNumber, at::Tensor>, 2> written;
   bool has_opaque = false;
-  bool reads_written = false;  // what the block has written outside of itself
+  bool reads_written = false;  // values that the block has written to storages from outside
   bool may_be_remembered = false;
 };
 
@@ -90,7 +90,7 @@ RecordedCall::~RecordedCall() {
       while (each != end) each = each->second == this ? readers().erase(each) : std::next(each);
     }
   }
-  const WithGil with_gil;  // for what contexts hold, and for objects of Python's
+  const WithGil with_gil;  // for the handles of contexts, and for Python objects
   for (RecordedStorage& storage : record_.storages) {
     storage.packed.reset();
     storage.kept.packed.reset();
@@ -122,7 +122,7 @@ StorageNumber RecordedCall::add_storage(const at::Tensor& tensor) {
   return number;
 }
 
-// The number of a storage; of one that no operator of the call has made, a new one.
+// The number of a storage. A storage that no operator of the call has made gets a new number.
 StorageNumber RecordedCall::storage_of(const at::Tensor& tensor) {
   const auto found = numbers_.find(impl_of(tensor));
   if (found != numbers_.end()) {
@@ -155,7 +155,7 @@ void RecordedCall::pin(RecordedStorage& storage, const c10::Storage& strong) {
 
 void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, bool is_statistic) {
   RecordedStorage& storage = record_.storages[number];
-  // Somebody has filled it whom nobody saw, or nobody has.
+  // Either unseen code has filled the storage, or nobody has.
   if (storage.is_uninitialised && storage.nbytes != 0 && !mutated(Mutant::UninitialisedIsKept)) {
     pin(storage, tensor.storage());
     watch(storage, tensor);
@@ -236,7 +236,7 @@ void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role
   }
 }
 
-// Before an operator writes: whatever somebody is to read again later is copied.
+// Before an operator writes: copies the values that somebody will read again later.
 void RecordedCall::prepare_writes(Recording& recording) {
   if (recording.has_opaque && !recording.written.empty()) recording.op.runs_once = true;
   for (const auto& [number, tensor] : recording.written) {
@@ -372,7 +372,8 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   if (begin) note_moment(std::move(begin), std::move(end));
 }
 
-// Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not do so each time.
+// Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not cast it each
+// time.
 bool RecordedCall::is_remembered(const TensorRef& ref) const {
   if (ref.from != TensorRef::From::Storage) return false;
   const RecordedStorage& storage = record_.storages[ref.number];
@@ -438,7 +439,7 @@ void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool mov
   storage.kept.packed = pack_whole(storage, tensor.storage(), version, is_filled);
 }
 
-// A view that has a version counter of its own, of a value that is kept.
+// For a view, with a version counter of its own, of a kept value.
 void RecordedCall::watch_view(const c10::IValue& value) {
   const auto watch_one = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !TensorLayout::is_strided(tensor)) return;
@@ -630,7 +631,8 @@ void RecordedCall::finish() {
   for (StorageNumber number = 0; number < record_.storages.size(); ++number) finish_storage(number, needs);
 }
 
-// Forgets of a storage what nothing needs, and has what stays move.
+// Drops a storage's held values that nothing needs. Gives the storage to the context if its value is needed and may
+// move.
 void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   RecordedStorage& storage = record_.storages[number];
   storage.weak.reset();
@@ -659,9 +661,9 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
 }
 
-// A context brings back first what it was given last. So what the replay asks for is given to it now, behind all that
-// autograd has saved in the call. What a plan makes superfluous, unless a kept value is lost, comes back with what
-// autograd has saved of it.
+// A context brings back first the tensors that it was given last. So the values that the replay asks for are given to
+// it now, behind all that autograd has saved in the call. Values that are superfluous under a plan, unless a kept value
+// is lost, come back with the tensors that autograd has saved of them.
 void RecordedCall::give_to_context(StorageNumber number) {
   RecordedStorage& storage = record_.storages[number];
   storage.packed = storage.given.lock();
@@ -720,7 +722,8 @@ void RecordedCall::settle(bool keeps_all) {
 
 // ---- replay ----
 
-// Autograd raises the versions of what an operator has written to after the operator, and so after it was recorded.
+// Autograd raises the versions of the tensors that an operator has written to only after the operator, and so after it
+// was recorded.
 void RecordedCall::mark_written() {
   for (RecordedStorage& storage : record_.storages) {
     for (VersionMark& each : storage.kept.versions) each.mark_again();
@@ -833,7 +836,8 @@ void RecordedCall::asked_for(ReplayedTensor& saved) {
   handed_out_.push_back(&saved);
 }
 
-// A backward has ended. What it has made lives on where the program holds it, and is made again by the next one.
+// A backward has ended. The values that it made live on if the program holds them, and the next backward makes them
+// again.
 void RecordedCall::drop_values() {
   handed_out_.clear();
   asking_node_ = nullptr;

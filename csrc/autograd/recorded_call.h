@@ -1,20 +1,21 @@
-// RecordedCall: one call of a planned block. It records the block's operators, stands in for the tensors that autograd
-// saves of what they made, and makes those again when the first of them is asked for in backward.
+// RecordedCall: one call of a planned block. It records the block's operators, stands in for those of their results
+// that autograd saves, and makes these again when backward asks for the first of them.
 // Ownership:     shared by the hook and the mode that are open while forward runs, and by each saved tensor that it
 //                stands in for. It holds no tensor with a history, and nothing in it refers to itself.
 // Thread safety: forward runs on one thread: operators are recorded without the GIL, and everything else needs it.
 //                Several threads may ask for saved tensors.
-// Failures:      what a replayed operator throws; RuntimeError that names a tensor whose value is gone.
+// Failures:      the errors of replayed operators; RuntimeError that names a tensor whose value is gone.
 // Not handled:   see recorded_operators.h and operator_listener.h.
 //
 // Note [Recomputation by replay]
 // A recomputation calls no code of the user's. In forward the call is shown each operator below autograd and autocast,
 // and notes the operator, its arguments with tensors named as in Note [Storages and epochs], the state of the random
-// number generators that it draws from, and the switches of PyTorch's that decide how kernels compute. What autograd
-// saves of what these operators made is not held, but named, at the last epoch of its storage: that is what an alias
-// would show. The first saved tensor that is asked for in backward has all those made again that are still alive, in
-// one go, so that an optimizer that steps in backward comes behind them. A plan says which values forward keeps or
-// moves to a tier instead. It is advice: a call that does something else than planned keeps less, and is right.
+// number generators that it draws from, and the switches of PyTorch's that decide how kernels compute. If autograd
+// saves a result of these operators, the call does not hold it, but names it, at the last epoch of its storage: an
+// alias would show that value. The first saved tensor that is asked for in backward has all those made again that are
+// still alive, in one go, so that an optimizer that steps in backward comes behind them. A plan says which values
+// forward keeps or moves to a tier instead. It is advice: a call that does something else than planned keeps less, and
+// its gradients are right.
 #pragma once
 
 #include <Python.h>
@@ -53,7 +54,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
     PyObject* context = nullptr;               // that moves values; borrowed. Null: none
     PyObject* observer = nullptr;  // has begins_again(), ends_again(moments), refused(what, address); or null
     PyObject* clock = nullptr;     // returns a moment; null: operators are not timed
-    bool verifies = false;         // the call holds what it stands in for, and `verify` may be called
+    bool verifies = false;         // the call holds the tensors that it stands in for, and `verify` may be called
     bool times_replay = false;     // and not forward
   };
   explicit RecordedCall(const Options& options);
@@ -67,14 +68,14 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void opaque(const char* name, c10::ArrayRef<at::Tensor> inputs, Region region) override;
   std::unique_ptr<Saved> pack(PyObject* object, const c10::VariableVersion* wrapper = nullptr) REQUIRES(gil);
 
-  // After forward: forgets what nothing needs.
+  // After forward: drops the recorded values and operators that nothing needs.
   void finish() REQUIRES(gil);
 
   // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the
-  // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws what a
-  // replayed operator throws.
+  // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws the
+  // errors of replayed operators.
   std::vector<int32_t> verify() REQUIRES(gil);
-  // Ends that: holds for good all that the call stands in for, or what came out differently.
+  // Ends that: holds for good all tensors that the call stands in for, or only those that came out differently.
   void settle(bool keeps_all) REQUIRES(gil);
 
   const RecordedOperators& record() const { return record_; }
@@ -143,7 +144,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   bool times_replay_ = false;
   bool is_finished_ = false;
   bool is_busy_ = false;       // operators are not recorded
-  std::vector<bool> differs_;  // by storage: what verify() found
+  std::vector<bool> differs_;  // by storage, as verify() found
   uint64_t replay_count_ = 0;
   uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;
@@ -151,7 +152,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   Mutex replay_mutex_;               // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
-  std::vector<c10::Storage> reloaded_;  // what came back for a replay, until the graph task ends: nodes ask for it, too
+  std::vector<c10::Storage> reloaded_;  // came back for a replay, until the graph task ends: nodes ask for them, too
   int value_task_ = -1;                 // the graph task that the values were made in
 };
 
@@ -179,7 +180,8 @@ class ReplayedTensor final : public Saved {
   std::unique_ptr<Saved> kept_;  // it is not made again
 };
 
-// A saved tensor that was given to the call and moves. It holds the call, and so what came back for the call's replay.
+// A saved tensor that was given to the call and moves. It holds the call, and so the storages that came back for the
+// call's replay.
 class SavedInput final : public Saved {
  public:
   SavedInput(std::shared_ptr<RecordedCall> call, std::shared_ptr<Saved> saved)
@@ -189,7 +191,7 @@ class SavedInput final : public Saved {
 
  private:
   std::shared_ptr<Saved> saved_;
-  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for what is given up
+  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for a value that is given up
 };
 
 }  // namespace torchoffload

@@ -1,17 +1,18 @@
-// RecordedOperators: what one call of a planned block did below autograd, and what of it is held until it is done
-// again.
-// Ownership:     holds storages that nobody in the call made, copies of some, and what a plan keeps. Of storages that
-//                the call made and that can be made again it holds nothing. No tensor in it has a history.
-// Thread safety: recorded by one thread. Later several may read; who holds what changes under `held_mutex()`.
-// Not handled:   what no operator did; it is held as it was found, like everything that comes from outside.
+// RecordedOperators: the operators of one call of a planned block, below autograd, and the values that are held until
+// they run again.
+// Ownership:     holds storages that nobody in the call made, copies of some, and the values that a plan keeps. Of
+//                storages that the call made and that can be made again it holds nothing. No tensor in it has a
+//                history.
+// Thread safety: recorded by one thread. Later several may read; the holders of values change under `held_mutex()`.
+// Not handled:   values that no operator made; they are held as they were found, like all values from outside.
 //
 // Note [Storages and epochs]
 // A value is named by its storage, by how many operators of the call had written to that storage (its epoch; to make it
-// counts as the first one), and by a layout. So views and metadata need no replay, and what a tensor's Python object is
-// does not matter. From some epoch on a storage may be pinned: its values are not made again but held, by a reference
-// to the storage, whose value is that of the last epoch, or by copies that were made before it was written to.
-// Everything from outside is pinned from epoch 0, and what an operator wrote that must not run twice from that epoch
-// on.
+// counts as the first one), and by a layout. So views and metadata need no replay, and a tensor's Python class does not
+// matter. From some epoch on a storage may be pinned: its values are not made again but held, by a reference to the
+// storage, whose value is that of the last epoch, or by copies that were made before it was written to. Every storage
+// from outside is pinned from epoch 0. A storage that was written by an operator that must not run twice is pinned from
+// that epoch on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -90,7 +91,7 @@ struct RecordedStorage {
 
   c10::Storage strong;
   std::shared_ptr<Saved> packed;  // instead of `strong`
-  std::weak_ptr<Saved> given;     // what autograd saves of it as a whole, if that moves
+  std::weak_ptr<Saved> given;     // autograd's Saved of the whole storage, if that moves
   std::vector<std::pair<Epoch, c10::Storage>> copies;
   std::vector<VersionMark> versions;
   KeptValue kept;
@@ -105,7 +106,7 @@ struct TensorRef {
   enum class From : uint8_t {
     Storage,  // `number` is a storage's
     Opaque,   // that of a tensor without a strided storage, which is held as it is
-    Scratch,  // running statistics: what the operator makes of them is thrown away
+    Scratch,  // running statistics: the operator's changes of them are thrown away
     Nothing,  // an undefined tensor in a list
   };
   From from = From::Storage;
@@ -141,7 +142,7 @@ struct RecordedOperator {
   int32_t counted = -1;        // its number in the block; -1 if forward need not call it equally often
   uint32_t switches = 0;       // their number
   bool runs_once = false;      // it is never replayed
-  bool returns_early = false;  // what it makes or writes to is there once somebody has waited for it
+  bool returns_early = false;  // its results and writes are there once somebody has waited for them
   bool is_needed = true;
 };
 
@@ -164,12 +165,12 @@ struct RecordedOperators {
   // Whether a value need not be made again: it is held in any case, or a plan keeps it.
   bool is_held(StorageNumber number, Epoch epoch) const;
   bool is_kept(StorageNumber number, Epoch epoch) const;
-  // Such a value, but for one that a context holds. Throws ValueGone.
+  // Such a value, unless a context holds it. Throws ValueGone.
   c10::Storage held(StorageNumber number, Epoch epoch) const;
-  Saved* packed(StorageNumber number, Epoch epoch) const;  // null where no context holds it
+  Saved* packed(StorageNumber number, Epoch epoch) const;  // null if no context holds it
 };
 
-// Guards what of a finished record may change: the copies that a later call of a block makes before it writes.
+// Guards the part of a finished record that may change: the copies that a later call of a block makes before it writes.
 Mutex& held_mutex();
 
 // The bytes of a storage.
@@ -177,7 +178,7 @@ at::Tensor bytes_of(const c10::Storage& storage);
 // A copy of a storage. Runs below autograd, and no mode sees it.
 c10::Storage copied(const c10::Storage& storage);
 
-// Excludes all that is above kernels: autograd, autocast, and modes.
+// Excludes everything above kernels: autograd, autocast, and modes.
 class BelowModes {
  public:
   BelowModes();

@@ -87,8 +87,8 @@ void Replay::find_last_uses() {
 }
 
 void Replay::prepare() {
-  // First the inputs of the call, without which nothing can be made. Then what a plan keeps, the last one first, which
-  // is the order in which reloads run ahead.
+  // First the inputs of the call, without which nothing can be made. Then the values that a plan keeps, the last one
+  // first, which is the order in which reloads run ahead.
   for (const bool is_kept : {false, true}) {
     for (auto each = held_.rbegin(); each != held_.rend(); ++each) {
       if (record_.is_held(each->first, each->second) != is_kept) prepare_one(each->first, each->second);
@@ -167,7 +167,7 @@ void Replay::run_operator(const RecordedOperator& op) {
   stack_.clear();
 }
 
-// Forward may have waited after the block. Nobody would wait for what only the replay's collective fills.
+// Forward may have waited after the block. Nobody would wait for storages that only the replay's collective fills.
 void Replay::await(StorageNumber number) {
   if (!is_on_its_way_[number] || !values_[number] || mutated(Mutant::ReplayedCollectiveAwaited)) return;
   is_on_its_way_[number] = false;

@@ -1,8 +1,8 @@
 // Replay: runs recorded operators again, in C++ and below autograd, autocast and modes, for the values that are wanted.
-// Ownership:     what it makes is the caller's; what lies between goes after its last use.
+// Ownership:     the values that it makes are the caller's; intermediate values are dropped after their last use.
 // Thread safety: prepare() and its destructor need the GIL. run() does not want it, and is quicker without: a kernel
 //                that is written in Python takes it. One replay of a record at a time.
-// Failures:      ValueGone where a value that is needed is there no more; whatever an operator throws.
+// Failures:      ValueGone if a needed value is gone; any error of an operator.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -17,7 +17,7 @@ namespace torchoffload {
 
 class Replay {
  public:
-  enum class Uses : uint8_t { All, NothingKept };  // of values that need not be made again: what a plan keeps, too
+  enum class Uses : uint8_t { All, NothingKept };  // All: values that a plan keeps are read, not made again
 
   // `wanted`: storages whose values of their last epochs are wanted.
   Replay(const RecordedOperators& record, std::vector<StorageNumber> wanted, Uses uses);
@@ -29,7 +29,7 @@ class Replay {
   // Whether an operator makes this storage again, or writes to it.
   bool makes(StorageNumber number) const { return made_[number] > 0; }
 
-  // Gets what contexts hold.
+  // Gets the values that contexts hold.
   void prepare() REQUIRES(gil);
   // The values that came back and that autograd has saved, too.
   std::vector<c10::Storage> take_reloaded() { return std::move(reloaded_); }

@@ -72,15 +72,16 @@ VersionCheck::VersionCheck(const at::Tensor& tensor)
 
 bool VersionCheck::is_output_of(const Node& node) const { return node && node.get() == grad_fn_.lock().get(); }
 
-// What the error names: the node that the tensor comes from now, which an in-place operation may have changed since.
-// Where the program has dropped the tensor, that is known for what no operation has changed in place itself.
+// The node that the error names: the one that the tensor comes from now, which an in-place operation may have changed
+// since. If the program has dropped the tensor, that node is known only for tensors that were not changed in place
+// themselves.
 VersionCheck::Node VersionCheck::origin() const {
   if (const auto alive = tensor_.lock()) return at::Tensor(alive).grad_fn();
   const Node before = grad_fn_.lock();
   return view_ == View::None ? before : origin_of_view(before);
 }
 
-// Of a view whose base was written to: autograd makes its grad_fn anew, or refuses to, before it looks at versions.
+// For a view whose base was written to: autograd makes its grad_fn anew, or refuses to, before it looks at versions.
 // Here it does so for a stand-in. A base that the program has dropped required a gradient if it did when the view was
 // saved.
 VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
@@ -100,15 +101,15 @@ VersionCheck::Node VersionCheck::origin_of_view(const Node& before) const {
   return view.grad_fn();
 }
 
-// Autograd itself raises, so that its text is the running version's own: it is given a stand-in that was saved at the
-// version of then, and has the version of now. An output is named by its own node, and an input by its origin.
+// Autograd itself raises, so that its text is the running version's own: it gets a stand-in that was saved at the
+// former version, and has the present one. An output is named by its own node, and an input by its origin.
 void VersionCheck::raise(const at::Tensor& described) const {
   const WithoutHooks without_hooks;
   const Node node = torch::autograd::get_current_node();
   const auto* const slices = dynamic_cast<const torch::autograd::CopySlices*>(node.get());
   const bool is_output = node && slices == nullptr ? is_output_of(node) : seems_output_;
-  // In place on a view the operator's own node runs inside of one for the base; PyTorch's own operators still name what
-  // the view came from afterwards.
+  // In place on a view the operator's own node runs inside of one for the base; PyTorch's own operators still name the
+  // node that the view came from afterwards.
   Node own = grad_fn_.lock();
   if (slices != nullptr && (!own || is_custom(slices->fn))) own = slices->fn;
   const Node grad_fn = is_output ? own : origin();
@@ -131,13 +132,13 @@ bool VersionCheck::is_held_without_us() const {
   return is_custom(node) && !is_output_of(node);  // of an output stock makes a new one, too
 }
 
-// ---- what is alive ----
+// ---- live saved tensors ----
 
 namespace {
 
 double coarse_now_s() {
   timespec now{};
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);  // read at every save: it takes a fraction of the exact one's time
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);  // read at every save: it takes a fraction of the exact clock's time
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
@@ -252,7 +253,7 @@ at::Tensor SavedTensor::unpack(Versions versions) {
   }
   drop_unheld();
   at::Tensor tensor = unpacked();
-  // Of a leaf that requires a gradient autograd makes a new tensor, too; any other is itself held here.
+  // For a leaf that requires a gradient autograd makes a new tensor, too; any other is itself held here.
   const bool is_made_anew = !is_itself_ || tensor.requires_grad();
   const bool must_hold = is_made_anew && version_check_.is_held_without_us() && TensorLayout::is_plain(tensor);
   return must_hold ? held(tensor) : tensor;

@@ -1,8 +1,8 @@
-// SavedTensor: what one pack call got: a layout on a record, or the detached tensor where it was kept.
+// SavedTensor: the tensor of one pack call: a layout on a record, or the detached tensor if it was kept.
 // Ownership:     kept: shares the tensor's storage. Moved: one handle of the record, released by the destructor alone.
 // Thread safety: needs the GIL.
 //
-// Versions. PyTorch skips its check when hooks are set, so unpack() makes it, with the same error. What unpack returns
+// Versions. PyTorch skips its check when hooks are set, so unpack() makes it, with the same error. The unpacked tensor
 // carries the packed tensor's own version counter: a write to either is seen by every later unpack, as without us.
 #pragma once
 
@@ -33,7 +33,7 @@ c10::weak_intrusive_ptr<Node> weak(const c10::intrusive_ptr<Node>& node) {
   return c10::weak_intrusive_ptr<Node>(node);
 }
 
-// What PyTorch's error says of a tensor that was written to after it was saved.
+// The facts that PyTorch's error names about a tensor that was written to after it was saved.
 class VersionCheck {
  public:
   explicit VersionCheck(const at::Tensor& tensor);
@@ -67,7 +67,7 @@ class VersionCheck {
   uint32_t saved_version_;
   uint32_t output_nr_ = 0;
   WeakNode grad_fn_;           // at the pack
-  bool seems_output_ = false;  // for where no node says it: a read outside backward
+  bool seems_output_ = false;  // used if no node says it: a read outside backward
   View view_ = View::None;
   bool did_base_require_grad_ = false;
   torch::autograd::CreationMeta creation_ = torch::autograd::CreationMeta::DEFAULT;
@@ -77,15 +77,15 @@ class VersionCheck {
 
 enum class Versions : uint8_t { Check, Ignore };
 
-// A saved tensor that is alive, for a report on what should not be.
+// A saved tensor that is alive, for a report on those that should not be.
 struct LiveSave {
   at::ScalarType dtype = at::ScalarType::Undefined;
-  std::optional<std::vector<int64_t>> sizes;  // nullopt where asking would run Python
+  std::optional<std::vector<int64_t>> sizes;  // nullopt if asking would run Python
   uint64_t nbytes = 0;
   double age_s = 0;  // exact to some milliseconds
 };
 
-// What one handle owns. All that are alive are in a list, the newest first.
+// The object that one handle owns. All live ones are in a list, the newest first.
 class Saved {
  public:
   Saved();
@@ -93,8 +93,8 @@ class Saved {
   Saved(const Saved&) = delete;
   Saved& operator=(const Saved&) = delete;
 
-  // Called before unpack(), outside of any operation: makes what has to be made first. May block, and release the GIL.
-  // Throws as unpack() does.
+  // Called before unpack(), outside of any operation: makes the values that unpack() needs. May block, and release the
+  // GIL. Throws as unpack() does.
   virtual void prepare() REQUIRES(gil) {}
 
   // May block. Throws autograd's own error for a tensor that was written to.
@@ -104,7 +104,7 @@ class Saved {
   static std::vector<LiveSave> all_alive();
 
  protected:
-  // What it stands for, but its age; nullopt where others stand for it.
+  // The tensor that it stands for, without its age; nullopt if others stand for it.
   virtual std::optional<LiveSave> describe() const { return std::nullopt; }
   void leave_list();
 
@@ -119,11 +119,11 @@ class Saved {
 
 class SavedTensor final : public Saved {
  public:
-  // Kept. A leaf is kept itself, as autograd keeps it: it has no history to hold, and its type, its attributes and what
-  // `.data =` gives it count. Of any other tensor a detached alias.
+  // Kept. A leaf is kept itself, as autograd keeps it: it has no history to hold, and its type, its attributes and the
+  // data that `.data =` gives it count. Of any other tensor a detached alias.
   explicit SavedTensor(const at::Tensor& tensor);
-  // To be kept or moved before it is used: all that can fail is done before there is a record, whose handle would else
-  // be nobody's.
+  // It must be kept or moved before it is used. Every step that can fail is done before there is a record, since
+  // otherwise nobody would own the record's handle.
   enum class Undecided : uint8_t { Yet };
   static void* operator new(size_t nbytes);
   static void operator delete(void* address, size_t nbytes);

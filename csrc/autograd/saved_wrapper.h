@@ -1,7 +1,7 @@
 // SavedWrapper: a saved wrapper subclass (DTensor, jagged nested tensor, quantised weight, ...): its inner tensors are
 // saved one by one, and unpack makes the wrapper anew around them.
-// Ownership:     a Saved for each inner tensor that may move; strong references to what must come back as the very
-//                object and to what __tensor_flatten__ told.
+// Ownership:     a Saved for each inner tensor that may move; strong references to objects that must come back as
+//                themselves, and to the metadata of __tensor_flatten__.
 // Thread safety: needs the GIL; packing and unpacking run the subclass's own Python.
 // Not handled:   subclasses without __tensor_flatten__ and __tensor_unflatten__: they are kept.
 //
@@ -32,7 +32,7 @@ class SavedWrapper final : public Saved {
   // python_error.
   static void visit_inner_tensors(PyObject* object, const std::function<void(const at::Tensor&)>& visit);
 
-  // Throws python_error where the subclass's code raises.
+  // Throws python_error if the subclass's code raises.
   SavedWrapper(PyObject* object, const PackInner& pack_inner);
 
   void prepare() override REQUIRES(gil);

@@ -1,7 +1,7 @@
-// Switches: what decides how PyTorch's kernels compute, other than their arguments: a replayed operator finds it as it
-// was in forward.
+// Switches: the settings, beside the arguments, by which PyTorch's kernels compute: a replayed operator finds them as
+// they were in forward.
 // Ownership:     values.
-// Thread safety: the switches are the process's, but for the number of threads. Two replays that need other ones at a
+// Thread safety: the switches are the process's, except the number of threads. Two replays that need other ones at a
 //                time disturb each other, as two threads of the program that set them do.
 // Not handled:   switches of libraries that PyTorch does not know.
 #pragma once
@@ -40,7 +40,7 @@ struct Switches {
   bool deterministic = false;
   bool deterministic_warns_only = false;
   bool fills_uninitialised = false;
-  // Of matrix products, convolutions and recurrent networks, on CUDA and in oneDNN.
+  // Those of matrix products, convolutions and recurrent networks, on CUDA and in oneDNN.
   std::array<Float32Precisions::Value, 6> float32_precisions{};
   // The precision that torch.set_float32_matmul_precision() sets beside them. nullopt if a precision of matrix products
   // is reduced: PyTorch refuses to tell it if the program has set that one by itself.

@@ -13,7 +13,8 @@ namespace torchoffload {
 
 namespace {
 
-// All that a tensor without behaviour of its own carries. Anything else (Python, functorch, sparse, ...) is kept.
+// The dispatch keys that a tensor without behaviour of its own may carry. Anything else (Python, functorch, sparse,
+// ...) is kept.
 bool has_plain_keys(c10::DispatchKeySet keys) {
   static const c10::DispatchKeySet allowed =
       c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Conjugate,
@@ -87,7 +88,7 @@ Span TensorLayout::span() const {
 }
 
 at::Tensor TensorLayout::build(c10::Storage storage, uint64_t base_bytes, const c10::VariableVersion& version) const {
-  // What was saved is no inference tensor, whatever the mode that asks for it.
+  // The saved tensor was no inference tensor, so the result is none in any mode.
   std::optional<c10::InferenceMode> normal_mode;
   if (c10::InferenceMode::is_enabled()) normal_mode.emplace(false);
   auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), key_set_, dtype_);

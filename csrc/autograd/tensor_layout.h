@@ -1,4 +1,5 @@
-// TensorLayout: what unpack needs to rebuild a tensor on a record's bytes: dtype, sizes, strides, offset, conj and neg.
+// TensorLayout: the metadata by which unpack rebuilds a tensor on a record's bytes: dtype, sizes, strides, offset, conj
+// and neg.
 // Ownership:     values only; it holds no tensor.
 // Thread safety: immutable after construction.
 // Not handled:   tensors that is_plain() refuses (subclasses with a dispatch of their own, sparse, quantized, nested,

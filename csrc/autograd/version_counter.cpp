@@ -21,7 +21,8 @@ c10::VariableVersion* in(std::byte* shared) { return std::launder(reinterpret_ca
 
 uint32_t VersionRef::current() const { return version_->current_version(); }
 
-// The counter has no public address of its own. The one member of what shares it is the pointer to it, which names it.
+// The counter has no public address of its own. An object that shares it has one member, the pointer to it, and that
+// pointer names it.
 const void* VersionRef::address() const {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   const void* address = nullptr;

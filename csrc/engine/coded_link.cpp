@@ -98,7 +98,7 @@ void CodedLink::copy_out(const Slot& slot, const std::byte* source, const codec:
     progress.is_whole = true;
   } catch (const std::exception&) {
     if (!progress.has_begun) throw;
-    try {  // the end of what was enqueued: the source and the slot are in use until then
+    try {  // the end of the enqueued commands: the source and the slot are in use until then
       waits.wait(Rule::OffloadWaitsForEncode, offload_stream, backend_.streams.record(encode_stream()));
       progress.end = end_of_copy(backend_.streams, offload_stream);
     } catch (const std::exception&) {

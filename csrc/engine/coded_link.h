@@ -1,4 +1,4 @@
-// CodedLink: copies between a device and slots of which the link carries the code, by way of device memory of ours.
+// CodedLink: copies between a device and slots whose bytes cross the link as a code, by way of device memory of ours.
 // Ownership:     the staging memory: one block for each direction, cut into lanes, which hold coded bytes on their way.
 // Thread safety: copy_out() and copy_in(), any thread, without the GIL; both may block. The rest needs the GIL.
 // Failures:      when copy_out() or copy_in() throws, a part of the copy may have been enqueued: `progress` says so.
@@ -26,11 +26,11 @@
 
 namespace torchoffload {
 
-// What has been enqueued of a copy.
+// The progress of a copy: its commands that were enqueued.
 struct CopyProgress {
   bool has_begun = false;
   bool is_whole = false;
-  Point end;  // of what was enqueued; the beginning: it is not known
+  Point end;  // of the enqueued commands; the beginning: the end is not known
 };
 
 class CodedLink {
@@ -39,7 +39,7 @@ class CodedLink {
 
   // Does the backend have a Coder at all?
   bool exists() const { return backend_.coder != nullptr; }
-  // Why the Coder cannot be used; empty: nothing was found in its way, or it was not asked for.
+  // Why the Coder cannot be used; empty: no obstacle was found, or it was not asked for.
   std::string obstacle() const { return exists() ? backend_.coder->obstacle() : std::string(); }
 
   // Device memory for the lanes of both directions.
@@ -49,13 +49,12 @@ class CodedLink {
     StreamId stream = kNoStream;  // that it was allocated on
     Point allocated;
   };
-  // Begins to make the code ready, in the background. Returns at once whether it is.
+  // Begins to make the code ready, in the background. Returns at once, and says whether it is ready.
   bool prepare_code() const { return exists() && backend_.coder->prepare(); }
-  // What copies need besides: staging memory, allocated on the current stream. Where memory is scarce there are fewer
-  // lanes than the Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Not while a graph is
-  // captured.
+  // Staging memory for copies, allocated on the current stream. If memory is scarce there are fewer lanes than the
+  // Coder asks for. nullopt: there is no memory for two lanes each way. Blocks. Not while a graph is captured.
   std::optional<Staging> allocate_staging() const EXCLUDES(gil);
-  // From here on copies can be made. Not if it is_ready().
+  // Call it while is_ready() is false. From here on copies can be made.
   void adopt(Staging staging);
   bool is_ready() const { return is_ready_; }
 
@@ -65,7 +64,7 @@ class CodedLink {
     return backend_.coder->code_of(dtype);
   }
 
-  // The same, also before it is_ready(): as far as is known.
+  // The same as far as it is known, also before is_ready().
   std::optional<codec::Code> expected_code(uint8_t dtype, uint64_t nbytes) const {
     if (!exists() || !obstacle().empty() || nbytes < backend_.coder->least_bytes()) return std::nullopt;
     return backend_.coder->code_of(dtype);
@@ -83,23 +82,23 @@ class CodedLink {
   // Enqueues a copy. `tag` names the record; see Note [Pieces of a record]. It ends on offload_stream.
   void copy_out(const Slot& slot, const std::byte* source, const codec::Pieces& pieces, uint64_t tag,
                 StreamOrder::Batch& waits, CopyTime& time, CopyProgress& progress);
-  // Enqueues a copy of what copy_out() wrote as these pieces. It ends on decode_stream.
+  // Enqueues a copy back of the pieces that copy_out() wrote. It ends on decode_stream.
   void copy_in(std::byte* target, const Slot& slot, const codec::Pieces& pieces, StreamOrder::Batch& waits,
                CopyTime& time, CopyProgress& progress);
 
   uint64_t staging_bytes() const { return staging_bytes_; }
 
-  // Gives up the staging memory, which the caller retires. No copy is being enqueued.
+  // Gives up the staging memory, which the caller retires. Call it while no copy is being enqueued.
   std::vector<std::pair<DeviceBytes, Rule>> take_staging();
 
  private:
   struct Lane {
     std::byte* coded = nullptr;
-    Point free_after;      // what uses it does so until then
+    Point free_after;      // its present user is done with it then
     bool is_used = false;  // a copy that uses it was begun, and its end is not in free_after
   };
-  // The lanes of one direction. The mutex is held while a copy is enqueued. Only copies of the same direction want it,
-  // which would wait for the same streams.
+  // The lanes of one direction. The mutex is held while a copy is enqueued. Only copies of the same direction take it,
+  // and those would wait for the same streams anyway.
   struct Direction {
     Mutex mutex;
     Memory memory GUARDED_BY(mutex);
@@ -108,7 +107,7 @@ class CodedLink {
     size_t next GUARDED_BY(mutex) = 0;
 
     // The lane that was used longest ago, and the point after which it is free. `freed_on`: the stream of its last use.
-    // Where a copy failed on the way, that point is recorded only now.
+    // If a copy failed on the way, that point is recorded only now.
     Lane& take_lane(Streams& streams, StreamId freed_on) REQUIRES(mutex) {
       Lane& lane = lanes[next];
       next = (next + 1) % lanes.size();

@@ -1,4 +1,4 @@
-// Which records are coded for their way over the link, and what is counted of them.
+// Which records are coded for their way over the link, and their counts.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -7,7 +7,8 @@
 
 namespace torchoffload {
 
-// An external stream may be destroyed while staging memory that was allocated on it is in use: none is allocated there.
+// An external stream may be destroyed while staging memory that was allocated on it is in use, so none is allocated
+// there.
 bool Engine::prepare_coding(const ContextOptions& options) {
   if (!may_code(options) || !coded_.exists() || is_inherited() || Operation::is_shut_down()) return false;
   const bool is_code_ready = coded_.prepare_code();
@@ -58,7 +59,7 @@ RecordCode Engine::code_for(const TapeInfo& tape, uint8_t dtype, uint64_t nbytes
   return {.used = code, .tag = known.code_tag};
 }
 
-// In the step that codes it first, the record would else not fit where it was in the step before.
+// Otherwise, in the first step that codes the record, it would not fit in the slot that it had in the step before.
 uint64_t Engine::slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes,
                                 const RecordCode& code) const {
   const std::optional<codec::Code> ever = code.used ? code.used : expected_code(options, dtype, nbytes);

@@ -18,10 +18,10 @@
 
 namespace torchoffload {
 
-// What becomes of saved tensors that the budget has no room for.
+// The fate of saved tensors for which the budget has no room.
 enum class OnFull : uint8_t { Keep, Error, Disk };
 
-// Is what crosses the link coded? Auto: in steps that the link is known to bind, where that is known to be worth it.
+// Are records coded for the link? Auto: in steps that the link is known to bind, if coding is known to be worth it.
 enum class Compress : uint8_t { Off, Auto, On };
 
 // The options of OffloadActivations and of offload_modules, under the names that they have there.
@@ -37,11 +37,12 @@ struct ContextOptions {
   OnFull on_full = OnFull::Keep;
   Compress compress = Compress::Off;
   // Set by offload_modules.
-  double fraction = 1;       // this share of a tape's bytes moves, the earliest first, as the tape before it had them
+  double fraction = 1;       // this share of a tape's bytes moves, the earliest first; the previous tape's bytes are
+                             // the measure
   bool only_inputs = false;  // only storages that Context::admit() was given move
 };
 
-// May anything be coded under these options?
+// May records be coded under these options?
 inline bool may_code(const ContextOptions& options) {
   return options.compress != Compress::Off && options.use_streams && options.use_pin_memory;
 }
@@ -49,19 +50,19 @@ inline bool may_code(const ContextOptions& options) {
 // A context gives each of these warnings at most once.
 enum class Warning : uint8_t { NoEngine, Full, WriteFailed, Trouble, kCount };
 
-// The windows of one module of offload_modules, where they are its own.
+// The windows of one module of offload_modules, if it has its own.
 struct ModuleWindows {
   uint64_t offload_bytes = 0;  // while its forward runs
   uint64_t after_bytes = 0;    // the offload window from its end to the next module's beginning
-  uint64_t reload_bytes = 0;   // while backward asks for what it saved
+  uint64_t reload_bytes = 0;   // while backward asks for its saved tensors
 };
 
 struct ContextState {
   ContextOptions options;
-  uint64_t charged_bytes = 0;  // what records that are to move, or have moved, take of the budget
+  uint64_t charged_bytes = 0;  // budget bytes of the records that are to move, or have moved
   MemorySet exempt;            // storages of `model`'s parameters and buffers
   std::array<bool, static_cast<size_t>(Warning::kCount)> warned{};
-  std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; where `fraction` is set
+  std::unordered_map<const void*, uint64_t> eligible_bytes;  // of the latest tape, by engine; if `fraction` is set
   std::vector<ModuleRow> modules;                            // by number; empty without offload_modules
   uint32_t module = 0;                                       // the module that the present save is counted for
   std::vector<ModuleWindows> module_windows;  // by number; empty: the windows of the options, or learned ones

@@ -1,4 +1,4 @@
-// CopyTime: what offload.cpp and reload.cpp both need of a copy that they enqueue: its end, and its time where wanted.
+// CopyTime: the end of a copy that offload.cpp or reload.cpp enqueues, and its duration if that is wanted.
 // Ownership:     a CopyTime holds two timed points until enter() hands them on, or its user gives them back.
 // Thread safety: enter() needs the GIL; time_if() and end_of_copy() may block and are called without it.
 #pragma once
@@ -27,7 +27,7 @@ inline TimedPoint time_if(bool is_wanted, Streams& streams, StreamId stream) {
 }
 
 // The point at the end of a copy that was enqueued just now. Without this point it is not known when the copy's memory
-// may be used again, so recording it is tried a second time where the first one fails.
+// may be used again, so a failed recording is tried a second time.
 inline Point end_of_copy(Streams& streams, StreamId stream) {
   try {
     return streams.record(stream);

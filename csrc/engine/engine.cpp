@@ -1,4 +1,4 @@
-// The engine's tapes, from their opening to their end, and the times of what happens in them.
+// The engine's tapes, from their opening to their end, and the times of their copies and backwards.
 #include "engine/engine.h"
 
 #include <utility>

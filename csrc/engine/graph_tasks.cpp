@@ -1,16 +1,16 @@
-// R14: what a backward reloaded and did not use goes back to its slots when that backward ends.
+// R14: records that a backward reloaded and did not use go back to their slots when that backward ends.
 //
 // Note [Ends of graph tasks]
 // A graph task is one call of autograd's engine. It may ask for only a part of a tape: autograd.grad with inputs, one
-// of several branches, a backward that raises. What it reloaded ahead would then fill the reload window for as long as
-// the graph lives, and what other handles of a record wait for would stay on the device without being counted in a
-// window. Autograd calls back at the end of a graph task that succeeds. A graph task that fails makes no callback, but
-// destroys its callbacks. So a token is put into the callback and into nothing else: once the token is gone, the graph
-// task is over. The next tape that opens, and the next graph task that asks, look for such tokens. A graph task that
-// freed its graph may have left another graph of the same tape, such as that of the next micro-batch, for the next
-// graph task. What was reloaded ahead stays in the window for that one, until another tape opens or is asked. A tape
-// belongs to the graph task that asked it last. A tape whose backward has not begun belongs to none, so what was
-// reloaded for it stays, too.
+// of several branches, a backward that raises. The records that it reloaded ahead would then fill the reload window for
+// as long as the graph lives. Bytes that other handles of a record wait for would stay on the device without being
+// counted in a window. Autograd calls back at the end of a graph task that succeeds. A graph task that fails makes no
+// callback, but destroys its callbacks. So a token is put into the callback and into nothing else: once the token is
+// gone, the graph task is over. The next tape that opens, and the next graph task that asks, look for such tokens. A
+// graph task that freed its graph may have left another graph of the same tape, such as that of the next micro-batch,
+// for the next graph task. Records reloaded ahead stay in the window for that one, until another tape opens or is
+// asked. A tape belongs to the graph task that asked it last. A tape whose backward has not begun belongs to none, so
+// its reloaded records stay, too.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -22,7 +22,7 @@ void Engine::note_asking(TapeId tape) {
   const int graph_task = program::graph_task();
   ThreadState::current().asked = {this, tape, graph_task};
   if (tapes_[tape.index].asked_by == graph_task) return;
-  tapes_[tape.index].asked_by = graph_task;  // before the next line: what was reloaded for this tape is wanted now
+  tapes_[tape.index].asked_by = graph_task;  // before the next line: this tape's reloaded records are wanted now
   give_back_of_ended();
   await_end_of(graph_task);
 }

@@ -17,7 +17,7 @@ bool HeldRecord::was_resized(const Record& record, DeviceMemory& memory) const {
 // A record may be joined because a save has the same wrapper. Then the tensor that the record was made of must be
 // unchanged too.
 bool HeldRecord::was_written_through_a_wrapper(const Record& record) const {
-  // A record whose copy is not enqueued yet stands for whatever the storage holds.
+  // A record whose copy is not enqueued yet stands for the storage's present contents.
   if (record.state == RecordState::Resident || mutated(Mutant::IdentityChecksWrapper)) return false;
   return wrappers.changed() || (!wrappers.empty() && version.current() != record.identity.version);
 }

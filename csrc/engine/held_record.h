@@ -1,5 +1,6 @@
-// HeldRecord: what the engine holds for one record, beside the state that the ledger has of it.
-// Ownership:     the source or the reload buffer, the slot, and what the record's identity compares.
+// HeldRecord: the memory and the slot that the engine holds for one record. The ledger has the record's state.
+// Ownership:     the source or the reload buffer, the slot, and the storage and version counter that the record's
+//                identity compares.
 // Thread safety: needs the GIL.
 //
 // Questions about the memory look at the storage anew each time, since the program may resize it at any time.
@@ -27,33 +28,33 @@ namespace torchoffload {
 struct RecordCode {
   std::optional<codec::Code> used = {};       // nullopt: as they are
   std::optional<codec::Code> candidate = {};  // a selective code that may suit its values, which its release looks at
-  uint64_t tag = 0;                           // that its code is written with
+  uint64_t tag = 0;                           // the tag that its code is written with
 };
 
 struct HeldRecord {
-  DeviceBytes bytes;               // the source (Resident, Offloading), or what unpack hands out (Reloading, Reloaded)
-  WeakMemory identity;             // the storage, while the tape is open
-  WeakMemory weak;                 // the memory that was given up last, for as long as a consumer holds it
-  DeviceBytes weak_bytes;          // the rest of what is known of `weak`
-  VersionCounter version;          // the saved tensor's, which the record's identity compares
-  WrapperVersions wrappers;        // while the tape is open
-  StreamId packed_on = kNoStream;  // the current stream at its first save
+  DeviceBytes bytes;                  // the source (Resident, Offloading), or the reload's buffer (Reloading, Reloaded)
+  WeakMemory identity;                // the storage, while the tape is open
+  WeakMemory weak;                    // the memory that was given up last, for as long as a consumer holds it
+  DeviceBytes weak_bytes;             // the DeviceBytes of `weak`, without the memory
+  VersionCounter version;             // the saved tensor's, which the record's identity compares
+  WrapperVersions wrappers;           // while the tape is open
+  StreamId packed_on = kNoStream;     // the current stream at its first save
   StreamId allocated_on = kNoStream;  // the stream that its memory was allocated on; kNoStream: not known
   uint64_t address_modulo = 0;        // of the source's address, modulo kAlignmentBytes
   Slot slot;
   Point offload_end;
   Point reload_end;
   std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
-  uint64_t slot_bytes = 0;               // what its slot has room for
+  uint64_t slot_bytes = 0;               // the capacity of its slot
   RecordCode code;
   uint64_t charged_bytes = 0;
-  uint64_t window_bytes = 0;   // what it counts in the offload window while its copy is in flight
+  uint64_t window_bytes = 0;   // its share of the offload window while its copy is in flight
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
   uint32_t number = 0;         // counts the tape's records in the order of their first saves
   uint32_t module = 0;         // the number of the module that saved it first
   bool is_slot_lost = false;   // it is not known when a copy on the slot ends, so the slot is never used again
   bool was_needed = false;     // a backward has asked for it
-  bool is_confirmed = false;   // where copies complete in the background: the write is known to have succeeded
+  bool is_confirmed = false;   // if copies complete in the background: the write is known to have succeeded
 
   // Did the program resize the source's storage, or give it other memory, since the save (R10)?
   bool was_resized(const Record& record, DeviceMemory& memory) const;
@@ -61,8 +62,8 @@ struct HeldRecord {
   // Was a wrapper subclass that the record was packed inside of written to since? See Note [Versions of inner tensors].
   bool was_written_through_a_wrapper(const Record& record) const;
 
-  // Is every byte of the record in its slot, so that the device may drop its own? Where copies complete in the
-  // background, the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
+  // Is every byte of the record in its slot, so that the device may drop its own? If copies complete in the background,
+  // the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
   bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
 
   bool is_coded() const { return code.used.has_value(); }

@@ -46,7 +46,7 @@ Lessons::Known Lessons::next(TapeId id, const NewRecord& record) {
   const bool is_bounded = known.why == Reason::TapeEnd || known.why == Reason::SmallCopy;
   const bool is_too_much = is_bounded && learned_bytes_ + record.nbytes > known.limits.reload_bytes;
   if (is_part || is_too_much) known.why = Reason::None;
-  // To move a storage that others hold until after backward would free nothing.
+  // Moving a storage that others hold until after backward would free nothing.
   if (tape.learns && lives_on_.contains(record.memory.storage())) known.why = Reason::LivesOn;
   return known;
 }

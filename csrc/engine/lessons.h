@@ -1,8 +1,8 @@
-// Lessons: what earlier steps teach about the tapes and records of this one. It is told of events, and answers whether
-// a record is to be kept, how large the windows are, and which tape's backward comes next.
+// Lessons: learns from earlier steps how to treat the tapes and records of this one. It is told of events, and answers
+// whether a record should be kept, how large the windows are, and which tape's backward comes next.
 // Ownership:     values, and weak references to storages that outlived their tapes.
 // Thread safety: needs the GIL.
-// Not handled:   carrying anything out: Lessons touches no device, ledger or window.
+// Not handled:   carrying its answers out: Lessons touches no device, ledger or window.
 #pragma once
 
 #include <cstddef>
@@ -29,11 +29,11 @@ class Lessons {
     uint8_t dim = 0;               // the number of dimensions
     uint64_t operator_number = 0;  // records with the same number were saved by one operator
   };
-  // What earlier steps teach about it.
+  // The lessons of earlier steps for it.
   struct Known {
-    Reason why = Reason::None;    // why it is to be kept; None: it moves
+    Reason why = Reason::None;    // why it should be kept; None: it moves
     WindowBytes limits;           // the windows of its tape from here on
-    uint64_t operator_bytes = 0;  // what its operator has saved so far, this record included
+    uint64_t operator_bytes = 0;  // saved so far by its operator, this record included
     bool wants_times = false;     // the tape is to be timed
     CodingLesson coding;
     uint64_t code_tag = 0;      // not 0: names the record, and is the same in each step with the same structure
@@ -43,12 +43,12 @@ class Lessons {
   // ---- forward ----
 
   // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one.
-  // `chooses_code`: whether the tape is coded depends on what is known. Returns its windows until its first record.
+  // `chooses_code`: whether the tape is coded depends on the learned times. Returns its windows until its first record.
   WindowBytes opened(TapeId tape, const WindowOptions& options, bool learns, bool chooses_code);
   // The tape's next record is about to be made.
   Known next(TapeId tape, const NewRecord& record);
 
-  // A record is kept for a learned reason, until released() is called for it. What is kept counts against the windows.
+  // A record is kept for a learned reason, until released() is called for it. The kept bytes count against the windows.
   void kept(Reason why, uint64_t nbytes);
   void released(Reason why, uint64_t nbytes);
 
@@ -88,11 +88,11 @@ class Lessons {
   // A record of the tape is coded.
   void note_coded(TapeId tape) { learner_.note_coded(of(tape).trace); }
   TapeCode code(TapeId tape) const { return of(tape).trace.code; }
-  // Of a coded record of a tape that is closed: the share of its blocks that were exceptions.
+  // Reports, for a coded record of a closed tape, the share of its blocks that were exceptions.
   void learn_exceptions(TapeId tape, size_t record, double share) {
     if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
   }
-  // Of a record of a tape that is closed, which was not coded: its values suit the code that was its candidate.
+  // Reports that the values of an uncoded record of a closed tape suit its candidate code.
   void learn_suits_candidate(TapeId tape, size_t record) {
     if (const auto shape = of(tape).shape) learner_.learn_suits_candidate(*shape, record);
   }
@@ -101,7 +101,7 @@ class Lessons {
 
   const Learner& learner() const { return learner_; }
   void plan_as(const Plan& plan) { learner_.plan_as(plan); }  // every known tape follows this plan
-  void clear();                                               // nothing is known, as in a new process
+  void clear();                                               // forgets all steps, as in a new process
 
  private:
   struct OfTape {
@@ -114,17 +114,17 @@ class Lessons {
     uint64_t largest_record_bytes = 0;
     uint64_t latest_tag = 0;  // a hash of the kinds of its records so far
     uint64_t latest_operator = UINT64_MAX;
-    uint64_t operator_bytes = 0;  // what that operator has saved so far
+    uint64_t operator_bytes = 0;  // saved so far by that operator
   };
   OfTape& of(TapeId tape) { return tapes_[tape.index]; }
   const OfTape& of(TapeId tape) const { return tapes_[tape.index]; }
-  // Returns the kind of the tape's next record, and adds it to what is known of its operator and to latest_tag.
+  // Returns the kind of the tape's next record, and adds it to its operator's known saves and to latest_tag.
   RecordKind note_operator(OfTape& tape, const NewRecord& record);
 
   Learner learner_;
   TapeOrder order_;
   MemorySet lived_on_, lives_on_;  // storages that others than the engine held at the end of one tape, and of two
-  uint64_t learned_bytes_ = 0;     // of all tapes: what is kept as tape_end or small_copy
+  uint64_t learned_bytes_ = 0;     // of all tapes: the bytes kept as tape_end or small_copy
   uint64_t records_seen_ = 0;
   ChunkedVector<OfTape> tapes_;  // by tape index
 };

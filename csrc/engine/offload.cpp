@@ -1,13 +1,13 @@
-// Copies out: when a copy is enqueued, what is done before and after it, and how its source is dropped.
+// Copies out: when a copy is enqueued, the steps before and after it, and how its source is dropped.
 //
 // Note [Copies that others come between]
 // A stream's queue takes about a thousand commands. A call that adds one more blocks the host until the device has
-// executed some of them. If the GIL were held then, every Python thread would stop, and the program would hang where
-// the device waits for something that one of these threads is to launch. So a copy is enqueued in three parts. The
-// first one reads, with the GIL held, what the copy needs. The second one makes the calls without the GIL. The third
-// one takes the GIL again and enters the copy into ledger and windows. Meanwhile the record is held, so that the
-// record, its slot and its memory still exist. Anything else may have happened to it, so the third part looks at its
-// state again:
+// executed some of them. If the GIL were held then, every Python thread would stop, and the program would hang if the
+// device waits for something that one of these threads is to launch. So a copy is enqueued in three parts. The first
+// one reads the copy's arguments, with the GIL held. The second one makes the calls without the GIL. The third one
+// takes the GIL again and enters the copy into ledger and windows. Meanwhile the record is held, so that the record,
+// its slot and its memory still exist. Anything else may have happened to it, so the third part looks at its state
+// again:
 // - The source of a copy out may have been used by a backward, or the record may be kept by now. Then the copy is not
 //   used: its slot goes back to the store, guarded by the copy's end, and the source is busy until the copy's end.
 // - Another thread may have reloaded the record too. Then the second buffer is not used: it is dropped after its copy,
@@ -272,7 +272,7 @@ std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<P
 // Note [Parts in the offload window]
 // A view that moves alone keeps its whole storage on the device while its copy is in flight, since the storage can be
 // freed as a whole alone. So in the window it counts with the bytes of the storage. Of several views of one storage the
-// one whose copy began last counts, and the others with nothing: what they keep is freed with that one.
+// one whose copy began last counts, and the others with nothing: the storage that they keep is freed with that one.
 
 void Engine::enter_offload_window(RecordId id) {
   const bool is_part = ledger_.record(id).nbytes() < pinned_bytes(id);

@@ -6,24 +6,26 @@
 //
 // Note [What may run Python]
 // Inside of an operation the ledger, the windows and the lists of a thread are in the middle of transitions. Python
-// code that ran there could enter contexts, save, run backwards, or call trim(), and so change all of them under
-// whoever goes through them. Memory that is dropped may run any Python code: finalizers of tensors and storages, and
-// deleters of memory that came from outside. So the engine drops none inside of an operation: every share that the
-// thread gives up is put off (PutOffDrops), whichever function gives it up. What may run code of others is then this:
+// code that ran there could enter contexts, save, run backwards, or call trim(), and so change all of them under a
+// function that goes through them. Memory that is dropped may run any Python code: finalizers of tensors and storages,
+// and deleters of memory that came from outside. So the engine drops none inside of an operation: each share in memory
+// that the thread gives up is put off (PutOffDrops), whichever function gives it up. Code of others may run in these
+// places alone:
 // - The end of the outermost operation, and drop_now(). Nothing is held there: no reference, no iterator, no number
-//   that was read before. drop_now() is called where the operation is about to allocate or to block for long, so that
-//   what it gave up makes room in time: between two copies of a flush, before an unpack starts reloads, when device
-//   memory is short, before a tape is closed, and as one is opened.
+//   that was read before. drop_now() is called when the operation is about to allocate or to block for long, so that
+//   the memory that it gave up makes room in time: between two copies of a flush, before an unpack starts reloads, when
+//   device memory is short, before a tape is closed, and as one is opened.
 // - A BlockingSection. It runs no Python code of this thread, but other threads run meanwhile, with operations on the
-//   same engine and the same context: whatever was read before has to be read again. Python code of this thread runs
-//   there where the calls inside of it run some themselves, such as an observer of PyTorch's allocator.
-// - In autograd/: whatever makes Python objects, since that may run the garbage collector, and the methods of wrapper
-//   subclasses. No function of the engine is on the stack there.
-// Engine functions of which no comment says that they may block do none of these.
+//   same engine and the same context: each value that was read before has to be read again. Python code of this thread
+//   runs there only if a call inside of the section runs some itself, such as an observer of PyTorch's allocator.
+// - In autograd/: each function that makes Python objects, since that may run the garbage collector, and the methods of
+//   wrapper subclasses. No function of the engine is on the stack there.
+// An engine function does none of these, unless its comment says that it may block.
 //
 // Note [Dealloc inside an operation]
-// A handle can die while an operation is under way, where code of others runs (see above). It must not touch a ledger
-// that is in the middle of a transition: its release is queued, and is applied when the outermost operation ends.
+// A handle can die while an operation is under way, in a place that runs code of others (see above). It must not touch
+// a ledger that is in the middle of a transition: its release is queued, and is applied when the outermost operation
+// ends.
 #pragma once
 
 #include <exception>
@@ -47,13 +49,13 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Drops now what the thread gave up, if the calling operation is the outermost one. That may run any Python code and
-  // block, so it is called only where nothing is held; see Note [What may run Python]. Returns whether there was
-  // anything to drop: if so, everything has to be read again, the thread's pending copies included.
+  // Drops now the memory that the thread gave up, if the calling operation is the outermost one. That may run any
+  // Python code and block, so call it only while nothing is held; see Note [What may run Python]. Returns whether there
+  // was anything to drop: if so, everything has to be read again, the thread's pending copies included.
   static bool drop_now() REQUIRES(gil);
 
-  // Runs `release` at once where no operation is open, else when the outermost one ends. An exception of `release`
-  // becomes a warning, because this is called by destructors.
+  // Runs `release` at once if no operation is open, else when the outermost one ends. An exception of `release` becomes
+  // a warning, because this is called by destructors.
   template <typename Release>
   static void run_or_queue(Release release) REQUIRES(gil) {
     if (must_queue()) {
@@ -94,12 +96,12 @@ class Operation {
 
 // Note [Threads at exit]
 // Once the interpreter goes down, Python ends a thread that asks for the GIL by unwinding its stack. Here the stack
-// leads through a destructor, where unwinding would call std::terminate. Such a thread is stopped for the rest of the
-// process instead, as Python itself does from 3.14 on.
+// leads through a destructor, and unwinding that would call std::terminate. Such a thread is stopped for the rest of
+// the process instead, as Python itself does from 3.14 on.
 
 // Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. Operations of other
-// threads may run meanwhile, so the ledger must be read again afterwards. Drops nothing of what the operation gave up;
-// what is given up inside, such as a buffer that was just allocated, is dropped at once.
+// threads may run meanwhile, so the ledger must be read again afterwards. Drops no memory that the operation gave up
+// before. Memory that is given up inside, such as a buffer that was just allocated, is dropped at once.
 class SCOPED_CAPABILITY BlockingSection {
  public:
   BlockingSection() RELEASE(gil);
@@ -114,8 +116,9 @@ class SCOPED_CAPABILITY BlockingSection {
   void* thread_state_;
 };
 
-// Has the user pressed Ctrl-C while the calling thread waits without the GIL? Always false on threads where Python runs
-// no handlers of signals. Runs no Python code, and Python still handles the interruption later. See system/host_wait.h.
+// Has the user pressed Ctrl-C while the calling thread waits without the GIL? Always false on threads that run no
+// signal handlers of Python. Runs no Python code, and Python still handles the interruption later. See
+// system/host_wait.h.
 bool is_interrupted() EXCLUDES(gil);
 
 // Takes the GIL for its scope, on a thread that may or may not hold it, such as one of autograd's.

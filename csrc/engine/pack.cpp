@@ -48,7 +48,7 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
   return RecordHandle{id, ledger_.add_handle(id)};
 }
 
-// The record gets its handle first. So whatever throws afterwards, release() undoes both.
+// The record gets its handle first. So release() undoes both if a later call throws.
 RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
                                 StreamId allocated_on, TapeId tape) {
   const NewRecord made = decide(tape, saved, moved.nbytes());
@@ -68,7 +68,7 @@ RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identit
   return handle;
 }
 
-// ---- what a record is to be ----
+// ---- the decision on a new record ----
 
 Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   TapeInfo& info = tapes_[tape.index];
@@ -109,7 +109,7 @@ bool Engine::is_beyond_fraction(TapeInfo& tape, uint64_t nbytes) {
   return static_cast<double>(tape.eligible_bytes) > limit_bytes;
 }
 
-// ---- what a record holds ----
+// ---- the memory and slot of a new record ----
 
 void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocated_on) {
   const Record& record = ledger_.record(id);

@@ -1,16 +1,17 @@
 // Pending copies: which copies out of a thread are enqueued at a hook event, and which ones wait.
 //
 // Note [Copies that wait for room]
-// Where slots go on to a disk, a slot may have to wait until the disk has written others. A host that waits for it
-// launches nothing meanwhile, and once the device has done what it was given it stands still. So a copy whose slot
-// would have to wait stays pending, and its source stays on the device:
-// - Its bytes count in the offload window, beside those in flight, which are waited for where both have no room.
-// - Each later flush of the thread tries again, the oldest copy first. Where one has to wait, the later ones of its
-//   engine wait behind it, so that they do not take the room that it waits for.
-// - Where the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
-//   waits for its slot. So is each copy of a context that is being left. The window is shared by all threads, and so
-//   the oldest one may be of another thread: one that idles inside of its context would else keep the window from the
-//   others.
+// If slots go on to a disk, a slot may have to wait until the disk has written others. A host that waits for it
+// launches nothing meanwhile, and the device stands still once it has done its work. So a copy whose slot would have to
+// wait stays pending, and its source stays on the device:
+// - Its bytes count in the offload window, beside those in flight. If both do not fit, the host waits for those in
+//   flight.
+// - Each later flush of the thread tries again, the oldest copy first. If one has to wait, the later ones of its engine
+//   wait behind it, so that they do not take the room that it waits for.
+// - If the window has no room for one more, or kMostWaiting wait already, the oldest one is enqueued, and the host
+//   waits for its slot. Each copy of a context that is being left is enqueued in the same way. The window is shared by
+//   all threads, and so the oldest one may be of another thread: otherwise a thread that idles inside of its context
+//   would keep the window from the others.
 // - A copy that waited begins once the operators that were enqueued as its wait began have ended. It does not wait for
 //   those that the host has enqueued since. If one of these saves the storage once more, it may fill it, and counts.
 // - While the times of a step are taken none waits, since the times say when a copy could have begun.
@@ -39,8 +40,8 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 
 }  // namespace
 
-// A flush of the calling thread's copies. Where code of others has run, nothing is known any more of places in
-// `pending`, nor of what the streams were made to wait for.
+// A flush of the calling thread's copies. After code of others has run, nothing is known any more of places in
+// `pending`, nor of the waits that the streams have made.
 struct Engine::Flush {
   enum class Outcome : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
@@ -52,11 +53,11 @@ struct Engine::Flush {
   std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
 
   void run() REQUIRES(gil);
-  // Looks after the copies of the engine that have ended, and drops what was given up. Returns whether all has to be
-  // looked at again. May block.
+  // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether all
+  // has to be looked at again. May block.
   bool drop_finished(Engine& engine) REQUIRES(gil);
   bool is_possible(const PendingCopy& copy) const;
-  // What becomes of the copy at this place, which can be enqueued.
+  // The outcome for the copy at this place, which can be enqueued.
   Outcome outcome_of(size_t place) REQUIRES(gil);
   bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
   // How many of the copies before this place wait for room.
@@ -82,8 +83,8 @@ void Engine::flush_pending(const ContextState* leaving) {
   Flush{thread, leaving, is_inside}.run();
 }
 
-// Each copy's turn begins with nothing held: what the copies before gave up is dropped, before the host may wait for a
-// slot, and what was taken from `pending` meanwhile is noticed.
+// Each copy's turn begins with nothing held. Memory that earlier copies gave up is dropped before the host may wait for
+// a slot, and copies that were taken from `pending` meanwhile are noticed.
 void Engine::Flush::run() {
   uint64_t taken_count = thread.taken_count;
   const auto is_changed = [&] { return std::exchange(taken_count, thread.taken_count) != thread.taken_count; };
@@ -165,8 +166,9 @@ std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
 }
 
 // A copy that waits begins behind all that filled its source by the beginning of the wait, whichever thread enqueues
-// it. Left to its own thread are: a copy that an operator saves again (R1); one whose failure its own program is to be
-// told of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
+// it. These copies are left to their own thread: one whose storage an operator saves again (R1); one whose failure its
+// own program must hear of (on_full="error"); and one whose source's stream must not be made to wait, since it is
+// captured.
 bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
   const auto can_be_taken = [&](const PendingCopy& copy) REQUIRES(gil) {
     return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&
@@ -197,7 +199,7 @@ void Engine::Flush::begin_wait(size_t place) {
     const StreamId stream = engine.held(id).bytes.stream;
     engine.streams_.without_gil(stream, [&] { copy.filled = engine.backend_.streams.record(stream); });
   }
-  // Other threads take only what waits already, which this copy may do: then it may be gone from its place.
+  // Other threads take only copies that wait already. This copy may be one of those, so it may be gone from its place.
   const auto known = std::ranges::find_if(thread.pending, [&](const PendingCopy& other) {
     return other.engine == copy.engine && other.record == copy.record;
   });

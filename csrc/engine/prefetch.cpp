@@ -9,13 +9,13 @@ namespace torchoffload {
 
 namespace {
 
-constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, where each is smaller than the window
+constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, if each is smaller than the window
 
 }  // namespace
 
 // ---- ahead ----
 
-// The window may have room by now, because something that was kept was released.
+// The window may have room by now, because a kept record was released.
 void Engine::go_on_reloading() {
   const auto [engine, tape, graph_task] = ThreadState::current().asked;
   if (engine == nullptr || graph_task != program::graph_task()) return;
@@ -44,7 +44,7 @@ bool Engine::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, co
   return ledger_.has_tape(id) && windows_.reload_place(id) == ledger_.tape(id).first_save;
 }
 
-// What the reloads will come to next may have gone to the disk again after it was looked at.
+// The slots that come next may have gone to the disk again after they were looked at.
 void Engine::fetch_ahead(TapeId id) {
   const Tape& tape = ledger_.tape(id);
   const auto begin_fetch = [&](uint64_t save) {

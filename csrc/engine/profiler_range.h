@@ -3,7 +3,7 @@
 // Thread safety: any thread; a range ends on the thread that began it.
 // Cost:          a few nanoseconds while no profiler is on.
 //
-// What is declared here is defined in autograd/profiler_range.cpp.
+// The functions of this header are defined in autograd/profiler_range.cpp.
 #pragma once
 
 #include <cstdint>

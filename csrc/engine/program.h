@@ -1,8 +1,9 @@
-// program: what the engine asks of the program around it, which PyTorch runs: operators, graph tasks, errors, warnings.
-// Ownership:     none, but for the callback that at_end_of_graph_task() hands to the graph task.
+// program: the engine's questions to the program around it, which PyTorch runs: operators, graph tasks, errors,
+// warnings.
+// Ownership:     none, except the callback that at_end_of_graph_task() hands to the graph task.
 // Thread safety: any thread, with the GIL or without it. The answers are about the calling thread.
 //
-// What is declared here is defined in autograd/program.cpp: the engine is compiled without PyTorch's headers.
+// The functions of this header are defined in autograd/program.cpp: the engine is compiled without PyTorch's headers.
 #pragma once
 
 #include <cstdint>

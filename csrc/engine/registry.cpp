@@ -14,8 +14,8 @@ namespace torchoffload {
 
 namespace {
 
-// Leaked on purpose. It changes under the GIL, at any thread's first or last use of a backend: whoever may release the
-// GIL meanwhile goes through all_engines().
+// Leaked on purpose. It changes under the GIL, at any thread's first or last use of a backend: code that may release
+// the GIL meanwhile goes through all_engines().
 std::vector<Engine*>& engines() REQUIRES(gil) {
   static auto* const leaked = new std::vector<Engine*>;
   return *leaked;
@@ -33,7 +33,7 @@ struct DroppedPlace {
   std::optional<Unused> unused = {};
 };
 
-// Likewise: whoever may release the GIL takes out the places that it looks at.
+// Likewise: code that may release the GIL takes out the places that it looks at.
 std::vector<DroppedPlace>& dropped_places() REQUIRES(gil) {
   static auto* const leaked = new std::vector<DroppedPlace>;
   return *leaked;

@@ -2,8 +2,8 @@
 // Ownership:     an engine belongs to its backend. That of a device's own memory lives for the process, and that of a
 //                directory until the directory is used no more; see Note [Ends of engines].
 // Thread safety: needs the GIL.
-// Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down handles that die leak what they hold
-//                (Operation::is_shut_down), and so do those that a forked child inherited (Engine::is_inherited).
+// Shutdown:      see Note [No CUDA after main]. Once the interpreter goes down handles that die leak their memory and
+//                slots (Operation::is_shut_down), and so do those that a forked child inherited (Engine::is_inherited).
 //
 // Note [Ends of engines]
 // A kind of backend drops a place (a set of directories) when it is idle and no context knows it. Nobody finds its
@@ -26,10 +26,10 @@
 
 namespace torchoffload {
 
-// The engine that moves what is at `place`, or null where no backend serves it. Call it inside of an operation: the
-// engine exists until that ends, and after it while a tape is alive or the caller has a share in it. May block if its
-// directory is another one than the last, since those that are left give up their files and threads.
-// Throws std::runtime_error for a CUDA tensor under Placement::Disk, and where no spill file can be made.
+// The engine that moves tensors at `place`, or null if no backend serves that place. Call it inside of an operation:
+// the engine exists until that ends, and after it while a tape is alive or the caller has a share in it. May block if
+// its directory is another one than the last, since those that are left give up their files and threads.
+// Throws std::runtime_error for a CUDA tensor under Placement::Disk, and if no spill file can be made.
 Engine* find_engine(const Place& place) REQUIRES(gil);
 
 // Every engine that there is: shares in them, since a caller that lets other threads run may see some come and go.
@@ -38,15 +38,15 @@ std::vector<std::shared_ptr<Engine>> all_engines() REQUIRES(gil);
 // profile() on or off, for the engines there are and those that come. Starting it throws std::runtime_error while a
 // CUDA graph is being captured.
 void start_profile() REQUIRES(gil);
-// What each engine saw, with its device; empty where profile() was off.
+// The timeline of each engine, with its device; empty if profile() was off.
 struct EngineProfile {
   std::string device;
   std::vector<Timeline::Entry> entries;
 };
 std::vector<EngineProfile> stop_profile() REQUIRES(gil);
 
-// Gives back what no slot uses, in every store, and the threads of those that no copy uses. Returns the bytes given
-// back. May block.
+// Gives back the memory that no slot uses, in every store, and the threads of those that no copy uses. Returns the
+// bytes given back. May block.
 uint64_t trim_stores() REQUIRES(gil);
 
 // Begins to make the codes ready on the devices that the program uses, so that steps need not wait for them. Returns at

@@ -1,4 +1,4 @@
-// How a record is released, and what is looked after at each hook event.
+// How a record is released, and the upkeep at each hook event.
 #include <exception>
 #include <optional>
 #include <string>
@@ -65,7 +65,7 @@ void Engine::forget_learned(RecordId id) {
 void Engine::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   HeldRecord held = std::exchange(held_[id.index], {});
   const bool is_reload = dropped.was == RecordState::Reloading || held.are_bytes_reloaded();
-  struct AtTheEnd {  // retires the memory, also where an exception leaves this function
+  struct AtTheEnd {  // retires the memory, also if an exception leaves this function
     Engine& engine;
     DeviceBytes bytes;
     const Rule rule;

@@ -21,8 +21,8 @@ struct Engine::ReloadCopy {
   StreamId stream = kNoStream;
   uint64_t nbytes = 0;
   uint64_t address_modulo = 0;
-  std::optional<Point> offload_end = {};      // set where the copy's stream has to wait for it
-  std::optional<Point> previous_reload = {};  // set where the copy's stream has to wait for it
+  std::optional<Point> offload_end = {};      // set if the copy's stream has to wait for it
+  std::optional<Point> previous_reload = {};  // set if the copy's stream has to wait for it
   Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
   std::optional<codec::Code> code = {};  // nullopt: the bytes are copied as they are

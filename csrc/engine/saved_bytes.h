@@ -1,4 +1,4 @@
-// saved_bytes.h: what the engine is told of a save, and what it gives back for it.
+// saved_bytes.h: the engine's view of a save (SavedBytes), and the handle that it returns for it.
 // Ownership:     SavedBytes borrows the memory and the counters for a call. A handle counts for its record until
 //                Engine::release().
 // Thread safety: values only; needs the GIL.

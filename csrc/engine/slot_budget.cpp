@@ -13,7 +13,7 @@ namespace torchoffload {
 
 namespace {
 
-uint64_t host_charged_bytes = 0;  // what slots in host memory take of the default budget, on all devices
+uint64_t host_charged_bytes = 0;  // charged to the default budget by slots in host memory, on all devices
 
 // After so many steps in a row with the same bytes in slots at once, the next step is expected to have as many. With
 // fewer steps the store's size would be changed each time that something is learned.
@@ -26,7 +26,7 @@ constexpr uint32_t kStepsUntilKnown = 3;
 bool SlotBudget::is_within_budget(ContextState& context, uint64_t nbytes) {
   if (mutated(Mutant::BudgetHonoured)) return true;
   const bool is_of_disk = context.options.tier == Placement::Disk;
-  if (store_.limits_itself() && !is_of_disk) return true;  // what is beyond the budget goes on to the disk
+  if (store_.limits_itself() && !is_of_disk) return true;  // bytes beyond the budget go on to the disk
   const uint64_t slot_bytes = nbytes == 0 ? 0 : store_.slot_bytes(nbytes);
   if (context.options.budget_bytes) return context.charged_bytes + slot_bytes <= *context.options.budget_bytes;
   if (is_of_disk) return true;  // the disk itself says when it is full
@@ -52,7 +52,7 @@ void SlotBudget::uncharge(ContextState& context, uint64_t charged_bytes) {
   Statistics::global().charged_bytes -= charged_bytes;
 }
 
-// Of slots that may be on a disk the store itself knows how many are in memory.
+// If slots may be on a disk, the store itself knows how many are in memory.
 bool SlotBudget::is_in_default_budget(const ContextState& context) const {
   return context.options.tier == Placement::Host && !store_.limits_itself();
 }
@@ -104,8 +104,8 @@ void SlotBudget::fit_to_steps(ContextState& context) {
   same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
   step_bytes_ = needed_bytes;
   const uint64_t limit_bytes = most_capacity_bytes(context);
-  // Where steps move nothing any more, the store is given back, once. If a later step moves something, the store grows
-  // as in the first step.
+  // If steps move nothing any more, the store is given back, once. If a later step moves something, the store grows as
+  // in the first step.
   const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
   if (!is_known) return store_.grow_ahead(limit_bytes);
   const BlockingSection blocking;

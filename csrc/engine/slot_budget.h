@@ -1,4 +1,4 @@
-// SlotBudget: whether a record may have a slot, and how large the store of slots is to be.
+// SlotBudget: whether a record may have a slot, and how large the store of slots should be.
 // Ownership:     borrows its store, which lives for the process. The bytes charged to the default budget are one count
 //                for all engines, since all devices of the process share the host's memory.
 // Thread safety: needs the GIL. Calls that may block release it.
@@ -18,8 +18,8 @@
 
 namespace torchoffload {
 
-// HeldSlot: keeps a slot at its address while a copy that uses it is being enqueued. Of a store that leaves its slots
-// where they are it is the slot alone.
+// HeldSlot: keeps a slot at its address while a copy that uses it is being enqueued. If the store never moves its
+// slots, it is the slot alone.
 class HeldSlot {
  public:
   HeldSlot() = default;
@@ -35,7 +35,7 @@ class HeldSlot {
   void let_go(std::optional<Point> until) {
     if (SlotStore* const store = std::exchange(store_, nullptr)) store->let_go(slot_, until);
   }
-  // It is not known when the copy ends: the slot stays held for ever.
+  // Call it if it is not known when the copy ends: the slot stays held for ever.
   void lose() { store_ = nullptr; }
 
  private:
@@ -52,12 +52,12 @@ class SlotBudget {
   // Is there room for a slot of `nbytes` in the context's budget, beside what was charged to it before?
   bool is_within_budget(ContextState& context, uint64_t nbytes);
 
-  // Charges a slot of `nbytes` to the context's budget. Returns what was charged, for uncharge().
+  // Charges a slot of `nbytes` to the context's budget. Returns the charged bytes, for uncharge().
   uint64_t charge(ContextState& context, uint64_t nbytes);
   void uncharge(ContextState& context, uint64_t charged_bytes);
 
   // Call it when a slot is refused because of `why`. Notes a warning, once for each context, or throws
-  // std::runtime_error where the user asked for an error. `remedy` says what the user can do.
+  // std::runtime_error if the user asked for an error. `remedy` is the advice in the message.
   static void refuse(ContextState& context, const std::string& why, const std::string& remedy);
 
   // ---- slots ----
@@ -81,7 +81,7 @@ class SlotBudget {
   bool is_here(const Slot& slot) const { return !moves_slots_ || store_.is_here(slot); }
   // nullopt: the slot is not in memory. Never blocks.
   std::optional<HeldSlot> try_hold(const Slot& slot);
-  // Brings it to memory first. Blocks. Throws std::runtime_error where it cannot be read.
+  // Brings it to memory first. Blocks. Throws std::runtime_error if it cannot be read.
   HeldSlot hold(Slot slot) REQUIRES(gil);
   void note_filled(const Slot& slot, Point end) {
     if (moves_slots_) store_.note_filled(slot, end);
@@ -89,7 +89,7 @@ class SlotBudget {
   bool begin_fetch(const Slot& slot) { return store_.begin_fetch(slot); }
   bool require_locked() { return store_.require_locked(); }
 
-  // Notes a warning where the store has something to tell.
+  // Notes a warning if the store has something to tell.
   void tell_trouble(ContextState& context);
 
   // ---- the store's size ----
@@ -107,8 +107,8 @@ class SlotBudget {
 
  private:
   bool is_in_default_budget(const ContextState& context) const;
-  // How large the store may become under this context's budget. Reads the default budget anew where the store's size
-  // has changed.
+  // How large the store may become under this context's budget. Reads the default budget anew if the store's size has
+  // changed.
   uint64_t most_capacity_bytes(ContextState& context);
 
   SlotStore& store_;

@@ -35,7 +35,7 @@ void Statistics::reset() {
   finished.clear();
   peak_slot_bytes = slot_bytes;
   peak_offload_window_bytes = peak_reload_window_bytes = 0;
-  peak_pinned_bytes = 0;  // stats() raises it to what is held
+  peak_pinned_bytes = 0;  // stats() raises it to the bytes held now
 }
 
 void count_kept(TapeRow& row, ModuleRow* module, Reason reason, uint64_t nbytes) {

@@ -1,4 +1,4 @@
-// Statistics: counts of what moved and what was kept, per tape and in total since the last reset.
+// Statistics: counts of moved and of kept records, per tape and in total since the last reset.
 // Ownership:     the rows of the last kRowLimit tapes that have finished, the newest last.
 // Thread safety: needs the GIL.
 #pragma once
@@ -16,8 +16,8 @@ struct TapeRow {
   uint64_t records_reloaded = 0, bytes_reloaded = 0;
   uint64_t records_deduplicated = 0, bytes_deduplicated = 0;
   std::array<uint64_t, kReasonCount> records_kept{}, bytes_kept{};
-  // What was coded for its way over the link: how many bytes it has, and how many of those crossed the link each way,
-  // but for exceptions. Of the blocks that were looked at, how many were exceptions.
+  // Records that were coded for the link: their bytes, and the coded bytes that crossed the link each way, without
+  // exceptions. Of the blocks that were looked at, how many were exceptions.
   uint64_t records_coded = 0, bytes_coded = 0, bytes_coded_on_link = 0;
   uint64_t blocks_seen = 0, blocks_excepted = 0;
   uint64_t bytes_away = 0;     // device memory that the tape had freed when it closed
@@ -26,7 +26,7 @@ struct TapeRow {
   uint64_t passed_by = 0;
 };
 
-// What was saved inside one module of offload_modules. A record counts for the module that saved it first.
+// The saves inside one module of offload_modules. A record counts for the module that saved it first.
 struct ModuleRow {
   uint64_t records_offloaded = 0, bytes_offloaded = 0;
   uint64_t blocks_seen = 0, blocks_excepted = 0;
@@ -42,7 +42,7 @@ struct Statistics {
   uint64_t tapes_left_behind = 0;  // live tapes that belong to no step any more; see TapeOrder
   uint64_t slot_bytes = 0, peak_slot_bytes = 0;
   uint64_t peak_pinned_bytes = 0;
-  uint64_t charged_bytes = 0;  // what slots take of all budgets together
+  uint64_t charged_bytes = 0;  // the bytes of slots, charged to all budgets together
   uint64_t peak_offload_window_bytes = 0, peak_reload_window_bytes = 0;
   std::deque<TapeRow> finished;
 
@@ -53,7 +53,7 @@ struct Statistics {
   void slot_acquired(uint64_t nbytes);
   void slot_released(uint64_t nbytes);
   void saw_offload_window(uint64_t nbytes);  // so many bytes were on their way out
-  // Sets totals, peaks and rows to zero. The counts of what is alive stay.
+  // Sets totals, peaks and rows to zero. The counts of live records stay.
   void reset();
 };
 

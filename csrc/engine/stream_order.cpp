@@ -3,7 +3,8 @@
 // call that names a destroyed stream may fail, hang, or reach another stream that was given the same handle. It is
 // certain to exist only while it is the current stream of the calling thread. So no call of ours names it at any other
 // time:
-// - What was saved on it moves if it is still current when the copy is enqueued. Otherwise it is kept.
+// - A tensor that was saved on it moves if the stream is still current when the copy is enqueued. Otherwise the tensor
+//   is kept.
 // - The allocator is not told that the stream used a source, because it would ask the stream when the memory is freed.
 //   Instead, a source is dropped after the host has waited for its copy, which runs after the operators that filled the
 //   source. Then no stream needs to wait.
@@ -56,7 +57,7 @@ void StreamOrder::wait(Rule rule, StreamId waiter, Point point) {
 }
 
 void StreamOrder::remember(const Made& made) {
-  // Of streams that may be destroyed there may be ever new ones.
+  // New streams that may be destroyed can come without end, so their waits are not remembered.
   if (is_polled({made.producer, made.serial}) || !is_lasting(made.waiter) || !is_lasting(made.producer)) return;
   const auto known = std::find_if(made_.begin(), made_.end(), [&](const Made& before) {
     return before.waiter == made.waiter && before.producer == made.producer;

@@ -1,6 +1,6 @@
 // StreamOrder: the only place that makes a stream wait, and that drops memory which a copy may still touch.
 // Ownership:     memory that was retired and may not be dropped yet.
-// Thread safety: needs the GIL, but for a Batch while its calls are made. Calls that may block release the GIL for that
+// Thread safety: needs the GIL, except a Batch while its calls are made. Calls that may block release the GIL for that
 //                time, so the ledger must be read again after them.
 // Failures:      a wait that throws was not made, and is not remembered. retire() never throws.
 // Stream order:  each wait is named by its Rule. A wait that is known to have been made is not made again.
@@ -28,8 +28,8 @@ namespace torchoffload {
 enum class Rule : uint8_t {
   // R2. offload_stream waits for the stream that was current at the pack: the operator that fills the source is on it.
   OffloadWaitsForCompute = static_cast<uint8_t>(Mutant::OffloadWaitsForCompute),
-  // R2. offload_stream waits for the stream that the source's memory was allocated on: a custom Function may fill what
-  // it saves on a stream of its own, which the program joins later.
+  // R2. offload_stream waits for the stream that the source's memory was allocated on: a custom Function may fill its
+  // saved tensors on a stream of its own, which the program joins later.
   OffloadWaitsForAllocation = static_cast<uint8_t>(Mutant::OffloadWaitsForAllocation),
   // R5. offload_stream waits for the slot's former users: they read or write its bytes until then.
   OffloadWaitsForGuards = static_cast<uint8_t>(Mutant::OffloadWaitsForGuards),
@@ -115,14 +115,14 @@ class StreamOrder {
   // Makes the host wait for `point`. Blocks.
   void synchronize(Point point) REQUIRES(gil);
 
-  // A wait that is to be made.
+  // A wait to be made.
   struct Wanted {
     Rule rule;
     StreamId waiter;
     Point point;
   };
-  // The same wait, where a Batch can make it among other calls, so that the GIL is released once for all of them:
-  // wait() finds it made then. nullopt: none has to be made, or the host would be blocked by it.
+  // The same wait, for a Batch that makes it among other calls, so that the GIL is released once for all of them:
+  // wait() finds it made then. nullopt: no wait is needed, or it would block the host.
   std::optional<Wanted> wanted(Rule rule, StreamId waiter, Point point) const REQUIRES(gil);
 
   // Would wait() make a wait?
@@ -133,7 +133,7 @@ class StreamOrder {
    public:
     explicit Batch(Streams& streams) : streams_(streams) {}
     void wait(Rule rule, StreamId waiter, Point point);
-    // Makes a wait that wanted() returned; none where it returned none.
+    // Makes the wait that wanted() returned, if it returned one.
     void make(const std::optional<Wanted>& wanted) {
       if (wanted) wait(wanted->rule, wanted->waiter, wanted->point);
     }
@@ -143,15 +143,16 @@ class StreamOrder {
     std::span<const Made> made() const { return {made_.data(), made_count_}; }
 
     Streams& streams_;
-    // The latest wait of each pair of streams. What finds no room is not noted, and so may be made once more.
+    // The latest wait of each pair of streams. A wait that finds no room here is not noted, and so may be made once
+    // more.
     std::array<Made, 8> made_;
     size_t made_count_ = 0;
   };
   Batch batch() const { return Batch(streams_); }
   void remember(const Batch& batch) REQUIRES(gil);
 
-  // Makes `call`, which enqueues on `stream`. Releases the GIL for it where that may block, so that the call may use
-  // nothing that the GIL guards. The analysis follows no release that depends on a condition.
+  // Makes `call`, which enqueues on `stream`. Releases the GIL for it if that may block, so the call may use nothing
+  // that the GIL guards. The analysis follows no release that depends on a condition.
   template <typename Call>
   void without_gil(StreamId stream, Call call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
     std::optional<BlockingSection> blocking;
@@ -163,7 +164,7 @@ class StreamOrder {
 
   // Drops memory after its stream was told to wait for the copy that touches it (R9); `rule` names the wait. The memory
   // stays on a list, for reap(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is being
-  // captured, or the device fails. May block, but not where the copy is polled.
+  // captured, or the device fails. May block, unless the copy is polled.
   void retire(DeviceBytes bytes, Rule rule) noexcept REQUIRES(gil);
 
   // Would retire() make the stream of this memory wait? A wait of the host is not meant.
@@ -172,14 +173,14 @@ class StreamOrder {
            can_wait_to_drop(bytes) && !streams_.is_capturing() && !streams_.is_capturing_on(bytes.stream);
   }
 
-  // Tries again to drop the memory on the list. May block, but not for what is polled.
+  // Tries again to drop the memory on the list. May block, but not for polled copies.
   void reap() REQUIRES(gil) {
     if (!retired_.empty()) reap_retired();
   }
 
   bool has_retired() const REQUIRES(gil) { return !retired_.empty(); }
 
-  // Waits on the host for all I/O on retired memory, and drops that memory. Blocks, where there is any.
+  // Waits on the host for all I/O on retired memory, and drops that memory. Blocks if there is any.
   void finish_retired() REQUIRES(gil);
 
  private:
@@ -190,8 +191,8 @@ class StreamOrder {
 
   // Does the mutant of this rule leave the wait out?
   static bool is_left_out(Rule rule);
-  bool is_reached(Point point) const { return streams_.status(point) == PointStatus::Reached; }  // where it is polled
-  // Does what is enqueued on `waiter` from now on run after `point`, by the waits that are known?
+  bool is_reached(Point point) const { return streams_.status(point) == PointStatus::Reached; }  // if it is polled
+  // Do commands enqueued on `waiter` from now on run after `point`, by the waits that are known?
   bool is_ordered(StreamId waiter, Point point) const REQUIRES(gil);
   void remember(const Made& made) REQUIRES(gil);
   // Can the stream of this memory be told to wait? See Note [Streams that may be destroyed].

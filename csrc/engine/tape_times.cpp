@@ -118,7 +118,7 @@ StepTimes TapeTimes::times_of(const Gone& tape) {
   }
   link_.out_bytes_per_s = out.bytes_per_s_or(link_.out_bytes_per_s);
   link_.in_bytes_per_s = in.bytes_per_s_or(link_.in_bytes_per_s);
-  // Where nothing was copied one way yet, the other way's rate is the best guess.
+  // If nothing was copied one way yet, the other way's rate is the best guess.
   if (link_.out_bytes_per_s == 0) link_.out_bytes_per_s = link_.in_bytes_per_s;
   if (link_.in_bytes_per_s == 0) link_.in_bytes_per_s = link_.out_bytes_per_s;
   link_.latency_s = kLatencyS;

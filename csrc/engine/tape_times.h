@@ -28,8 +28,8 @@ class TapeTimes {
   // record if times are wanted, and stops at the first record for which they are not.
   void next(TapeId tape, bool is_first, bool wants_times);
 
-  // The tape's last record was released. `shape`: what the tape was learned as; nullopt: its times are of no use.
-  // `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
+  // The tape's last record was released. `shape`: the shape under which the tape was learned; nullopt: its times are of
+  // no use. `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
   void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
 
   // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its
@@ -61,7 +61,7 @@ class TapeTimes {
   // Times the tape no more, and tells the timeline that one user less wants entries.
   void cancel(OfTape& tape);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
-  // which a stream waited for us is subtracted, but for step_s.
+  // which a stream waited for us is subtracted, except from step_s.
   StepTimes times_of(const Gone& tape);
   // From the tape's first record to its last ask, that one's wait included.
   double step_seconds(const Gone& tape) const;

@@ -19,7 +19,7 @@ std::vector<ThreadState*>& waiting() REQUIRES(gil) {
   return *leaked;
 }
 
-// Of threads that have ended, and that may be taken by others.
+// The states of ended threads, which other threads may take.
 std::vector<ThreadState*>& free_states() REQUIRES(gil) {
   static auto* const leaked = new std::vector<ThreadState*>;
   return *leaked;

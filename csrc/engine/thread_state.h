@@ -1,7 +1,7 @@
-// ThreadState: all that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
+// ThreadState: everything that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
 // Ownership:     one for each thread that runs. That of a thread that has ended goes to a later thread. None is freed,
 //                since handles may die while static destructors run.
-// Thread safety: needs the GIL. Used by its own thread alone, but for copies in `pending` that wait for room: another
+// Thread safety: needs the GIL. Used by its own thread alone, except copies in `pending` that wait for room: another
 //                thread may take them out, while this one is not running or is in a BlockingSection. Others ask about
 //                it with the GIL held.
 #pragma once
@@ -36,8 +36,8 @@ struct PendingCopy {
   RecordId record;
   uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
   const ContextState* context;  // compared, never dereferenced
-  Point filled = {};            // where the copy waits for room: behind all that has filled its source by then
-  uint64_t wait_number = 0;     // where it waits: counts the waits of all threads in the order in which they began
+  Point filled = {};            // if the copy waits for room: behind all that has filled its source by then
+  uint64_t wait_number = 0;     // if it waits: counts the waits of all threads in the order in which they began
 };
 
 // In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
@@ -55,7 +55,7 @@ struct AskedTape {
 };
 
 struct ThreadState {
-  // How many operations are open, one inside the other, and what the outermost one does when it ends. See Operation.
+  // How many operations are open, one inside the other, and the work of the outermost one at its end. See Operation.
   int operation_depth = 0;
   uint64_t operation_began = 0;  // the outermost one's number among those of the process, while it is open; else 0
   PutOffDrops dropped;
@@ -71,7 +71,7 @@ struct ThreadState {
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }
   AskedTape asked;
 
-  // Those that `has_waiting` is true of. It is changed by set_has_waiting().
+  // The threads whose `has_waiting` is true. set_has_waiting() changes it.
   static const std::vector<ThreadState*>& with_waiting() REQUIRES(gil);
   void set_has_waiting(bool has_waiting_now) REQUIRES(gil);
 
@@ -109,8 +109,8 @@ class OperatorUnderWay {
   ThreadState& thread_;
 };
 
-// While it lives, what its thread packs are outputs of operators that have returned. Code that sees operators from
-// below autograd packs so. It is inside an operator for as long as that one's Python code runs, and so is all that it
+// While it lives, its thread packs only outputs of operators that have returned. Code that sees operators from below
+// autograd needs it: such code is inside an operator for as long as that one's Python code runs, and so are all its
 // packs.
 class PacksMade {
  public:

@@ -1,4 +1,4 @@
-// Timeline: at which times things happened on the device, for the Learner and for profile().
+// Timeline: the times of copies, waits and asks on the device, for the Learner and for profile().
 // Ownership:     its entries, and the timed points of those that were not read yet. One for each engine.
 // Thread safety: needs the GIL. A call that records a timed point may block, and releases the GIL for that time.
 // Stream order:  adds points to streams, and no waits.
@@ -38,9 +38,9 @@ class Timeline {
     uint64_t nbytes = 0;        // of the record
     uint64_t out_bytes = 0;     // in the offload window, once this was enqueued
     uint64_t in_bytes = 0;      // in the reload window
-    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 where profile() is off
+    uint64_t device_bytes = 0;  // allocated on the device, as the host sees it; 0 if profile() is off
     TimedPoint begin, end;
-    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in what
+    // Known once read() has come to the entry: seconds since the origin, or since start_profile() in the entries that
     // stop_profile() returns.
     double begin_s = 0;
     double end_s = 0;
@@ -51,14 +51,14 @@ class Timeline {
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while there is
-  // any. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
+  // One user more, or one less, wants entries: a tape that is timed, or profile(). The timeline is on while it has a
+  // user. The first time that is taken after it was turned on is the origin. The last stop() forgets all entries.
   void start();
   void stop();
   bool is_on() const { return wanted_ > 0; }
 
   // Turns profile() on: until it is off, the allocated memory is noted with each entry, and no entry is forgotten. Does
-  // nothing where the device tells no time. May block.
+  // nothing if the device tells no time. May block.
   void start_profile() REQUIRES(gil);
   // Turns profile() off. Returns the entries since start_profile(), in the order in which the host made them. Blocks
   // the host until the device has reached all of them.
@@ -99,11 +99,11 @@ class Timeline {
 
   // Gives the points of entries that were not read back to the backend.
   void forget_unread();
-  // Reads on. Has the device come to everything that profile() noted?
+  // Reads on. Has the device reached all entries that profile() noted?
   bool read_profile();
   // The seconds from the origin to a point that was reached. The point goes back to the backend.
   double take_seconds(TimedPoint& point);
-  // Records a timed point, without the GIL where that may block.
+  // Records a timed point, without the GIL if that may block.
   TimedPoint record(StreamId stream) REQUIRES(gil);
 
   Streams& streams_;

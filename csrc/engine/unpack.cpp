@@ -60,7 +60,7 @@ void Engine::backward_asks(Ask& ask) {
   backward_begins(tape);
   if (!std::exchange(held(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
   ask.place = windows_.consumer_asks(tape, ask.handle.save);
-  // Where it will go on is not known yet: what is loaded now might not be what it asks for next.
+  // The place where it will go on is not known yet: a record loaded now might not be the next one that it asks for.
   if (ask.place == Windows::kUnknownPlace) ask.is_prefetched_for = true;
   let_pass(tape, ask.place);
 }
@@ -70,7 +70,7 @@ void Engine::backward_begins(TapeId tape) {
   if (!lessons_.backward_began(tape)) pass_by_others(tape);
 }
 
-// Called where the record itself needs no further reload, so that its own reload comes before those ahead.
+// Called once the record itself needs no further reload, so that its own reload comes before those ahead.
 bool Engine::prefetch_for(Ask& ask, const AlsoWait& also) {
   if (std::exchange(ask.is_prefetched_for, true)) return false;
   prefetch(ledger_.record(ask.id()).tape, also);
@@ -175,7 +175,7 @@ DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
 }
 
 // If the program resized a source while its copy was under way, the slot's bytes are not usable. Without us, the saved
-// tensor would show what the program's storage holds at unpack. So the record is kept.
+// tensor would show the storage's contents at unpack. So the record is kept.
 void Engine::keep_if_resized(RecordId id) {
   if (mutated(Mutant::ResizeCheckedInFlight)) return;
   if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {

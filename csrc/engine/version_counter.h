@@ -46,7 +46,7 @@ class VersionCounter {
     if (is_set_) drop();
   }
 
-  // Valid for as long as this object stays where it is.
+  // Valid until this object moves or is destroyed.
   VersionRef ref() const;
   uint32_t current() const { return ref().current(); }
   const void* address() const { return ref().address(); }

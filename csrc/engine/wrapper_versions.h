@@ -4,9 +4,9 @@
 //
 // Note [Versions of inner tensors]
 // A write through a wrapper subclass raises only the wrapper's version. Its inner tensors are written below autograd,
-// where no version is raised. So a record is joined only while each wrapper that it was packed inside of still has the
-// version that it had at the pack. For the same reason the inner tensors of a wrapper and those of a view on it have
-// version counters of their own; that the two wrappers share one counter shows that the bytes are the same.
+// which raises no version there. So a record is joined only while each wrapper that it was packed inside of still has
+// the version that it had at the pack. For the same reason the inner tensors of a wrapper and those of a view on it
+// have version counters of their own; that the two wrappers share one counter shows that the bytes are the same.
 #pragma once
 
 #include <algorithm>

@@ -11,7 +11,7 @@ namespace {
 
 SeamLog& seam_log() { return SeamLog::instance(); }
 
-// Never destroyed: what it calls may be a Python object.
+// Never destroyed: the function may hold a Python object.
 std::function<void(const std::string&)>& seam_hook() {
   static auto* const hook = new std::function<void(const std::string&)>;
   return *hook;

@@ -6,7 +6,7 @@
 //
 // It is part of the test build only.
 //
-// Before each call that enqueues, allocates or notes a use it calls the hook that a test set: which may throw, as a
+// Before each call that enqueues, allocates or notes a use it calls the hook that a test set. The hook may throw, as a
 // device that fails would, or let another thread in.
 //
 // A stream is named by its role, "offload_stream[0]"; compute_streams are told apart in the order in which the log
@@ -41,7 +41,8 @@ class SeamLog {
 
   void write(const std::string& line);  // dropped while the log is off
 
-  // What the log must know to name a stream. compute_stream is what is neither offload_stream nor reload_stream.
+  // The facts by which the log names a stream. Any stream that is neither offload_stream nor reload_stream is a
+  // compute_stream.
   void meet_own_stream(StreamId stream, const std::string& name);
   void meet_point(Point point);
   std::string name_of(StreamId stream, int device_index);
@@ -59,7 +60,7 @@ class SeamLog {
   std::map<StreamId, uint64_t> serials_before_ GUARDED_BY(mutex_);    // since start()
 };
 
-// True: what crosses the link is coded whatever its dtype and from 512 bytes on, by the code for bfloat16, which is
+// True: each record from 512 bytes on is coded for the link, whatever its dtype, by the code for bfloat16, which is
 // exact for all bytes.
 void code_everything(bool everything);
 

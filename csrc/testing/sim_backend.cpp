@@ -22,7 +22,7 @@ SimWorld& world() { return SimWorld::instance(); }
 
 void free_simulated(void* address) { world().free(address); }
 
-// Storages remember their allocator, so this one is asked also after its simulation: then it asks the former one.
+// Storages remember their allocator, so this one is also called after its simulation, and then calls the former one.
 class SimAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
@@ -54,13 +54,13 @@ SimAllocator& allocator() {
   return *instance;
 }
 
-// Never destroyed: what it calls may be a Python object.
+// Never destroyed: the function may hold a Python object.
 std::function<void()>& allocation_hook() {
   static auto* const hook = new std::function<void()>;
   return *hook;
 }
 
-// Never destroyed either. An arena's own thread asks as well.
+// Never destroyed either. An arena's own thread uses it as well.
 Mutex& refusal_mutex() {
   static auto* const mutex = new Mutex;
   return *mutex;
@@ -222,7 +222,7 @@ void SimBackend::advance(double seconds) {
   now_s_ += seconds;
 }
 
-// A stream of ours goes on from where its work ends, and not before the host gives it more.
+// A stream of ours goes on from the end of its work, and not before the host gives it more.
 double& SimBackend::clock_s(StreamId stream) {
   if (world().is_compute(stream)) return now_s_;
   double& copied_s = copied_s_[stream];

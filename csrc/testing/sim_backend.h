@@ -75,11 +75,11 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream) override;
   void saw_operators_end() override;
 
-  // Simulated time: computing takes what advance() says, a copy its bytes over the rate, and a wait until its point.
-  // All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
+  // Simulated time: computing takes the time given to advance(), a copy its bytes over the rate, and a wait until its
+  // point. All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
   void set_link(double bytes_per_s);
   void advance(double seconds);
-  // What coding a piece takes, on the stream that codes it.
+  // The time of coding a piece, on the stream that codes it.
   void set_coding_time(double seconds);
 
  private:
@@ -92,7 +92,7 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   double link_bytes_per_s_ GUARDED_BY(mutex_) = 0;
   double coding_s_ GUARDED_BY(mutex_) = 0;                  // of a piece
   double now_s_ GUARDED_BY(mutex_) = 0;                     // of computing
-  std::map<StreamId, double> copied_s_ GUARDED_BY(mutex_);  // when what a stream of ours was given ends
+  std::map<StreamId, double> copied_s_ GUARDED_BY(mutex_);  // when the work of a stream of ours ends
   std::map<std::pair<StreamId, uint64_t>, double> points_s_ GUARDED_BY(mutex_);  // by stream and serial
   std::vector<double> timed_s_ GUARDED_BY(mutex_);                               // by TimedPoint::id, less one
 };
@@ -108,7 +108,7 @@ void stop_simulation();
 // The running simulation, or null.
 SimWorld* active_simulation();
 
-// Where all simulated devices have their slots.
+// The arena with the slots of all simulated devices.
 PinnedArena& simulated_arena();
 
 // The backend (logged; see LoggingBackend) of the device that the memory at `data` belongs to, or null.
@@ -116,13 +116,13 @@ const Backend* simulated_backend_for(const void* data);
 const Backend& simulated_backend(int device_index);
 SimBackend& simulated_device(int device_index);
 
-// What simulated_register answers from here on; empty: it registers.
+// The refusal that simulated_register answers from here on; empty: it registers.
 void refuse_registration(std::string why);
 
 // True: simulated devices code the dtypes that CUDA devices code, and as those do.
 void code_as_on_cuda(bool as_on_cuda);
 
-// What prepare() of simulated devices finds in its way from here on; empty: nothing.
+// The obstacle that prepare() of simulated devices finds from here on; empty: none.
 void refuse_coding(std::string why);
 
 // While codes are held up, prepare() of simulated devices does not get ready; else it is ready at once.

@@ -30,7 +30,7 @@ void SimWorld::begin_call() {
   if (options_.mode == SimMode::Seeded) run_some();
 }
 
-// The call has been carried out, so that what follows sees a consistent world, whoever swallows the error.
+// The call has been carried out, so later calls see a consistent world, whoever swallows the error.
 void SimWorld::end_call() {
   if (races_thrown_ == races_.size()) return;
   const std::string text = races_[races_thrown_];
@@ -100,8 +100,8 @@ void SimWorld::end_operators() {
   end_call();
 }
 
-// On the packing thread a copy inside the operator is wrong. Another thread cannot know where that operator is, and may
-// copy a storage that both packed, if an earlier pack of it was written and waited for.
+// On the packing thread a copy inside the operator is wrong. Another thread cannot know how far that operator is, and
+// may copy a storage that both packed, if an earlier pack of it was written and waited for.
 void SimWorld::check_no_open_operator(Stream& stream, const Span& span) {
   for (const PendingWrite& write : pending_) {
     if (!overlap(write.span, span)) continue;
@@ -132,7 +132,7 @@ void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
   if (running_) {
     Stream& host = streams_[*disk_threads_];
     access(host, is_out ? AccessKind::SpillReads : AccessKind::FetchWrites, MemoryOwner::Slot, address, nbytes);
-    host_clock_.join(host.clock);  // what the host enqueues from now on comes after it
+    host_clock_.join(host.clock);  // commands that the host enqueues from now on come after it
   }
   end_call();
 }
@@ -183,7 +183,8 @@ void SimWorld::free(void* address) noexcept {
   std::erase_if(pending_,
                 [&](const PendingWrite& write) REQUIRES(mutex_) { return overlap(write.span, block->span()); });
 
-  // The pool hands the memory out after what the allocating stream has enqueued, and after the streams it was told of.
+  // The pool hands the memory out after the commands of the allocating stream so far, and after the streams it was told
+  // of.
   Stream& allocating = stream(block->stream);
   VectorClock clock = allocating.clock;
   clock.join(host_clock_);

@@ -60,7 +60,7 @@ bool is_read(AccessKind kind) {
          kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads || kind == AccessKind::SpillReads;
 }
 
-// Does it read what operators have made, for the sake of a record?
+// Does it read the results of operators, for the sake of a record?
 bool reads_source(AccessKind kind) { return kind == AccessKind::CopyOutReads || kind == AccessKind::EncodeReads; }
 
 bool happened_before(const Access& access, const VectorClock& clock) { return access.step <= clock.at(access.stream); }
@@ -95,7 +95,7 @@ const Access* find_racing(const std::vector<Access>& accesses, const Access& lat
   return nullptr;
 }
 
-// Whoever is ordered after `later` is ordered after `earlier` too, and no rule asks for `earlier` itself.
+// An access that is ordered after `later` is ordered after `earlier` too, and no rule asks for `earlier` itself.
 bool is_superseded(const Access& earlier, const Access& later, const VectorClock& clock) {
   if (!happened_before(earlier, clock)) return false;
   const bool same_stream = earlier.kind == later.kind && earlier.stream == later.stream;

@@ -1,9 +1,9 @@
-// AccessMap: who touched which bytes of the simulated device, and whether one access happens before another.
+// AccessMap: the accesses to the simulated device's bytes, and whether one of them happens before another.
 // Ownership:     values only; addresses are numbers, nothing is read through them.
 // Thread safety: none; SimWorld locks.
 // Stream order:  none of its own: an access is ordered after another if the clock that it comes with says so.
-// Invariants:    two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] lets be.
-// Not handled:   bytes that an operator touches beyond what the engine saw of them.
+// Invariants:    two accesses of one segment are both reads, or ordered, or a pair that Note [Operator writes] allows.
+// Not handled:   bytes that an operator touches beyond those that the engine saw.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ class VectorClock {
 
 enum class AccessKind : uint8_t {
   MemoryAllocated,
-  OperatorWrites,  // of what was packed, perhaps; see Note [Operator writes]
-  Fill,            // of what the test says, for certain; it may be an operator's that packs it
+  OperatorWrites,  // of the packed bytes, perhaps; see Note [Operator writes]
+  Fill,            // of the bytes that the test names, for certain; the operator that packs them may do it
   CopyOutReads,
   CopyOutWrites,
   CopyInReads,
@@ -45,8 +45,8 @@ enum class AccessKind : uint8_t {
   MemoryFreed,
 };
 
-// Whose memory it is: a tensor's that came from the allocator, the engine's own (for a reload, or for coded bytes), or
-// a slot's.
+// The owner of memory: a tensor that came from the allocator, the engine itself (for a reload, or for coded bytes), or
+// a slot.
 enum class MemoryOwner : uint8_t { Source, Buffer, Slot };
 
 struct Access {
@@ -66,13 +66,13 @@ struct Race {
 
 // Note [Operator writes]
 // An operator that saves a tensor may still be filling it, or may only read it: a pack cannot tell. So each pack counts
-// as a write for what the engine does with the bytes (copy out, free), and as nothing for what other operators do: two
-// packs, or a pack and an earlier record's copy or unpack, race only if the user's own program does. One storage may be
-// packed by several threads and on several streams; a copy out belongs to one of these packs, and must be ordered after
-// one of them. Packs of one thread on one stream follow each other, and the last stands for all.
+// as a write against the engine's accesses to the bytes (copy out, free), and as nothing against those of other
+// operators: two packs, or a pack and an earlier record's copy or unpack, race only if the user's own program does. One
+// storage may be packed by several threads and on several streams; a copy out belongs to one of these packs, and must
+// be ordered after one of them. Packs of one thread on one stream follow each other, and the last stands for all.
 class AccessMap {
  public:
-  // Adds an access that has happened after what `clock` knows; reports the first earlier one that it is not ordered
+  // Adds an access that has happened after all that `clock` knows; reports the first earlier one that it is not ordered
   // after.
   std::optional<Race> add(const Span& span, const Access& access, const VectorClock& clock);
 

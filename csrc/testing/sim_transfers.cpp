@@ -48,7 +48,7 @@ void SimTransfers::wait(Mutex& mutex, CondVar& changed, const std::function<bool
     if (const auto next = take(0)) {
       const MutexUnlock unlocked(mutex);
       run_(*next);
-    } else {  // another thread runs what this one waits for
+    } else {  // another thread runs the transfer that this one waits for
       changed.wait_until(mutex, std::chrono::steady_clock::now() + std::chrono::seconds(1));
     }
   }

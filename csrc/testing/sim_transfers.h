@@ -42,7 +42,7 @@ class SimTransfers final : public TransferQueue {
   std::deque<SlotTransfer> queue_ GUARDED_BY(mutex_);
 };
 
-// While true, transfers run only where a caller waits for one, whatever the mode is.
+// While true, transfers run only if a caller waits for one, whatever the mode is.
 void set_transfers_wait(bool wait);
 
 // While true, stores that are made have threads, as they have on a GPU, and run their transfers when they come to it.

@@ -315,7 +315,7 @@ void SimWorld::synchronize(Point point) {
   end_call();
 }
 
-// A compute_stream runs at once, and so does what it waits for; the other two queue.
+// A compute_stream runs at once, and so does the work that it waits for; the other two queue.
 void SimWorld::enqueue(Stream& stream, const Command& command) {
   stream.queue.push_back(command);
   if (stream.role == StreamRole::Compute || options_.mode == SimMode::Early || !running_) {
@@ -335,7 +335,7 @@ void SimWorld::run(Stream& stream, uint64_t command_count) {
 void SimWorld::carry_out(const Command& command) {
   const CodedPiece& piece = command.piece;
   switch (command.kind) {
-    case Command::Kind::Wait:  // what it waits for was enqueued before it, so this ends
+    case Command::Kind::Wait:  // the awaited work was enqueued before it, so this ends
       return run_to(command.point);
     case Command::Kind::Encode:
       return codec::encode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);

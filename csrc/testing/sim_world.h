@@ -1,14 +1,14 @@
 // SimWorld: simulated devices made of CPU memory: their streams, their copies, and a check of every access.
 //
-// Operators run on the host, when they are called: that is a compute_stream of the simulated device. Copies wait in the
-// queues of offload_stream and reload_stream and run when the mode says so. Whether two accesses are ordered is decided
-// when they are enqueued, by vector clocks over what was declared (record, wait, synchronize), and so does not depend
-// on the mode, the machine or luck. The mode decides which bytes a copy sees.
+// Operators run on the host, when they are called: so they stand for a compute_stream of the simulated device. Copies
+// wait in the queues of offload_stream and reload_stream and run when the mode says so. Whether two accesses are
+// ordered is decided when they are enqueued, by vector clocks over the declared order (record, wait, synchronize), and
+// so does not depend on the mode, the machine or luck. The mode decides which bytes a copy sees.
 //
-// Ownership:     one world for the process, running or at rest; SimBackend and SimAllocator are its faces.
+// Ownership:     one world for the process, running or at rest; SimBackend and SimAllocator give access to it.
 // Thread safety: every method, any thread, with or without the GIL. One leaf mutex: no Python runs and no tensor dies
 //                under it. current_stream() and current_device() are the calling thread's own.
-// Stream order:  see wait(): what a compute_stream waits for has run when the call returns.
+// Stream order:  see wait(): the work that a compute_stream waits for has run when the call returns.
 // Shutdown:      never destroyed: blocks outlive their simulation, and every static object.
 // Not handled:   bytes that pass between operators; the user's own streams need the user's own waits.
 #pragma once
@@ -54,7 +54,7 @@ class SimWorld {
   static SimWorld& instance();
 
   void start(const SimOptions& options);
-  // Runs what is still queued and gives the pools back. Blocks alive stay valid, and belong to no device.
+  // Runs the commands that are still queued and gives the pools back. Blocks alive stay valid, and belong to no device.
   void stop();
   bool is_running() const;
   int device_count() const;
@@ -86,9 +86,9 @@ class SimWorld {
   void synchronize(Point point);
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
-  // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for what comes before.
+  // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for earlier work.
   void saw_transfer(bool is_out, const void* address, uint64_t nbytes);
-  // The calling thread is inside no operator: what it packed has been written.
+  // The calling thread is inside no operator: its packed bytes have been written.
   void end_operators();
 
   // Memory. allocate: on the current stream of `device`.
@@ -98,7 +98,7 @@ class SimWorld {
   // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
   std::pair<uint64_t, StreamId> origin_of(const void* address);
   void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
-  // Something that the engine does not see writes there, on `stream`.
+  // A write to this memory that the engine does not see, on `stream`.
   void fill(const void* address, uint64_t nbytes, StreamId stream);
   // Host memory goes back to the system: every access must have happened before the host.
   void register_host_memory(void* address, uint64_t nbytes);
