@@ -1,4 +1,4 @@
-"""``python -m torchoffload.estimate`` prints what a training step takes on a card, and which way to run it."""
+"""``python -m torchoffload.estimate`` prints a training step's memory and time on a card, and which way to run it."""
 
 import sys
 

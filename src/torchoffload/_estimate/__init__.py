@@ -1,1 +1,1 @@
-"""What a training step takes in memory and time, without a device: a dry run of forward and backward."""
+"""The memory and time of a training step, without a device: a dry run of forward and backward."""

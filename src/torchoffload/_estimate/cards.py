@@ -1,4 +1,4 @@
-"""Cards: what a GPU computes and moves in a second, by its data sheet."""
+"""Cards: the rates of a GPU's computation, memory and link, by its data sheet."""
 
 import difflib
 import re
@@ -38,7 +38,7 @@ class Card:
     is_measured : bool, default False
         Whether steps on it were measured and compared with estimates.
     source : str, default "the caller"
-        Where the figures are from.
+        The source of the figures.
     """
 
     name: str
@@ -75,7 +75,7 @@ def _card(
     )  # fmt: skip
 
 
-# Dense rates with float32 accumulation. The memory is what torch.cuda.get_device_properties reports, with ECC where the
+# Dense rates with float32 accumulation. The memory is the figure of torch.cuda.get_device_properties, with ECC if the
 # card has it on by default.
 CARDS = (
     _card("RTX 3090", 71.0, 35.6, 35.6, 23.7, 936, _PCIE_4,
@@ -105,7 +105,7 @@ _ALIASES = {"a100": "A100 80GB", "h100": "H100 SXM", "rtx6000ada": "RTX 6000 Ada
 
 
 def _plain(name: str) -> str:
-    """Return a name without what people write differently."""
+    """Return a name without the parts that people write differently."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in ("nvidia", "geforce", "tesla"):
         letters = letters.replace(word, "")

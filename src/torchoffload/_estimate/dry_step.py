@@ -1,4 +1,4 @@
-"""A dry step: forward and backward of a copy of a model without memory, which shows what each moment would hold.
+"""A dry step: forward and backward of a copy of a model without memory, which shows the bytes held at each moment.
 
 As in the dry run by which ``fit`` chooses blocks, tensors are fake, and nothing of the run is left. They are on the
 CPU, so no GPU is needed, but the operators are those that a GPU would run.
@@ -32,7 +32,7 @@ _GRANULE = 512  # the allocator of CUDA rounds sizes up to this
 
 
 class Blocks(Enum):
-    """What the blocks of a step do."""
+    """The treatment of the blocks in a step."""
 
     PLAIN = "as they are"
     CHECKPOINTED = "each in a checkpoint"
@@ -46,9 +46,9 @@ class Setting:
     Attributes
     ----------
     dtype : torch.dtype or None
-        What the floating-point parameters, buffers and inputs are taken to be; None: as they are.
+        The dtype assumed for floating-point parameters, buffers and inputs; None: their own.
     autocast : torch.dtype or None
-        What forward runs under autocast to, if it does.
+        The dtype of the autocast around forward, if there is one.
     loss : callable or None
         From the output of the model to the loss.
     keeps_gradients : bool
@@ -71,9 +71,9 @@ class Operator:
     Attributes
     ----------
     operator : OpOverload
-        What was called.
+        The operator.
     cost : Cost
-        What it computes.
+        The cost of the call.
     is_backward : bool
         Whether it ran in backward.
     call : ModuleCall or int or None
@@ -115,7 +115,7 @@ class Moment:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What a dry step showed. All storages are numbers, and all sizes are bytes.
+    """The result of a dry step. All storages are numbers, and all sizes are bytes.
 
     Attributes
     ----------
@@ -128,19 +128,19 @@ class Trace:
     state : frozenset of int
         The storages of parameters and buffers.
     saved : set of int
-        What autograd saved in forward, without parameters and buffers.
+        The storages that autograd saved in forward, without parameters and buffers.
     weights_bytes, gradients_bytes : int
         Parameters and buffers; the gradients that backward has made.
     loss_bytes, peak_bytes : int
-        What is there as backward begins, and the most at any time.
+        The bytes held as backward begins, and the most at any time.
     between_bytes : int
         The most between the forward of the last block and the backward of the first that has one.
     guess_count : int
         How often forward asked for a number that only data would tell.
     tree : CallTree
-        The calls of all modules, by name, and what they save.
+        The calls of all modules, by name, with their saved storages.
     notes : list of str
-        What was assumed.
+        The assumptions made.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -234,7 +234,7 @@ class _Moved(NamedTuple):
     requires_grad: bool
 
     def again(self) -> torch.Tensor:
-        source = torch.empty(0, requires_grad=self.requires_grad)  # so that it is no leaf, as what it stands for
+        source = torch.empty(0, requires_grad=self.requires_grad)  # no leaf, as the tensor it stands for
         return _Reload.apply(source, self.size, self.stride, self.dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -353,8 +353,8 @@ class _Run:
         fresh = [(args, kwargs)]
         kept = _Inputs((args, kwargs), self._state, moves=self._blocks is Blocks.MOVED)
 
-        # The inputs are no arguments of the checkpoint: these would come back as different tensors where they were the
-        # same, and modules ask for that, such as nn.MultiheadAttention.
+        # The inputs are no arguments of the checkpoint: if one tensor is given twice, two would come back, and modules
+        # such as nn.MultiheadAttention ask whether they are the same.
         def run() -> Any:
             if not fresh:
                 self._begin_backward_of(number)
@@ -461,7 +461,7 @@ def dry_step(
     blocks: Sequence[str] = (),
     do: Blocks = Blocks.PLAIN,
 ) -> Trace:
-    """Return what a step of a model takes, moment by moment.
+    """Return the memory and the operators of a model's step, moment by moment.
 
     Parameters
     ----------
@@ -474,7 +474,7 @@ def dry_step(
     blocks : sequence of str
         The names of the blocks.
     do : Blocks
-        What the blocks do.
+        The treatment of the blocks.
 
     Raises
     ------
@@ -506,7 +506,7 @@ def _run(
     do: Blocks,
     modes: list["weakref.ref[DryMode]"],
 ) -> Trace | str:
-    """Return what a step takes, or why that cannot be told: an exception would hold the tensors of the run."""
+    """Return the trace of a step, or why there is none: an exception would hold the tensors of the run."""
     try:
         copy = FakeCopy(model, (args, kwargs), _maker(setting))
         modes.append(weakref.ref(copy.mode))

@@ -1,4 +1,4 @@
-"""``estimate``: what a training step would take in memory and time, and which way to run it."""
+"""``estimate``: the memory and time that a training step would take, and which way to run it."""
 
 import difflib
 import inspect
@@ -30,12 +30,12 @@ __all__ = ["Traces", "estimate", "room_of", "tell", "traces_of"]
 
 _GIB = 1 << 30
 _CONTEXT_BYTES = 600 << 20
-"""What a CUDA context and the workspaces of cuBLAS take of a card."""
+"""The memory of a CUDA context and of the workspaces of cuBLAS on a card."""
 _RESERVED = 1.1
-"""A step fits if so many times what it allocates is there, since the allocator reserves more: 1.0 to 1.43 times as much
-were measured."""
+"""A step fits if so many times its allocated bytes are there, since the allocator reserves more: 1.0 to 1.43 times as
+much were measured."""
 _RESERVED_BY_FIT = 1.04
-"""The same of plans, which fit makes for what is reserved, with expandable segments."""
+"""The same of plans, which fit makes for the reserved bytes, with expandable segments."""
 _HARDLY_LONGER = 1.03
 """A way of fewer parts is advised if it takes at most so many times as long as fit."""
 _RANGE, _ROUGH_RANGE = (0.85, 1.4), (0.65, 1.8)
@@ -63,7 +63,7 @@ def estimate(
     limit_s: float = 300.0,
     **more_inputs: Any,
 ) -> Estimate:
-    """Estimate what a training step takes in memory and time on a card, and which way to run it.
+    """Estimate the memory and time of a training step on a card, and which way to run it.
 
     Forward and backward of a copy of the model run on the CPU with tensors that have no memory. No GPU is needed, and
     the model and its inputs may be on the meta device. The model stays as it is: parameters, gradients, buffers,
@@ -85,15 +85,15 @@ def estimate(
     loss : callable, optional
         From the output of the model to a tensor of one element. Default: the ``loss`` of the output, else its sum.
     dtype : torch.dtype or str, optional
-        What floating-point parameters, buffers and inputs are taken to be. Default: as they are.
+        The dtype assumed for floating-point parameters, buffers and inputs. Default: their own.
     autocast : torch.dtype or str, optional
         The dtype that forward runs under autocast to. Default: no autocast. One inside of the model's own forward
         counts if it is for the device type of the inputs, here "cpu".
     memory : int, float, str, optional
-        What the step may take: bytes, a text such as ``"20GiB"``, or a fraction of the card's memory. Default: the
+        The memory for the step: bytes, a text such as ``"20GiB"``, or a fraction of the card's memory. Default: the
         card's memory without 0.6 GiB for a CUDA context.
     host_memory : int or str, default "64GiB"
-        What may move to host memory at most. torchoffload takes 0.8 of what a machine has left unless told otherwise.
+        The most that may move to host memory. torchoffload takes 0.8 of a machine's free memory unless told otherwise.
     blocks : selector or sequence of selectors, optional
         The blocks, as ``fit`` takes them. Default: as ``fit`` chooses them.
     keep_gradients : bool, default False
@@ -109,9 +109,9 @@ def estimate(
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong; the message says what is right.
+        An argument is wrong; the message names the right ones.
     RuntimeError
-        The model cannot run without data; the message says why, and what to do.
+        The model cannot run without data; the message says why, and names a remedy.
 
     Examples
     --------
@@ -207,7 +207,7 @@ class Traces:
     trained : list of Tensor
         Tensors like the parameters that are trained, on the meta device.
     notes : tuple of str
-        What was assumed.
+        The assumptions made.
     dry_run_s : float
         How long it took, in seconds.
     """
@@ -277,7 +277,7 @@ def _blocks(model: nn.Module, wanted: Selector | Sequence[Selector] | None, plai
 
 
 def tell(traces: Traces, card: Card, optimizer: Optimizer, memory_bytes: int, host_bytes: int) -> Estimate:
-    """Return what a step takes on a card."""
+    """Return the estimate of a step on a card."""
     return _Telling(card, optimizer, memory_bytes, host_bytes, traces).tell()
 
 
@@ -352,7 +352,7 @@ class _Telling:
         )
 
     def _told(self, step_bytes: int, seconds: float, host_bytes: int = 0) -> StepEstimate:
-        """Return what a step takes, by the most that forward and backward take without the optimizer's states."""
+        """Return the estimate from the most that forward and backward take without the optimizer's states."""
         step_ms = 1e3 * seconds
         return StepEstimate(
             peak_bytes=max(step_bytes + self._state_bytes, self._other_bytes),
@@ -363,7 +363,7 @@ class _Telling:
         )
 
     def _plan(self, plan: StepPlan, step: Step) -> StepEstimate:
-        # The step that is planned for counts a block's own values twice where nothing of it moves or is computed again.
+        # The planner's step counts a block's own values twice if nothing of the block moves or is computed again.
         peak_bytes = min(step.peak_bytes(plan), self._traces.plain.peak_bytes)
         return self._told(peak_bytes, plan.step_s, plan.moved_bytes)
 

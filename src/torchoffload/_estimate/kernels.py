@@ -1,7 +1,7 @@
-"""The operators that a GPU would run, for fake tensors on the CPU, where PyTorch chooses others.
+"""The operators that a GPU would run, for fake tensors on the CPU, for which PyTorch chooses others.
 
-They differ in what they save: attention by flash and by efficient kernels, dropout with a mask of one byte, and the
-lists of autocast.
+They differ in the tensors that they save: attention by flash and by efficient kernels, dropout with a mask of one byte,
+and the lists of autocast.
 """
 
 import contextlib
@@ -110,8 +110,8 @@ def _in_float32(value: Any) -> Any:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
-    """Have attention, dropout and autocast do on this thread what they do on a GPU."""
-    # Also from inside of torch.nn.functional, where a mode for functions is off, as in multi_head_attention_forward.
+    """Have attention, dropout and autocast work on this thread as they do on a GPU."""
+    # Also from inside of torch.nn.functional, which switches function modes off, as in multi_head_attention_forward.
     thread = threading.get_ident()
     before = functional.scaled_dot_product_attention, functional.dropout
 

@@ -1,6 +1,6 @@
 """Operators of a step: how many operations each of them computes, and how many bytes it reads and writes.
 
-Operations are counted by formulas of our own where those of ``torch.utils.flop_counter`` (2.9 to 2.15) are not right:
+Operations are counted by formulas of our own if those of ``torch.utils.flop_counter`` (2.9 to 2.15) are not right:
 its formula of ``convolution_backward`` ignores groups, the one of attention knows neither causal masks nor grouped
 queries, and ``_grouped_mm`` has none.
 """
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call of an operator computes.
+    """The cost of one call of an operator.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Cost:
     length : int
         How many keys attention has; 0 for the others.
     dtype : torch.dtype
-        What it computes in.
+        The dtype in which it computes.
     """
 
     kind: str
@@ -60,7 +60,7 @@ def cost_of(
     made: list[torch.Tensor],
     written: list[torch.Tensor],
 ) -> Cost:
-    """Return what a call of an operator costs.
+    """Return the cost of a call of an operator.
 
     Parameters
     ----------

@@ -11,14 +11,14 @@ __all__ = ["OPTIMIZERS", "Optimizer", "find_optimizer"]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps.
+    """The memory of an optimizer.
 
     Attributes
     ----------
     states : int
         How many tensors it keeps of the parameter's size and dtype.
     bytes_each : float
-        What it keeps besides, in bytes for each number of the parameter.
+        The bytes that it keeps besides for each number of the parameter.
     is_factored : bool
         Whether it keeps one row and one column of float32 in place of a matrix.
     scratch : int

@@ -26,7 +26,7 @@ _ON_SCRATCH = (_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten.cu
 
 
 def seconds_of_step(trace: Trace, card: Card) -> float:
-    """Return how long a step takes: as long as the device, or as the host takes to tell it what to do."""
+    """Return how long a step takes: as long as the device, or as the host takes to launch its operators."""
     return max(sum(seconds_of(each.cost, card) for each in trace.operators), HOST_S * len(trace.operators))
 
 
@@ -42,7 +42,7 @@ def step_of(plain: Trace, moved: Trace, card: Card, *, other_bytes: int, host_by
     other_bytes : int
         The most on the device outside of forward and backward.
     host_bytes : int
-        What host memory has room for.
+        The room in host memory.
     """
     device_s = sum(seconds_of(each.cost, card) for each in plain.operators)
     pace = seconds_of_step(plain, card) / device_s if device_s else 1.0
@@ -98,7 +98,7 @@ def step_of(plain: Trace, moved: Trace, card: Card, *, other_bytes: int, host_by
 
 
 def _place(operator: Operator, begun: set[int], count: int) -> int:
-    """Return where an operator outside of blocks counts: before them, between their passes, or behind them."""
+    """Return the part of the step in which an operator outside of blocks counts: before, between or behind them."""
     if not operator.is_backward:
         return 1 if count - 1 in begun else 0
     return 2 if any(each < 0 for each in begun) else 1
@@ -113,7 +113,7 @@ def without_recomputation(step: Step) -> Step:
 def _record(
     operators: Sequence[Operator], call: Moment, trace: Trace, seconds: Callable[[Operator], float]
 ) -> BlockRecord:
-    """Return what a call of a block did as ``fit`` would record it. Storages are numbered anew, as they are seen."""
+    """Return the record that ``fit`` would make of a block's call. Storages are numbered anew, as they are seen."""
     numbers: dict[int, int] = {}
 
     def new(storages: frozenset[int] | set[int]) -> frozenset[int]:

@@ -14,9 +14,9 @@ from torchoffload._estimate.operators import Cost
 __all__ = ["HOST_S", "seconds_of"]
 
 HOST_S = 2.5e-5
-"""What the host takes for an operator of an eager step: a step cannot take less than this for all of them.
+"""The host's time for an operator of an eager step: a step cannot take less than this for all of them.
 
-61 ms for 2,093 operators of A with one sequence of 1024 tokens, where the device waits for the host
+61 ms for 2,093 operators of A with one sequence of 1024 tokens, a step whose device waits for the host
 (benchmarks/results/2026-11-21-h200-hooks-in-step-short.json).
 """
 

@@ -14,7 +14,7 @@ Advice = Literal["plain", "move", "checkpoint", "fit", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """What a step takes in one way.
+    """The memory and time of a step in one way.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class StepEstimate:
     low_ms, high_ms : float
         The range in which that is expected to be.
     host_bytes : int
-        What moves to host memory.
+        The bytes that move to host memory.
     """
 
     peak_bytes: int
@@ -37,21 +37,21 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training step takes in memory and time, and which way to run it.
+    """The memory and time of a training step, and which way to run it.
 
-    ``str()`` is a table of it. Bytes are those that PyTorch's allocator hands out: what it reserves is 1.0 to 1.4 times
-    as much, by model.
+    ``str()`` is a table of it. Bytes are those that PyTorch's allocator hands out: it reserves 1.0 to 1.4 times as
+    much, depending on the model.
 
     Attributes
     ----------
     card : Card
         The card.
     memory_bytes : int
-        The memory that the step may take: the budget that was given, or what the card has beside a CUDA context.
+        The memory that the step may take: the budget that was given, or the card's memory beside a CUDA context.
     weights_bytes, gradients_bytes, optimizer_bytes : int
-        Parameters and buffers; the gradients of those that are trained; what the optimizer keeps.
+        Parameters and buffers; the gradients of those that are trained; the optimizer's states.
     saved_bytes : int
-        What autograd saves in forward, without parameters and buffers, each storage once.
+        The bytes that autograd saves in forward, without parameters and buffers, each storage once.
     plain : StepEstimate
         The step as it is.
     moved : StepEstimate or None
@@ -70,8 +70,8 @@ class Estimate:
     link_ms_per_gib : float
         How long a GiB takes over the link, out and back.
     free_bytes : int
-        What can move beside the computation at no cost: what the link carries in forward or in backward, whichever is
-        shorter.
+        The bytes that can move beside the computation at no cost: those that the link carries in forward or in
+        backward, whichever is shorter.
     way : str
         Which way to use: ``"plain"``, ``"move"``, ``"checkpoint"``, ``"fit"``, or ``"none"`` of them.
     why : str
@@ -83,7 +83,7 @@ class Estimate:
     dry_run_s : float
         How long the estimate took, in seconds.
     notes : tuple of str
-        What was assumed.
+        The assumptions made.
     """
 
     card: Card

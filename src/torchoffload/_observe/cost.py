@@ -9,7 +9,7 @@ _LEAST_BYTES = 64 << 20  # of a step that saves less, times for a GiB would say 
 
 
 class CostOfGib(NamedTuple):
-    """What a GiB costs in one step, as measured.
+    """The measured cost of a GiB in one step.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class CostOfGib(NamedTuple):
 
 
 def cost_line(cost: CostOfGib, *, is_fitted: bool = False) -> str:
-    """Return a sentence on what a GiB costs, and on what to do; a fitted model needs no advice."""
+    """Return a sentence on the cost of a GiB, with advice; a fitted model needs none."""
     computing_ms, link_ms = 1e3 * cost.computing_s, 1e3 * cost.link_s
     text = (
         f"The step computes {computing_ms:.0f} ms for each GiB that it saves, and the link takes {link_ms:.0f} ms "

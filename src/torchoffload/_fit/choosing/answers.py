@@ -16,7 +16,7 @@ __all__ = ["Answers", "Stop"]
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index)
 _MASKS = (torch.bool, torch.uint8)
-_ANY_INT = 1  # what an integer is taken for that only the data would tell
+_ANY_INT = 1  # stands for an integer that only the data would tell
 
 
 class Stop(BaseException):
@@ -55,7 +55,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":  # it asks for a property of a tensor, where C++ takes no exception
+        if func.namespace == "prim":  # it asks for a property of a tensor, and C++ takes no exception
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self._end:
             raise Stop(f"it took more than {self._limit_s:g} s")

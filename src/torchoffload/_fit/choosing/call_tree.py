@@ -16,7 +16,7 @@ class ModuleCall:
     Attributes
     ----------
     module : hashable or None
-        The module; None for what calls the model.
+        The module; None for the caller of the model.
     begin, end : int
         How many saves there had been when the call began and when it ended.
     calls : list of ModuleCall
@@ -46,7 +46,7 @@ class CallTree:
     Attributes
     ----------
     root : ModuleCall
-        The call of the model, or what called parts of it.
+        The call of the model, or the caller of parts of it.
     saves : list of int
         The storage of each saved tensor, in the order of the saves, without parameters and buffers. A storage stands
         here once for each time that it is saved.

@@ -4,7 +4,7 @@ A step needs the least memory if each block is computed again when its backward 
 
 - the inputs of the blocks, as far as they stay there,
 - the storages that are saved outside of all blocks, from the moment of their save on,
-- and the storages of one block at a time, with what its operators work on.
+- and the storages of one block at a time, with the tensors that its operators work on.
 
 Large blocks have few inputs and much inside; small blocks the other way round. So every size of block that makes a
 difference is tried, and the rule is
@@ -41,7 +41,7 @@ class Choice:
     modules : tuple
         The blocks, in the order of their first calls.
     least_bytes : int
-        The least memory of a step with these blocks, without what every step takes.
+        The least memory of a step with these blocks, without the memory that every step takes.
     call_count : int
         How many calls of blocks the step has.
     """
@@ -52,7 +52,7 @@ class Choice:
 
 
 def choose_blocks(tree: CallTree, *, share_that_stays: float, also: Iterable[Collection[Hashable]] = ()) -> Choice:
-    """Return the blocks of a model by what one forward of it saved.
+    """Return the blocks of a model by the tensors that one forward of it saved.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def choose_blocks(tree: CallTree, *, share_that_stays: float, also: Iterable[Col
         The share of the blocks' inputs that stays on the device: 1 if nothing may move, else ``SHARE_THAT_STAYS``.
     also : iterable of collections of modules
         Other sets of blocks that are compared. A window may divide the largest of several like modules and take the
-        containers of the smaller ones whole, where all of them as they are would need less.
+        containers of the smaller ones whole, though all of them as they are would need less.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def choose_blocks(tree: CallTree, *, share_that_stays: float, also: Iterable[Col
 
 
 def with_blocks(tree: CallTree, modules: Collection[Hashable], *, share_that_stays: float) -> Choice:
-    """Return what these blocks would need, for comparison."""
+    """Return the least memory with these blocks, for comparison."""
     return _Rule(tree, share_that_stays).least(modules)
 
 
@@ -91,7 +91,7 @@ class _Rule:
         self._note(tree.root)
 
     def _note(self, call: ModuleCall) -> tuple[int, int]:
-        """Note what a call needs. Return its largest operator, in bytes, and the number of its operators."""
+        """Note the memory that a call needs. Return its largest operator, in bytes, and its number of operators."""
         work, count = call.work_bytes, call.operator_count
         for inner in call.calls:
             inner_work, inner_count = self._note(inner)
@@ -148,12 +148,12 @@ class _Rule:
         return fits or module not in self._callers
 
     def least(self, modules: Collection[Hashable]) -> Choice:
-        """Return what a step needs with these blocks."""
+        """Return the least memory of a step with these blocks."""
         blocks, outside = self._divided(frozenset(modules))
         return Choice(tuple(modules), self._least_bytes(blocks, outside), len(blocks))
 
     def _divided(self, modules: frozenset[Hashable]) -> tuple[list[ModuleCall], list[int]]:
-        """Return the calls of the blocks that save something, and what is saved outside of them, in order."""
+        """Return the calls of the blocks that save something, and the storages saved outside of them, in order."""
         blocks: list[ModuleCall] = []
         outside: set[int] = set()
         waiting = [self._tree.root]
@@ -168,7 +168,7 @@ class _Rule:
         return blocks, sorted(outside, key=self._order.__getitem__)
 
     def _saved_by_itself(self, call: ModuleCall) -> set[int]:
-        """Return what is saved in a call and in none of the calls that it makes."""
+        """Return the storages saved in a call and in none of the calls that it makes."""
         saved: set[int] = set()
         begin = call.begin
         for inner in call.calls:
@@ -180,12 +180,12 @@ class _Rule:
     def _least_bytes(self, blocks: Iterable[ModuleCall], outside: list[int]) -> int:
         """Return the most memory of a backward in which each block is computed again, and of the moment before it.
 
-        Blocks come in the order of their ends, so what stays at each of them is what stayed at the one before, and
-        some more.
+        Blocks come in the order of their ends, so the storages that stayed at one block stay at the next, with some
+        more.
         """
         nbytes = self._tree.nbytes
         staying: set[int] = set()  # saved outside of blocks until now
-        inputs: set[int] = set()  # of blocks until now, without what is in the other set
+        inputs: set[int] = set()  # of blocks until now, without those in the other set
         staying_bytes = input_bytes = most = 0
         coming = iter(outside)
         following = next(coming, None)

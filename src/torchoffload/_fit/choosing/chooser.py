@@ -1,10 +1,11 @@
 """When the blocks of a model are chosen, and from which numbers.
 
-The blocks have to be known before the first step, which would not fit otherwise, and what a call saves is known behind
-it. So a dry run tells before the first call. It is right for nearly all models, costs a second or less, and takes no
-memory. If it fails, or if the survey shows that calls save something else, a scouting call tells: a real one, in which
-all that is saved moves. If that is impossible, since nothing may move, or since ranks plan together and must not
-choose from numbers of their own, the innermost repeated modules are the blocks: they need little memory in any case.
+The blocks have to be known before the first step, which would not fit otherwise, but the saved bytes of a call are
+known only after it. So a dry run counts them before the first call. It is right for nearly all models, costs a second
+or less, and takes no memory. If it fails, or if the survey shows that calls save other bytes, a scouting call counts
+them: a real one, in which all saved tensors move. If that is impossible, since nothing may move, or since ranks plan
+together and must not choose from numbers of their own, the innermost repeated modules are the blocks: they need little
+memory in any case.
 """
 
 import enum
@@ -37,7 +38,7 @@ _MOST_TRIES = 4
 
 
 class _Fitted(Protocol):
-    """What is used here of the driver of a model."""
+    """The part of a model's driver that is used here."""
 
     called: CalledBlocks
     saved_bytes: list[int]
@@ -106,7 +107,7 @@ class Chooser:
         Parameters
         ----------
         driver : Driver
-            What is told of the blocks.
+            The driver, which takes the chosen blocks.
         called : nn.Module
             The module that is called: the model, or one inside of it.
         args, kwargs : tuple, dict
@@ -124,7 +125,7 @@ class Chooser:
         if model is None or self._state is _State.KNOWN:
             return False
         if self._state is _State.NEW and called is not model and called in driver.names:
-            # The loop calls the blocks one by one, and what each of them saves tells nothing of the others.
+            # The loop calls the blocks one by one, and the saved bytes of one tell nothing of the others.
             self._state = _State.KNOWN
             driver.notes.append("blocks are chosen by the structure of the model, since they are called one by one")
         elif self._state is _State.NEW:
@@ -140,7 +141,7 @@ class Chooser:
         return True
 
     def has_taken_call(self, driver: _Fitted, *, has_returned: bool) -> bool:
-        """Return whether the call of the model that ends was a scouting call, and choose by what it told then.
+        """Return whether the call of the model that ends was a scouting call; if so, choose by its saved bytes.
 
         If forward has raised, the next call is another scouting call. There are not more than a few.
         """
@@ -189,7 +190,7 @@ class Chooser:
         self._predicted = _most_saved(tree, {each.module for each in chosen})
 
     def _chosen(self, model: nn.Module, tree: CallTree) -> list[Chosen]:
-        """Return the blocks by what a call told, and by structure those among the modules that were not called."""
+        """Return the blocks by a call's tree, and by structure those among the modules that were not called."""
         also = (find_blocks(model), innermost_blocks(model))
         modules = choose_blocks(tree, share_that_stays=self._share_that_stays, also=also).modules
         known = set(model.modules())

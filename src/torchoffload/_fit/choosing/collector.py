@@ -1,4 +1,4 @@
-"""What a forward tells of itself, from call to call of its modules: a ``CallTree``."""
+"""The record of a forward, from call to call of its modules: a ``CallTree``."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _weak: Any = StorageWeakRef  # the class has no annotations
 
 
 def leaves_in(value: object) -> Iterator[Any]:
-    """Yield what is no container in a value: in containers at any depth, and in the attributes of objects.
+    """Yield the objects in a value that are no containers: in containers at any depth, and in attributes of objects.
 
     Modules are not looked into.
     """
@@ -95,7 +95,7 @@ class Collector:
     Parameters
     ----------
     model : nn.Module
-        The model. What its parameters and buffers hold is counted in ``fixed_bytes`` and nowhere else.
+        The model. The bytes of its parameters and buffers count in ``fixed_bytes`` and nowhere else.
     numbers : Numbers, optional
         The numbers of storages. Default: numbers of its own.
     """
@@ -123,7 +123,7 @@ class Collector:
         Parameters
         ----------
         modules : mapping of nn.Module to hashable
-            The modules that are called, and what stands for them in the tree.
+            The modules that are called, and their keys in the tree.
 
         Returns
         -------

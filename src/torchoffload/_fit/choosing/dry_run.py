@@ -1,8 +1,8 @@
-"""A dry run: the forward of a copy of a model without memory, which shows what each call of a module would save.
+"""A dry run: the forward of a copy of a model without memory, which shows the storages each module call would save.
 
 It calls the user's forward once more, and is to leave no trace. So it runs on a copy, without hooks; with warnings off;
 it puts the states of random number generators back; it fills no cache of autocast; and no tensor that it makes stays
-in a cache outside of the model. What remains is what forward does to the world else, such as a line that it prints.
+in a cache outside of the model. Other effects of forward remain, such as a line that it prints.
 """
 
 import weakref
@@ -29,7 +29,7 @@ class DryRunError(Exception):
 
 
 def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) -> CallTree:
-    """Return what a call of a model would save, as a tree of the calls of its modules.
+    """Return the storages that a call of a model would save, as a tree of the calls of its modules.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
 def _run(
     model: nn.Module, args: Any, kwargs: Any, limit_s: float, modes: list["weakref.ref[DryMode]"]
 ) -> CallTree | str:
-    """Return what a call would save, or why that cannot be told: an exception would hold the tensors of the run."""
+    """Return the tree of a call, or why there is none: an exception would hold the tensors of the run."""
     try:
         copy = FakeCopy(model, (args, kwargs))
         modes.append(weakref.ref(copy.mode))

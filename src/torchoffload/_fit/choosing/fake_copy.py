@@ -42,7 +42,7 @@ _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def cannot_be_copied(model: nn.Module) -> str | None:
-    """Return why a forward of a copy of the model would do more than compute, or would not do what the model does."""
+    """Return why a forward of a copy of the model would do more than compute, or would differ from the model's."""
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
         return "hooks on all modules are registered"
     if _get_current_dispatch_mode_stack():
@@ -90,7 +90,7 @@ class _Fakes(TorchFunctionMode):
 class FakeCopy:
     """A copy of a model and of the arguments of a call.
 
-    Hooks are not copied. What was compiled is not: the copy runs what it was made of.
+    Hooks are not copied. Neither is compiled code: the copy runs the code that it was compiled from.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class FakeCopy:
     model, arguments : nn.Module, tuple
         The copies.
     originals : dict of nn.Module to nn.Module
-        For each module of the copy that is called the module of the model that it stands for. What was compiled is one
+        For each module of the copy that is called the module of the model that it stands for. A compiled module is one
         module, whatever modules are inside.
     """
 
@@ -147,7 +147,7 @@ def _like(mode: DryMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _take_compiled_away(module: nn.Module) -> None:
-    """Have a copied module run what was compiled, and not what the compiler made."""
+    """Have a copied module run its original forward, and not the compiled one."""
     forward = module.__dict__.get("forward")
     original = getattr(forward, COMPILED_FROM, None)
     if original is not None and COMPILED not in module._modules:

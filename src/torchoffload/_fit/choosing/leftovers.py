@@ -55,7 +55,7 @@ class Globals:
         return id(space) in self._spaces
 
     def put_back(self, space: dict[str, Any], value: object) -> None:
-        """Put back what variables were that have this value now."""
+        """Put back the former values of variables that have this value now."""
         _, before = self._spaces[id(space)]
         for name in [name for name, each in space.items() if each is value]:
             if name in before:
@@ -82,20 +82,20 @@ def take_out(mode: "weakref.ref[DryMode]", before: Globals) -> None:
     left.has_ended = True
     del left
     _take_out(mode, before)
-    if mode() is not None and gc.get_freeze_count():  # what is frozen is not asked what it refers to
+    if mode() is not None and gc.get_freeze_count():  # get_referrers() misses frozen objects
         gc.unfreeze()
         _take_out(mode, before)
 
 
 def _take_out(mode: "weakref.ref[DryMode]", before: Globals) -> None:
-    # Not isinstance(), which asks objects that stand for others what they are.
+    # Not isinstance(), which asks proxies for the class of their object.
     tensors = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode()]
     while tensors:
         _remove(tensors.pop(), before, [tensors], _MOST_TUPLES)
 
 
 def _remove(value: object, before: Globals, ours: list[object], depth: int) -> None:
-    """Remove a value from what refers to it, and what is made of it: tuples, links of an ``lru_cache``."""
+    """Remove a value from the objects that refer to it, also through tuples and links of an ``lru_cache``."""
     frame = sys._getframe()
     for holder in gc.get_referrers(value):
         if isinstance(holder, FrameType) or holder is frame or any(holder is each for each in ours):
@@ -111,7 +111,7 @@ def _remove(value: object, before: Globals, ours: list[object], depth: int) -> N
 
 
 def _is_of_object(container: Any) -> bool:
-    """Return whether a dict holds the attributes of an object: what they were before is not known."""
+    """Return whether a dict holds the attributes of an object: their former values are not known."""
     return isinstance(container, dict) and any(
         isinstance(each, type) or _attributes(each) is container for each in gc.get_referrers(container)
     )

@@ -30,7 +30,7 @@ def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
 
 
 def computing(module: nn.Module) -> nn.Module:
-    """Return what computes in a wrapper that prepares for backward in its forward, or gathers parameters in it.
+    """Return the module that computes in a wrapper whose forward prepares for backward or gathers parameters.
 
     Such a forward must not be called again in backward.
     """

@@ -18,8 +18,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that ``model`` repeats, and those beside them, in its order; the model if it repeats none.
 
     Repeated are modules of the same class, with modules in them, that stand in one container; or beside each other, if
-    no container has any. A block inside of a block is none. What stands beside them, such as embeddings and the last
-    normalization, may have something to keep or to move as well. A module that is registered twice is there once.
+    no container has any. A block inside of a block is none. The modules beside them, such as embeddings and the
+    last normalization, may have something to keep or to move as well. A module that is registered twice is there once.
     """
     return _with_the_rest(model, set(_outermost(model)))
 

@@ -1,4 +1,4 @@
-"""What a dry run changes outside of the model, put back."""
+"""Changes of a dry run outside of the model, put back."""
 
 import contextlib
 import random
@@ -16,7 +16,7 @@ __all__ = ["undone"]
 
 @contextlib.contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes outside of a model."""
+    """Put back the changes of a forward outside of a model."""
     devices = {each.device for each in [*model.parameters(), *model.buffers()]}
     modules = [(each, torch.get_device_module(each.type)) for each in devices if each.type not in ("cpu", "meta")]
     states = [(each, module, module.get_rng_state(each)) for each, module in modules]

@@ -195,7 +195,7 @@ def describe(fitted: Snapshot) -> str:
 
 
 def _cost_lines(step: Step, stock: StepPlan) -> list[str]:
-    """Return the line on what a GiB costs, if the link was measured."""
+    """Return the line on the cost of a GiB, if the link was measured."""
     if not step.may_move:
         return []
     rates = step.out_bytes_per_s, step.in_bytes_per_s
