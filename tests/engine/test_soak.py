@@ -15,7 +15,7 @@ from places import SUPPORT
 
 SOAK = SUPPORT / "soak.py"
 KINDS = {"after", "inside", "twice", "dropped", "raising", "failing", "micro-batch", "nested"}
-STEPS = "20000" if os.environ.get("TORCHOFFLOAD_TEST_LONG") else "2000"
+STEPS = "20000" if os.environ.get("TORCHOFFLOAD_TEST_LONG") else "1000"
 
 
 def soaked(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
