@@ -76,6 +76,7 @@ OperatorTraits find_traits(const c10::OperatorHandle& op) {
   if (waits) traits.writes.push_back(0);
   if (is_functional) traits.may_draw = false;
   traits.returns_early = is_functional && !waits;
+  traits.communicates = is_functional || name_space == "symm_mem";
   // Those of c10d write to their first argument, which their schemas do not say, and return before they have done so.
   if (name_space == "c10d" || name_space == "fsdp") {
     traits.runs_once = true;

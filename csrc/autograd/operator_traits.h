@@ -21,6 +21,7 @@ struct OperatorTraits {
   bool leaves_uninitialised = false;  // its output is for others to fill
   bool runs_once = false;             // it is never called again
   bool returns_early = false;         // its results and writes are there once somebody has waited for them
+  bool communicates = false;          // other ranks call it at the same time
   bool casts = false;                 // autocast may remember its output
   int16_t generator = -1;             // the place of a generator among its arguments
   Places writes;

@@ -307,13 +307,15 @@ THPObjectPtr RecordedCall::now() {
   return THPObjectPtr(or_throw(PyObject_CallNoArgs(clock_.get())));
 }
 
-// The action of the plan for the next operator that counts.
-BlockActions::Action RecordedCall::planned_action(const c10::OperatorHandle& op) const {
+// The action of the plan for the next operator that counts. A collective that no plan has is not called again: the plan
+// of another rank may keep its result.
+BlockActions::Action RecordedCall::planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const {
   if (!plan_) return BlockActions::Action::Nothing;
-  if (left_at_) return plan_->keeps_if_left ? BlockActions::Action::Never : BlockActions::Action::Nothing;
   const auto number = static_cast<size_t>(counted_);
-  const bool is_planned = number < plan_->operators.size() && plan_->operators[number] == op;
-  return is_planned ? plan_->actions[number] : BlockActions::Action::Nothing;
+  const bool is_planned = !left_at_ && number < plan_->operators.size() && plan_->operators[number] == op;
+  if (is_planned) return plan_->actions[number];
+  const bool keeps = traits.communicates || (left_at_ && plan_->keeps_if_left);
+  return keeps ? BlockActions::Action::Never : BlockActions::Action::Nothing;
 }
 
 void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -348,7 +350,7 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   recording.op.returns_early = traits.returns_early;
   recording.op.runs_once |= traits.runs_once || (recording.reads_written && recording.written.empty());
   const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
-  const auto action = may_be_remembered ? BlockActions::Action::Nothing : planned_action(op);
+  const auto action = may_be_remembered ? BlockActions::Action::Nothing : planned_action(op, traits);
   recording.op.runs_once |= action == BlockActions::Action::Never;
   if (const Switches switches = Switches::now(); switches != record_.switches.back())
     record_.switches.push_back(switches);

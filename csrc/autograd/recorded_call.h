@@ -122,7 +122,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
 
   void finish_storage(StorageNumber number, const Replay& needs) REQUIRES(gil);
   void give_to_context(StorageNumber number) REQUIRES(gil);
-  BlockActions::Action planned_action(const c10::OperatorHandle& op) const;
+  BlockActions::Action planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const;
   std::vector<StorageNumber> wanted() const;
   void replay(ReplayedTensor& asked) REQUIRES(gil);
   void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give)
