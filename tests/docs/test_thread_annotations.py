@@ -42,7 +42,7 @@ OTHERS
 };
 """
 
-# What a method does wrong, and what is said of it.
+# The fault of a method, and the words of the message about it.
 WRONG = {
     "++count_;": "writing variable 'count_' requires holding mutex 'mutex_'",
     "add_one();": "calling function 'add_one' requires holding mutex 'mutex_'",

@@ -58,7 +58,7 @@ class Measured:
     is_tuned_on : bool
         Whether the efficiencies of ``rates.py`` were tuned on it.
     source : str
-        Where the figures are.
+        The file or page that has the figures.
     """
 
     make: Callable[[], Made]

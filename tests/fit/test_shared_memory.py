@@ -49,7 +49,7 @@ def test_models_on_one_device_divide_what_there_is_beyond_the_least():
         one.replan(memory_bytes)
         train(first, 20)
         assert "shared" not in one.report()
-        # What plans may take: whether they take it depends on what the steps of tiny models take.
+        # The memory that plans may take. Whether a plan takes it depends on the times of tiny steps.
         assert one._driver.budget.room_bytes(one._driver.step) > shared_bytes
 
 

@@ -25,7 +25,7 @@ skip_for([name for names in LIBRARIES.values() for name in names if importlib.ut
 
 from words import sentence, tokenizer  # noqa: E402
 
-# What fits a CPU and a tiny model: where tensors go, that small ones move, and an amount of memory that takes a plan.
+# Options for a CPU and a tiny model: the disk tier, small tensors move, and an amount of memory that needs a plan.
 ON_A_CPU = 'tier="disk", min_offload_size=0, learn=False, offload_window_bytes=0, reload_window_bytes=0'
 PLANNED = 'memory="1MiB", on_unfit="warn", recompute=False, tier="disk", min_offload_size=0'
 DENOISER = """{

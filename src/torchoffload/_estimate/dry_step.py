@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from torchoffload._estimate.kernels import GpuKernels, kernels_of_a_gpu
 from torchoffload._estimate.operators import Cost, cost_of
-from torchoffload._fit.choosing.answers import Answers, Stop
+from torchoffload._fit.choosing.answers import Answers
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
 from torchoffload._fit.choosing.collector import Collector, storages_in
-from torchoffload._fit.choosing.dry_run import DryRunError
-from torchoffload._fit.choosing.fake_copy import FakeCopy, cannot_be_copied
-from torchoffload._fit.choosing.leftovers import DryMode, Globals, take_out
-from torchoffload._fit.choosing.undone import undone
+from torchoffload._fit.choosing.dry_run import Modes, leaving_nothing
+from torchoffload._fit.choosing.fake_copy import FakeCopy
+from torchoffload._fit.choosing.leftovers import DryMode
 
 __all__ = ["Blocks", "Moment", "Operator", "Setting", "Trace", "dry_step"]
 
@@ -481,43 +480,18 @@ def dry_step(
     DryRunError
         The step cannot run without data, takes too long, or would do more than compute.
     """
-    why = cannot_be_copied(model)
-    if why is not None:
-        raise DryRunError(why)
-    before = Globals()
-    modes: list[weakref.ref[DryMode]] = []
-    try:
-        with undone(model):
-            told = _run(model, args, kwargs, setting, blocks, do, modes)
-    finally:
-        for mode in modes:
-            take_out(mode, before)
-    if isinstance(told, str):
-        raise DryRunError(told)
-    return told
+    return leaving_nothing(model, lambda modes: _run(model, args, kwargs, setting, blocks, do, modes))
 
 
 def _run(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    setting: Setting,
-    blocks: Sequence[str],
-    do: Blocks,
-    modes: list["weakref.ref[DryMode]"],
-) -> Trace | str:
-    """Return the trace of a step, or why there is none: an exception would hold the tensors of the run."""
-    try:
-        copy = FakeCopy(model, (args, kwargs), _maker(setting))
-        modes.append(weakref.ref(copy.mode))
-        originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
-        for parameter in copy.model.parameters():
-            parameter.grad = None
-        return _Run(copy, do, setting).step(originals, blocks)
-    except Stop as stop:
-        return str(stop)
-    except Exception as error:  # whatever a step without data ends by
-        return f"{type(error).__name__}: {error}"
+    model: nn.Module, args: Any, kwargs: Any, setting: Setting, blocks: Sequence[str], do: Blocks, modes: Modes
+) -> Trace:
+    copy = FakeCopy(model, (args, kwargs), _maker(setting))
+    modes.append(weakref.ref(copy.mode))
+    originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
+    for parameter in copy.model.parameters():
+        parameter.grad = None
+    return _Run(copy, do, setting).step(originals, blocks)
 
 
 def _maker(setting: Setting) -> Callable[[DryMode, torch.Tensor], torch.Tensor]:

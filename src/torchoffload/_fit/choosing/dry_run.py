@@ -6,7 +6,8 @@ in a cache outside of the model. Other effects of forward remain, such as a line
 """
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,9 +20,12 @@ from torchoffload._fit.choosing.fake_copy import FakeCopy, cannot_be_copied
 from torchoffload._fit.choosing.leftovers import DryMode, Globals, take_out
 from torchoffload._fit.choosing.undone import undone
 
-__all__ = ["LIMIT_S", "DryRunError", "dry_run"]
+__all__ = ["LIMIT_S", "DryRunError", "Modes", "dry_run", "leaving_nothing"]
 
 LIMIT_S = 5.0
+
+Modes = list["weakref.ref[DryMode]"]
+_Result = TypeVar("_Result")
 
 
 class DryRunError(Exception):
@@ -45,45 +49,65 @@ def dry_run(model: nn.Module, args: Any, kwargs: Any, limit_s: float = LIMIT_S) 
     DryRunError
         The forward cannot run without data, takes too long, or would do more than compute.
     """
+    return leaving_nothing(model, lambda modes: _run(model, args, kwargs, limit_s, modes))
+
+
+def leaving_nothing(model: nn.Module, run: Callable[[Modes], _Result]) -> _Result:
+    """Return the result of a run of a copy of a model, and take everything away that the run has left.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    run : callable
+        Makes the copy and runs it. It is given a list, to which it adds the fake mode of the copy.
+
+    Raises
+    ------
+    DryRunError
+        The model cannot be copied, or the run has raised.
+    """
     why = cannot_be_copied(model)
     if why is not None:
         raise DryRunError(why)
     before = Globals()
-    modes: list[weakref.ref[DryMode]] = []
+    modes: Modes = []
     try:
         with undone(model):
-            told = _run(model, args, kwargs, limit_s, modes)
+            result, why = _attempt(run, modes)
     finally:
         for mode in modes:
             take_out(mode, before)
-    if isinstance(told, str):
-        raise DryRunError(told)
-    return told
+    if result is None:
+        raise DryRunError(why)
+    return result
 
 
-def _run(
-    model: nn.Module, args: Any, kwargs: Any, limit_s: float, modes: list["weakref.ref[DryMode]"]
-) -> CallTree | str:
-    """Return the tree of a call, or why there is none: an exception would hold the tensors of the run."""
+def _attempt(run: Callable[[Modes], _Result], modes: Modes) -> tuple[_Result | None, str]:
+    """Return the result of a run, or the reason that there is none: an exception would hold the tensors of the run."""
     try:
-        copy = FakeCopy(model, (args, kwargs))
-        modes.append(weakref.ref(copy.mode))
-        collector = Collector(copy.model)
-        collector.watch(copy.originals)
-        originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
-        args, kwargs = copy.arguments
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            collector.note_save(tensor)
-            return tensor.detach()  # an output that its own graph holds is never freed
-
-        def note_operator(_operator: Any, args: Any, kwargs: Any, output: Any) -> None:
-            collector.note_operator((args, kwargs), output)
-
-        with copy.mode, Answers(note_operator, originals, limit_s), saved_tensors_hooks(note, lambda tensor: tensor):
-            copy.model(*args, **kwargs)
-        return collector.tree()
+        return run(modes), ""
     except Stop as stop:
-        return str(stop)
-    except Exception as error:  # whatever a forward without data ends by
-        return f"{type(error).__name__}: {error}"
+        return None, str(stop)
+    except Exception as error:  # whatever a run without data ends by
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _run(model: nn.Module, args: Any, kwargs: Any, limit_s: float, modes: Modes) -> CallTree:
+    copy = FakeCopy(model, (args, kwargs))
+    modes.append(weakref.ref(copy.mode))
+    collector = Collector(copy.model)
+    collector.watch(copy.originals)
+    originals = {storage._cdata for storage in storages_in([*model.parameters(), *model.buffers()])}
+    args, kwargs = copy.arguments
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        collector.note_save(tensor)
+        return tensor.detach()  # an output that its own graph holds is never freed
+
+    def note_operator(_operator: Any, args: Any, kwargs: Any, output: Any) -> None:
+        collector.note_operator((args, kwargs), output)
+
+    with copy.mode, Answers(note_operator, originals, limit_s), saved_tensors_hooks(note, lambda tensor: tensor):
+        copy.model(*args, **kwargs)
+    return collector.tree()
