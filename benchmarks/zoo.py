@@ -210,6 +210,11 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _ends(text: str, length: int = 6000) -> str:
+    """Return the first and the last part of a text: a crash is told in the first lines, an exception in the last."""
+    return text if len(text) <= 2 * length else f"{text[:length]}\n...\n{text[-length:]}"
+
+
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure each model in a process of its own, as many at a time as there are devices."""
     free: SimpleQueue[int] = SimpleQueue()
@@ -228,7 +233,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 done = subprocess.run(
                     command, env=environment, timeout=options.timeout_s, capture_output=True, text=True, check=False
                 )
-                output = (done.stdout + done.stderr)[-6000:]
+                output = f"{done.stdout[-6000:]}\n{_ends(done.stderr)}"
             except subprocess.TimeoutExpired as expired:
                 output = f"{(expired.stdout or b'').decode()[-3000:]}\nended after {options.timeout_s} s"
             finally:
@@ -237,8 +242,13 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"--- {name}\n{table([result])}", flush=True)
         return {**result, "output": output} if options.reports or "error" in result else result
 
+    results: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.devices) as pool:
-        return list(pool.map(run, options.models))
+        for result in pool.map(run, options.models):
+            results.append(result)
+            if options.out is not None:  # after each model: a run of all of them takes long
+                options.out.write_text(json.dumps({"command": command_line(), "results": results}, indent=1))
+    return results
 
 
 def main() -> None:
@@ -260,10 +270,7 @@ def main() -> None:
             result = {"model": options.child, "error": traceback.format_exc()[-400:]}
         options.out.write_text(json.dumps(result))
         return
-    results = run_all(options)
-    print(table(results))
-    if options.out is not None:
-        options.out.write_text(json.dumps({"command": command_line(), "results": results}, indent=1))
+    print(table(run_all(options)))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ void find_arguments(const c10::FunctionSchema& schema, OperatorTraits& traits) {
     if (is_among(kStatistics, each.name())) traits.statistics.push_back(number);
     if (is_among(kTraining, each.name())) traits.training.push_back(number);
     if (each.type()->str().find("Generator") != std::string::npos) traits.generator = number;
+    // The recurrent layers of cuDNN and MIOpen write to it, though their schemas do not say so.
+    if (each.name() == "dropout_state") traits.dropout_state = number;
   }
   // Others read them, or have nothing to do with batch normalization.
   if (traits.training.empty() && traits.writes.empty()) traits.statistics.clear();

@@ -24,6 +24,7 @@ struct OperatorTraits {
   bool communicates = false;          // other ranks call it at the same time
   bool casts = false;                 // autocast may remember its output
   int16_t generator = -1;             // the place of a generator among its arguments
+  int16_t dropout_state = -1;         // the place of a state outside of generators that a call advances
   Places writes;
   // For batch normalization: its running statistics, and the arguments that say whether it trains.
   Places statistics;

@@ -25,6 +25,21 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+// Note [States of CUDA generators]
+// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+// After set_state() of a CUDA generator, the next recurrent layer with dropout draws a new dropout state from it
+// (CUDAGeneratorImpl::reset_rnn_state): all that the program draws later is different. A CUDA generator can also
+// exchange its state object for another generator's, which is free of that, and leaves the object that CUDA graphs have
+// registered as it is.
+at::Generator exchange_state(at::Generator& generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  at::Generator other = generator.clone();
+  other.set_state(state);
+  at::Generator before = generator.graphsafe_get_state();
+  generator.graphsafe_set_state(other);
+  return before;
+}
+
 void add_device(c10::Device device, std::vector<c10::Device>& devices) {
   if (device.type() == c10::kMeta) return;
   if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
@@ -71,12 +86,20 @@ RandomStates::Scope::Scope(const RandomStates& states) {
   if (mutated(Mutant::ReplaySetsRandomState)) return;
   for (const auto& [generator, state] : states.states_) {
     at::Generator shared = generator;
+    if (shared.device().is_cuda()) {
+      exchanged_.emplace_back(shared, exchange_state(shared, state));
+      continue;
+    }
     before_.emplace_back(shared, state_of(shared));
     set_state(shared, state);
   }
 }
 
 RandomStates::Scope::~Scope() {
+  for (auto& [generator, before] : exchanged_) {
+    const std::lock_guard lock(generator.mutex());
+    generator.graphsafe_set_state(before);
+  }
   for (auto& [generator, state] : before_) {
     try {
       set_state(generator, state);

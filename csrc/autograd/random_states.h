@@ -27,7 +27,7 @@ class RandomStates {
   void keep_changed();
   bool empty() const { return states_.empty(); }
 
-  // Sets the states for its scope, and sets back those that it found.
+  // Sets the states for its scope, and sets back those that it found. See Note [States of CUDA generators].
   class Scope {
    public:
     explicit Scope(const RandomStates& states);
@@ -37,6 +37,7 @@ class RandomStates {
 
    private:
     std::vector<std::pair<at::Generator, at::Tensor>> before_;
+    std::vector<std::pair<at::Generator, at::Generator>> exchanged_;  // with one that has the state it had
   };
 
  private:

@@ -352,6 +352,11 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
   const auto action = may_be_remembered ? BlockActions::Action::Nothing : planned_action(op, traits);
   recording.op.runs_once |= action == BlockActions::Action::Never;
+  // A second call would draw other numbers, and change those that the next call of the program draws.
+  if (traits.dropout_state >= 0) {
+    const c10::IValue& state = (*stack)[first_argument + traits.dropout_state];
+    recording.op.runs_once |= state.isTensor() && state.toTensor().defined();
+  }
   if (const Switches switches = Switches::now(); switches != record_.switches.back())
     record_.switches.push_back(switches);
   recording.op.switches = static_cast<uint32_t>(record_.switches.size() - 1);

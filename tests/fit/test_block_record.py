@@ -108,6 +108,27 @@ def test_an_operator_that_draws_without_a_tag_is_noticed():
     assert [call.draws for call in recorded.operators] == [True, False]
 
 
+@pytest.mark.parametrize("has_state", [True, False])
+def test_an_operator_with_a_dropout_state_of_its_own_is_not_called_again(has_state: bool):
+    """As cuDNN's recurrent layers: they advance the state, and no schema says so."""
+    library = torch.library.Library("torchoffload_test", "FRAGMENT")
+    library.define("recurrent(Tensor x, Tensor? dropout_state) -> Tensor")
+
+    def recurrent(x: torch.Tensor, dropout_state: torch.Tensor | None) -> torch.Tensor:
+        calls.append(x)
+        return x.clone() if dropout_state is None else x * dropout_state.data.add_(1)
+
+    calls: list[torch.Tensor] = []
+    library.impl("recurrent", recurrent, "CompositeExplicitAutograd")
+    state = torch.zeros(()) if has_state else None
+    try:
+        recorded = record_of(lambda block, x: torch.ops.torchoffload_test.recurrent(x.detach(), state) * x)
+    finally:
+        library._destroy()
+    assert [call.runs_once for call in recorded.operators] == [has_state, False]
+    assert len(calls) == (1 if has_state else 2)  # once more to compare the bits
+
+
 def test_batch_normalization_is_computed_again_on_other_statistics():
     recorded = record(Normalised(), X)
     groups = group_operators(recorded)

@@ -35,6 +35,22 @@ class Churn:
     def step(self, number: int) -> None:
         self.train(self.device.context())
 
+    def warm_up(self) -> None:
+        """Fill what has a fixed size, which the first 1,000 steps or more would fill.
+
+        On CUDA each stream keeps an event for each of its latest 1,024 points, and makes them as they are needed.
+        """
+        self.fill_rings(self.device.context())
+
+    def fill_rings(self, context: Any) -> None:
+        for _ in range(2):
+            x = self.torch.linspace(-1, 1, 256, device=self.device.torch_device).requires_grad_()
+            with context:
+                y = x
+                for _operator in range(1500):
+                    y = y.sin()
+            y.sum().backward()
+
     def train(self, context: Any, rows: int = 4) -> None:
         x = self.torch.linspace(-1, 1, rows * 64, device=self.device.torch_device).requires_grad_()
         with context:
@@ -92,8 +108,14 @@ class Budgets(Churn):
     devices = ("simulated", "cuda")
 
     def step(self, number: int) -> None:
-        directory, budget_bytes = str(self.device.directory), 4096 + 512 * number
-        self.train(self.device.context(on_full="disk", disk_dir=directory, budget_bytes=budget_bytes, compress=True))
+        self.train(self.context(4096 + 512 * number))
+
+    def warm_up(self) -> None:
+        self.fill_rings(self.context(4 << 20))
+
+    def context(self, budget_bytes: int) -> Any:
+        directory = str(self.device.directory)
+        return self.device.context(on_full="disk", disk_dir=directory, budget_bytes=budget_bytes, compress=True)
 
 
 class Streams(Churn):
@@ -117,6 +139,11 @@ class Streams(Churn):
             self.train(self.context)
         simulation.current_stream().wait_stream(stream)
         simulation.destroy(stream)
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        for number in range(400):  # as many streams as may have events of their own, and those that live at a time
+            self.step(number)
 
     def _on_cuda(self) -> None:
         torch = self.torch

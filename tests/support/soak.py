@@ -243,6 +243,9 @@ def run(options: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
         device.context = lambda **_options: contextlib.nullcontext()  # type: ignore[method-assign]
     make: type[Soak | Churn] = CHURNS[options.churn] if options.churn else Soak
     soak, measured, begin = make(device, options.seed), {}, time.monotonic()
+    if device.name == "cuda" and isinstance(soak, Churn):
+        soak.warm_up()
+        torchoffload.reset_stats()
     for scope, numbers in scopes(device, options.steps):
         with scope as soak.simulation:
             begin_s = time.process_time()

@@ -62,6 +62,16 @@ def _hooks_in_force() -> tuple[Callable[[torch.Tensor], object], Callable[[Any],
     return (core.noop_pack, core.unpack) if hooks is None else hooks
 
 
+def _draws_outside_of_generators(module: nn.Module) -> bool:
+    """Return whether cuDNN would draw the module's dropout from a state of its own, which nobody can set back."""
+    return (
+        isinstance(module, nn.RNNBase)
+        and module.training
+        and module.dropout > 0
+        and any(each.device.type != "cpu" for each in module.parameters())
+    )
+
+
 class _CompiledCall:
     """Stands for the call of a block among the operators of its record."""
 
@@ -89,6 +99,7 @@ class WholeRecorder:
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.record = BlockRecord()
         self._numbers = _Numbers()
+        self._module = module
         self._state: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
         self._inputs = inputs
         self.record.nbytes = self._numbers.nbytes
@@ -125,6 +136,8 @@ class WholeRecorder:
         # As BatchNorm's statistics: a second call would write to them a second time.
         if self._versions() != self._before:
             record.refusal = "it is compiled, and writes to parameters, buffers or arguments: a second call would, too"
+        elif any(map(_draws_outside_of_generators, self._module.modules())):
+            record.refusal = "it is compiled, and has a recurrent layer with dropout: a second call would draw others"
         elif not can_checkpoint():
             record.refusal = "it is compiled, and this version of torch has another checkpoint than fit knows"
         record.epochs = dict.fromkeys(record.nbytes, 0) | dict.fromkeys(makes, 1)

@@ -59,9 +59,12 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if time.monotonic() > self._end:
             raise Stop(f"it took more than {self._limit_s:g} s")
+        packet, keywords = func.overloadpacket, kwargs or {}
         if func.namespace == "c10d":
             raise Stop("its forward communicates")
-        packet, keywords = func.overloadpacket, kwargs or {}
+        if packet is _aten._cudnn_init_dropout_state:
+            _draw_dropout_state_later(torch.device(keywords["device"]))
+            raise Stop("a recurrent layer with dropout draws a state, which PyTorch would keep for later calls")
         if packet in (_aten._local_scalar_dense, _aten.is_nonzero) and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if packet is _aten.nonzero and isinstance(args[0], FakeTensor):
@@ -95,6 +98,16 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for storage in storages_in(leaf):
                     if storage._cdata in self._originals:
                         raise Stop("its forward refers to the model by a way that is not copied")
+
+
+def _draw_dropout_state_later(device: torch.device) -> None:
+    """Have PyTorch draw the dropout state of cuDNN's recurrent layers at their next call, as it was about to.
+
+    It takes note that it has drawn the state before it does so. Setting a generator's state takes the note back.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.set_state(generator.get_state())
 
 
 def _is_view(func: Any) -> bool:

@@ -33,7 +33,9 @@ def undone(model: nn.Module) -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_cached)
         torch.set_rng_state(state)
         for device, module, device_state in states:
-            module.set_rng_state(device_state, device)
+            # Setting it has cuDNN's recurrent layers draw a new dropout state at their next call.
+            if not torch.equal(module.get_rng_state(device), device_state):
+                module.set_rng_state(device_state, device)
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

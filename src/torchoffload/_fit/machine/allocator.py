@@ -12,7 +12,8 @@ ALLOCATORS = ("expandable", "as it is")
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _EXPANDABLE = "expandable_segments:True"
 _IS_EXPANDABLE = "the allocator's segments are expandable"
-_PROBE_BYTES = 32 << 20  # more than the allocator keeps together with other tensors
+_PROBE_BYTES = 2 << 20  # in a segment of 20 MiB
+_PROBED_STREAMS = 8
 
 
 def prepare_allocator(device: torch.device, wanted: str) -> str:
@@ -88,18 +89,33 @@ def _set(settings: str) -> None:
 
 
 def _makes_expandable(device: torch.device) -> bool:
-    """Return whether a new segment is expandable, which a driver or a platform may not have."""
-    try:
-        torch.cuda.empty_cache()
-        probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError:  # out of memory as well, which tells nothing
-        return False
-    address = probe.data_ptr()
+    """Return whether a new segment is expandable, which a driver or a platform may not have.
+
+    A tensor on the program's stream may fit into a segment that is there already. The allocator never puts it into a
+    segment of another stream, so the tensor is made on side streams, until one of them needs a new segment.
+    """
+    torch.cuda.empty_cache()
+    known = {segment["address"] for segment in _segments(device)}
     found = False
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        begin = segment["address"]
-        if begin <= address < begin + segment["total_size"]:
-            found = bool(segment.get("is_expandable"))
-    del probe
+    for _ in range(_PROBED_STREAMS):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        except RuntimeError:  # out of memory as well, which tells nothing
+            break
+        address = probe.data_ptr()
+        holder = next(
+            each for each in _segments(device) if each["address"] <= address < each["address"] + each["total_size"]
+        )
+        del probe
+        if holder["address"] not in known:
+            found = bool(holder.get("is_expandable"))
+            break
     torch.cuda.empty_cache()
     return found
+
+
+def _segments(device: torch.device) -> list[dict[str, Any]]:
+    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [each for each in snapshot if each["device"] == index]
