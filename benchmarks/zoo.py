@@ -129,6 +129,8 @@ class Training:
                 if fitted.phase in {"settled", "least memory"}:
                     break
             row["settled_after"] = len(taken) if fitted.phase in {"settled", "least memory"} else None
+            for _ in range(2):  # as the ways by hand have it: the first steps of a plan map memory
+                self.step()
             row |= self._measured(steps)
             row["predicted_ms"] = fitted.plan.predicted_s * 1e3 if fitted.plan is not None else None
         except Exception as error:
