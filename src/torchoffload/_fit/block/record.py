@@ -79,6 +79,8 @@ class BlockRecord:
         Why the call cannot be computed again at all.
     groups : tuple of ProcessGroup
         The groups of ranks that called collectives in it.
+    copies_inputs : bool
+        Whether a call holds copies of the arguments that autograd does not save, since the program may write to them.
     """
 
     operators: list[OperatorCall] = field(default_factory=list)
@@ -92,6 +94,7 @@ class BlockRecord:
     saved: frozenset[int] = frozenset()
     refusal: str | None = None
     groups: tuple[Any, ...] = ()
+    copies_inputs: bool = False
 
     def link_share_of(self, storages: Iterable[int]) -> float:
         """Return the part of the bytes of several storages that the link carries."""
@@ -146,7 +149,7 @@ class Recording:
         self._clock = Clock(next(iter(devices), torch.device("cpu")))
         self._group_counts = counts_of_groups()
         addresses = core.storage_addresses(inputs)
-        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False)
+        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False, True)
 
     def end(self, *, verifies: bool) -> BlockRecord:
         """Return the record of the call. Called when forward has ended, and before anything is forgotten."""

@@ -54,7 +54,7 @@ class SurveyedCall(Watch):
         self.records = key not in survey.kinds
         self._module = weakref.ref(module)
         self.key = key
-        self.input_bytes = survey.note_inputs(inputs)
+        self.input_bytes = survey.note_inputs(inputs, are_copied=survey.copies_inputs(key))
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
@@ -123,6 +123,10 @@ class SurveyedCall(Watch):
     def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
         """Note when the operators of the replay began and ended."""
         self.moments = moments
+
+    def inputs_were_written(self) -> None:
+        """Note that the kind needs copies of its arguments."""
+        self._survey.inputs_were_written(self.key)
 
     def refused(self, message: str) -> None:
         """Note that the kind cannot be computed again."""
@@ -265,12 +269,23 @@ class Survey:
     def _note_other(self, peak: int) -> None:
         self._other_bytes = peak
 
-    def note_inputs(self, inputs: Any) -> int:
-        """Return the bytes of arguments that no earlier call of this step was given."""
+    def copies_inputs(self, key: tuple[Any, ...]) -> bool:
+        """Return whether blocks of the kind are known to need copies of their arguments."""
+        kind = self.kinds.get(key)
+        return kind is not None and kind.are_inputs_known and kind.copies_inputs
+
+    def inputs_were_written(self, key: tuple[Any, ...]) -> None:
+        """Note that the program writes to the arguments of blocks of the kind after their forward."""
+        kind = self.kinds.get(key)
+        if kind is not None and not kind.are_inputs_known:
+            kind.note_inputs(are_written=True)
+
+    def note_inputs(self, inputs: Any, *, are_copied: bool) -> int:
+        """Return the bytes of arguments that no earlier call of this step was given; of all, if calls copy them."""
         nbytes = 0
         for storage in storages(inputs):
             known = self._inputs.get(storage._cdata)
-            if known is None or known.expired():
+            if are_copied or known is None or known.expired():
                 self._inputs[storage._cdata] = _weak(storage)
                 nbytes += storage.nbytes()
         return nbytes
@@ -363,6 +378,7 @@ class Survey:
         self.is_known = False
         if self._ended is None:
             return False
+        self._end_copies()
         is_new = self._new_kinds or not self.calls
         if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
@@ -376,6 +392,13 @@ class Survey:
             return False
         self.is_known = True
         return True
+
+    def _end_copies(self) -> None:
+        """Have no arguments copied any more of kinds whose backward has shown that nobody writes to them."""
+        for key in {call.key for call in self.calls if call.began_again is not None}:
+            kind = self.kinds.get(key)
+            if kind is not None and not kind.are_inputs_known:
+                kind.note_inputs(are_written=False)
 
     @property
     def called_modules(self) -> list[nn.Module]:
