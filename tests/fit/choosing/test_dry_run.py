@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import distributed, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing.collector import storages_in
 from torchoffload._fit.choosing.dry_run import DryRunError, dry_run
+from torchoffload._fit.choosing.fake_copy import FakeCopy
 
 
 def real_saves(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -338,6 +339,22 @@ def test_what_cannot_be_told_is_an_error_that_says_why(why: str):
 class Sees(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError("it was called")
+
+
+@pytest.mark.parametrize(("device", "dropout"), [("cuda:0", 0.0), ("cpu", 0.5)])
+def test_a_copied_recurrent_layer_fills_no_table_of_cudnns(device: str, dropout: float):
+    """Neither with a tensor without data, nor with a seed that the next real call would have drawn."""
+
+    def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+        meta = tensor.detach().to("meta")
+        # An nn.Parameter of a fake tensor is a fake tensor that says so.
+        return nn.Parameter(FakeTensor(mode, meta, torch.device(device)), tensor.requires_grad)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5))
+    copied = FakeCopy(model, ((), {}), fake).model
+    assert isinstance(copied, nn.Sequential)
+    assert copied[1].dropout == dropout
+    assert model[1].dropout == 0.5
 
 
 class RunsFakes(nn.Module):
