@@ -77,6 +77,8 @@ class BlockRecord:
         The storages of the tensors that autograd saved.
     refusal : str or None
         Why the call cannot be computed again at all.
+    had_no_room : bool
+        Whether that is because there was no memory to compute it again right away.
     groups : tuple of ProcessGroup
         The groups of ranks that called collectives in it.
     copies_inputs : bool
@@ -93,6 +95,7 @@ class BlockRecord:
     held: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
     refusal: str | None = None
+    had_no_room: bool = False
     groups: tuple[Any, ...] = ()
     copies_inputs: bool = False
 
@@ -187,8 +190,15 @@ class Recording:
         """Have the call make everything again, and note the values that come out differently."""
         try:
             different = self.call.verify()
+        except torch.OutOfMemoryError:
+            record.had_no_room = True
+            record.refusal = (
+                "there was no memory to compute it again right after its forward, which shows whether it comes out the "
+                "same: give smaller blocks (blocks=), or a smaller batch"
+            )
+            return
         except RuntimeError as error:
-            record.refusal = f"computed again right away, it fails: {error}"
+            record.refusal = f"computed again right away, it fails: {str(error).splitlines()[0]}"
             return
         for number in different:
             if number < 0:

@@ -4,6 +4,7 @@ import itertools
 import statistics
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = ["Survey"]
 
 _MOST_RECORDING_STEPS = 4
 _MOST_SMALLER_STEPS = 4
+_MOST_TRIES_TO_VERIFY = 2
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
@@ -51,7 +53,7 @@ class SurveyedCall(Watch):
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
         super().__init__(survey.least_plan(key))
-        self.records = key not in survey.kinds
+        self.records = survey.may_record(key)
         self._module = weakref.ref(module)
         self.key = key
         self.input_bytes = survey.note_inputs(inputs, are_copied=survey.copies_inputs(key))
@@ -82,6 +84,8 @@ class SurveyedCall(Watch):
 
     def recorded(self, record: BlockRecord) -> bool:
         """Note the record of the call, for all blocks of the kind."""
+        if record.had_no_room and self._survey.records_again(self.key):
+            return False
         self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
         return self._survey.least_plan(self.key) is not None
 
@@ -213,6 +217,7 @@ class Survey:
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
+        self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
         self._has_given_up = self._has_no_windows = False
         self._smaller_steps = 0  # that were not counted since a larger one had been seen
         self._least: _LeastMemory | None = None
@@ -223,6 +228,7 @@ class Survey:
         self.calls = []
         self.last_again = None
         self._new_kinds = False
+        self._had_no_room: set[tuple[Any, ...]] = set()  # kinds of which this step could not verify a call
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
@@ -324,6 +330,19 @@ class Survey:
     def count_of_kind(self, key: tuple[Any, ...]) -> int:
         """Return how many calls of the kind this step had so far."""
         return sum(call.key == key for call in self.calls)
+
+    def may_record(self, key: tuple[Any, ...]) -> bool:
+        """Return whether a call of the kind is recorded: the first one, unless this step had no room for that."""
+        return key not in self.kinds and key not in self._had_no_room
+
+    def records_again(self, key: tuple[Any, ...]) -> bool:
+        """Note that there was no room to verify a call. Returns whether the next step tries again, beside fewer kinds."""
+        self._tries_to_verify[key] += 1
+        may_try = self._tries_to_verify[key] < _MOST_TRIES_TO_VERIFY
+        if may_try:
+            self._had_no_room.add(key)
+            self._new_kinds = True
+        return may_try
 
     def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
         """Note a kind of block."""
