@@ -7,6 +7,7 @@
 #include "autograd/context.h"
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
+#include "autograd/input_copies.h"
 #include "autograd/operator_counter.h"
 #include "autograd/operator_mode.h"
 #include "autograd/recorded_call.h"
@@ -309,11 +310,11 @@ std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::str
 
 std::shared_ptr<RecordedCall> make_call(const std::shared_ptr<BlockActions>& plan, const py::object& inputs,
                                         const py::object& context, const py::object& observer, const py::object& clock,
-                                        bool verifies, bool times_replay) {
+                                        bool verifies, bool times_replay, bool copies_inputs) {
   const auto given = [](const py::object& object) { return object.is_none() ? nullptr : object.ptr(); };
   if (!context.is_none() && context_of(context.ptr()) == nullptr) throw py::error_already_set();
-  auto call = std::make_shared<RecordedCall>(
-      RecordedCall::Options{plan, given(context), given(observer), given(clock), verifies, times_replay});
+  auto call = std::make_shared<RecordedCall>(RecordedCall::Options{plan, given(context), given(observer), given(clock),
+                                                                   verifies, times_replay, copies_inputs});
   std::vector<void*> storages;
   if (inputs.is_none()) return call;
   if (PyAnySet_Check(inputs.ptr())) {
@@ -381,7 +382,7 @@ void add_recorded_calls(py::module_& m) {
            py::pos_only());
   py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
       .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
-           py::arg("clock"), py::arg("verifies"), py::arg("times_replay"))
+           py::arg("clock"), py::arg("verifies"), py::arg("times_replay"), py::arg("copies_inputs"))
       .def("listener", [](const std::shared_ptr<RecordedCall>& self) { return taken(to_python(self)); })
       .def("pack_hook", [](const std::shared_ptr<RecordedCall>& self) { return taken(pack_hook_of(self)); })
       .def("finish", &RecordedCall::finish)
@@ -399,6 +400,13 @@ void add_recorded_calls(py::module_& m) {
       });
 }
 
+void add_input_copies(py::module_& m) {
+  py::class_<CopiedInput>(m, "CopiedInput")
+      .def(py::init<const at::Tensor&>(), py::arg("original"), py::pos_only())
+      .def_property_readonly("tensor", &CopiedInput::tensor)
+      .def_property_readonly("was_written", &CopiedInput::was_written);
+}
+
 // The functions by which `fit` plans blocks and runs them by a plan.
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
@@ -413,6 +421,7 @@ void add_planned_blocks(py::module_& m) {
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());
   add_recorded_calls(m);
+  add_input_copies(m);
 }
 
 }  // namespace

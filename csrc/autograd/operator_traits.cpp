@@ -93,9 +93,8 @@ struct Known {
   OperatorTraits traits;
 };
 
-}  // namespace
-
-const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
+// The traits that all threads share.
+const Known& shared(const c10::OperatorHandle& op) {
   static auto* const mutex = new Mutex;
   static auto* const known = new std::unordered_map<const void*, std::unique_ptr<const Known>>;
   const c10::OperatorName& name = op.operator_name();
@@ -106,7 +105,26 @@ const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
     static_cast<void>(found.release());
     found = std::make_unique<const Known>(Known{name, find_traits(op)});
   }
-  return found->traits;
+  return *found;
+}
+
+// A thread's latest operators. Most calls find theirs here, without the lock: a program runs a few dozens of operators.
+struct Latest {
+  const void* address = nullptr;
+  const Known* known = nullptr;
+};
+constexpr size_t kLatest = 256;
+constexpr size_t kNameBytes = sizeof(c10::OperatorName);  // no two names begin within so many bytes
+
+thread_local std::array<Latest, kLatest> latest;
+
+}  // namespace
+
+const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
+  const c10::OperatorName& name = op.operator_name();
+  Latest& found = latest[reinterpret_cast<uintptr_t>(&name) / kNameBytes % kLatest];
+  if (found.address != &name || found.known->name != name) found = {&name, &shared(op)};
+  return found.known->traits;
 }
 
 }  // namespace torchoffload

@@ -8,11 +8,13 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_map>
 #include <utility>
 
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
+#include "autograd/input_copies.h"
 #include "autograd/link_share.h"
 #include "autograd/python_calls.h"
 #include "autograd/replay.h"
@@ -78,7 +80,8 @@ RecordedCall::RecordedCall(const Options& options)
       observer_(Py_XNewRef(options.observer)),
       clock_(Py_XNewRef(options.clock)),
       verifies_(options.verifies),
-      times_replay_(options.times_replay) {
+      times_replay_(options.times_replay),
+      copies_inputs_(options.copies_inputs) {
   record_.switches.push_back(Switches::now());
 }
 
@@ -658,6 +661,8 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   if (storage.epoch > 0) {
     for (VersionMark& each : storage.versions) each.mark_again();
   }
+  if (copies_inputs_ && storage.pinned == 0 && storage.is_movable && !storage.is_leaf && !storage.is_saved)
+    copy_input(storage);
   const bool moves =
       context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
@@ -666,6 +671,24 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   }
   const MutexLock lock(held_mutex());
   readers().emplace(storage.strong.unsafeGetStorageImpl(), this);
+}
+
+// Holds a copy of a tensor instead of the tensor. If autograd has saved it as well, a write to it is an error without
+// us, so that no program makes one.
+void RecordedCall::copy_input(RecordedStorage& storage) {
+  if (storage.versions.empty() || storage.nbytes == 0) return;
+  const InputCopy copy = copy_of_input(storage.strong, storage.versions.front());
+  std::ranges::move(storage.versions, std::back_inserter(copied_inputs_));
+  storage.versions.assign(1, VersionMark(copy.version));
+  storage.strong = copy.storage;
+}
+
+// Tells, in backward, that the program needs the copies of inputs that the call has made.
+void RecordedCall::tell_written_inputs() {
+  const bool is_written = std::ranges::any_of(copied_inputs_, [](const auto& each) { return each.has_changed(); });
+  copied_inputs_.clear();
+  if (is_written && observer_)
+    THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "inputs_were_written", nullptr)));
 }
 
 // A context brings back first the tensors that it was given last. So the values that the replay asks for are given to
@@ -794,6 +817,7 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   const std::shared_ptr<RecordedCall> alive = shared_from_this();
   const LockWithGil lock(replay_mutex_);
   if (asked.value_) return;  // another thread has made it meanwhile
+  tell_written_inputs();
   if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
   const int graph_task = program::graph_task();
   std::vector<StorageNumber> all = graph_task != kNoGraphTask ? wanted() : std::vector<StorageNumber>{asked.storage_};

@@ -52,10 +52,12 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   struct Options {
     std::shared_ptr<const BlockActions> plan;  // may be null: nothing is kept
     PyObject* context = nullptr;               // that moves values; borrowed. Null: none
-    PyObject* observer = nullptr;  // has begins_again(), ends_again(moments), refused(what, address); or null
-    PyObject* clock = nullptr;     // returns a moment; null: operators are not timed
-    bool verifies = false;         // the call holds the tensors that it stands in for, and `verify` may be called
-    bool times_replay = false;     // and not forward
+    PyObject* observer = nullptr;              // has begins_again(), ends_again(moments), refused(what, address) and
+                                               // inputs_were_written(); or null
+    PyObject* clock = nullptr;                 // returns a moment; null: operators are not timed
+    bool verifies = false;       // the call holds the tensors that it stands in for, and `verify` may be called
+    bool times_replay = false;   // and not forward
+    bool copies_inputs = false;  // those that the program may write to later, as by `x += block(x)`
   };
   explicit RecordedCall(const Options& options);
   ~RecordedCall() override;
@@ -121,6 +123,8 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
                                     const c10::VariableVersion& version, bool is_filled) REQUIRES(gil);
 
   void finish_storage(StorageNumber number, const Replay& needs) REQUIRES(gil);
+  void copy_input(RecordedStorage& storage) REQUIRES(gil);
+  void tell_written_inputs() REQUIRES(gil);
   void give_to_context(StorageNumber number) REQUIRES(gil);
   BlockActions::Action planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const;
   std::vector<StorageNumber> wanted() const;
@@ -142,9 +146,11 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   THPObjectPtr context_, observer_, clock_;
   bool verifies_ = false;
   bool times_replay_ = false;
+  bool copies_inputs_ = false;
   bool is_finished_ = false;
-  bool is_busy_ = false;       // operators are not recorded
-  std::vector<bool> differs_;  // by storage, as verify() found
+  bool is_busy_ = false;                    // operators are not recorded
+  std::vector<bool> differs_;               // by storage, as verify() found
+  std::vector<VersionMark> copied_inputs_;  // of the tensors of which the call holds a copy
   uint64_t replay_count_ = 0;
   uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;

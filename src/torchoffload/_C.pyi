@@ -145,6 +145,18 @@ class BlockActions:
 
     def __init__(self, operators: Sequence[tuple[str, ...]], actions: bytes, keeps_if_left: bool, /) -> None: ...
 
+class CopiedInput:
+    """A copy of a tensor that a block is given. See ``input_copies.h``."""
+
+    def __init__(self, original: torch.Tensor, /) -> None: ...
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy, without history; blocks that are given the same tensor share its memory."""
+
+    @property
+    def was_written(self) -> bool:
+        """Whether somebody has written to the original since."""
+
 class RecordedCall:
     """One call of a block, whose operators are recorded, and made again in backward. See ``recorded_call.h``."""
 
@@ -157,6 +169,7 @@ class RecordedCall:
         clock: Callable[[], Any] | None,
         verifies: bool,
         times_replay: bool,
+        copies_inputs: bool,
     ) -> None: ...
     def listener(self) -> object:
         """Return the listener of the call, for a mode."""

@@ -61,6 +61,36 @@ def test_the_memory_that_was_given_is_kept_to():
         assert measured <= 1.02 * handle.plan.predicted_peak_bytes, handle.report()
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(256, 256, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)[0]
+
+
+def test_a_dry_run_of_recurrent_layers_with_dropout_leaves_cudnns_dropout_as_it_was():
+    """It tells the saved bytes, and all numbers are those without fit, also if cuDNN has dropped out before."""
+    results, reports = [], []
+    for is_fitted in (False, True):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = nn.Sequential(*(Recurrent() for _ in range(3)))
+            x = torch.randn(8, 64, 256)
+        model(x)
+        torch.manual_seed(1)
+        handle = torchoffload.fit(model, 1.0) if is_fitted else None
+        for _ in range(3):
+            model(x).square().mean().backward()
+        results.append([each.grad.clone() for each in model.parameters()])
+        if handle is not None:
+            reports.append(handle.report())
+            handle.remove()
+    assert all(map(torch.equal, *results))
+    assert "a dry run of the model failed" not in reports[0], reports[0]
+
+
 def test_running_out_of_memory_is_survived():
     """The step that runs out of memory raises PyTorch's error, and later ones take less."""
     torch.manual_seed(0)

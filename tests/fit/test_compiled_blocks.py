@@ -166,6 +166,52 @@ def test_compiled_blocks_have_the_bits_of_stock(way: str, moves: bool, tmp_path:
     assert (COMPILED_CALL,) in handle._driver.operators
 
 
+class ReadsOnly(Block):
+    """Saves nothing of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.drop(self.down(torch.sin(self.up(x * 0.9))))
+
+
+class AddsInPlace(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ReadsOnly() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x += layer(x)
+        return self.last(x).float().square().mean()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_residual_stream_that_is_added_to_in_place_is_copied(moves: bool, tmp_path: Any):
+    torch.manual_seed(1)
+    model = AddsInPlace()
+    fitted = copy.deepcopy(model)
+    in_place(model, "aot_eager")
+    expected = train(model)
+    torch._dynamo.reset()
+    in_place(fitted, "aot_eager")
+    options: dict[str, Any] = (
+        {"tier": "disk", "disk_dir": str(tmp_path), "min_offload_size": 0} if moves else {"move": False}
+    )
+    handle = torchoffload.fit(fitted, ROOM, **options)
+
+    def take_the_least() -> None:
+        if handle.phase == "settled" and handle.plan.recompute_s == 0:
+            handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+
+    assert is_same(train(fitted, between=take_the_least), expected)
+    assert handle.plan.recompute_s > 0, handle.report()
+    assert "writes to arguments of a ReadsOnly after its forward" in handle.report()
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_those_of_inductor_as_well(moves: bool, tmp_path: Any):
     compare("in_place", tmp_path, moves=moves, backend="inductor")

@@ -1,6 +1,7 @@
 """fit on a device of a given size: no step runs out of memory, the fewest are slow, and a plan is settled on soon."""
 
 import contextlib
+import copy
 import gc
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from devices import Device
 from fitted_models import options_of
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator, SimulatedMeter
+from torchoffload._core import core
 
 MOST_STEPS = 12
 
@@ -274,3 +276,37 @@ def test_plans_take_no_more_than_the_device_has_when_they_are_made():
         assert "of which the device had" in handle.report()
         with pytest.raises(RuntimeError, match="is too little"):
             handle.replan(sum(each.numel() * each.element_size() for each in model.parameters()))
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("failures", [1, 1000])
+def test_no_room_to_verify_a_block_is_one_note_and_no_wrong_gradient(monkeypatch, failures: int):
+    """The next step tries again, beside fewer kinds. Then the kind is left alone, and the report says why."""
+    verify, calls = core.RecordedCall.verify, []
+
+    def runs_out(call: Any) -> list[int]:
+        calls.append(call)
+        if len(calls) <= failures:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+        return verify(call)
+
+    monkeypatch.setattr(core.RecordedCall, "verify", runs_out)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide(4, 2) for _ in range(4)))
+    stock = copy.deepcopy(model)
+    with torchoffload.fit(model, 1 << 40, move=False, blocks=Wide) as handle:
+        for step in range(16):
+            torch.manual_seed(step)
+            for each in (model, stock):
+                each.zero_grad()
+                each(torch.randn(8, 8, WIDTH)).square().mean().backward()
+                torch.manual_seed(step)
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
+            if step == 13:
+                handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+        report = handle.report()
+    calls.clear()
+    told = [line for line in report.splitlines() if "there was no memory to compute it again" in line]
+    assert len(told) == (failures > 1), report
+    assert "Tried to allocate" not in report
+    assert (handle.plan.recompute_s > 0) is (failures == 1)

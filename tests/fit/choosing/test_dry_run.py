@@ -1,7 +1,9 @@
 """A dry run tells what a call would save, byte for byte, and leaves no trace; or it says why it cannot tell."""
 
+import contextlib
 import copy
 import gc
+import logging
 import random
 import threading
 import time
@@ -14,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -23,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing.collector import storages_in
 from torchoffload._fit.choosing.dry_run import DryRunError, dry_run
+from torchoffload._fit.choosing.fake_copy import FakeCopy
 
 
 def real_saves(model: nn.Module, *args: Any, **kwargs: Any) -> int:
@@ -335,6 +339,58 @@ def test_what_cannot_be_told_is_an_error_that_says_why(why: str):
 class Sees(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError("it was called")
+
+
+@pytest.mark.parametrize(("device", "dropout"), [("cuda:0", 0.0), ("cpu", 0.5)])
+def test_a_copied_recurrent_layer_fills_no_table_of_cudnns(device: str, dropout: float):
+    """Neither with a tensor without data, nor with a seed that the next real call would have drawn."""
+
+    def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+        meta = tensor.detach().to("meta")
+        # An nn.Parameter of a fake tensor is a fake tensor that says so.
+        return nn.Parameter(FakeTensor(mode, meta, torch.device(device)), tensor.requires_grad)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5))
+    copied = FakeCopy(model, ((), {}), fake).model
+    assert isinstance(copied, nn.Sequential)
+    assert copied[1].dropout == dropout
+    assert model[1].dropout == 0.5
+
+
+class RunsFakes(nn.Module):
+    """Calls an operator that fails on fake tensors, and one of the program's own fakes that fails as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 36, 20, dtype=torch.bfloat16))
+        self.fails_itself = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails_itself:
+            with FakeTensorMode() as mode:
+                wrong = [mode.from_tensor(torch.ones(2, 3)) for _ in range(2)]
+                with contextlib.suppress(RuntimeError):
+                    torch.mm(*wrong)
+        ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x, self.experts, offs=ends)
+
+
+@pytest.mark.parametrize("fails_itself", [False, True])
+def test_an_operator_that_fails_in_a_dry_run_is_not_logged_as_an_error_of_the_programs(fails_itself: bool):
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    model = RunsFakes()
+    model.fails_itself = fails_itself
+    try:
+        with pytest.raises(DryRunError, match="stride"):
+            dry_run(model, (torch.randn(16, 36, dtype=torch.bfloat16),), {})
+        assert not logger.filters
+        assert [each.args for each in records] == [(torch.ops.aten.mm.default,)] * fails_itself
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_a_dry_run_is_not_tried_where_others_would_see_it():

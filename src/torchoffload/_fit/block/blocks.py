@@ -173,7 +173,8 @@ def _enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
         plan = None if watch.plan is None else watch.plan.actions
         inputs = core.storage_addresses((args, kwargs))
         clock = watch.now if watch.times_operators else None
-        call = core.RecordedCall(plan, inputs, context, observer, clock, False, watch.times_operators)
+        copies_inputs = watch.plan is not None and watch.plan.copies_inputs
+        call = core.RecordedCall(plan, inputs, context, observer, clock, False, watch.times_operators, copies_inputs)
     mode = OperatorMode(call.listener())
     hooks = saved_tensors_hooks(call.pack_hook(), core.unpack)
     hook_stack.push(block, Role.MODULE, hooks, sys._getframe(1), partial(_end_recorded, call, mode, watch, recording))
@@ -241,6 +242,9 @@ class _Observer:
         if moments:
             self._watch.timed({number: (begin, end) for number, begin, end in moments if number >= 0})
         self._watch.ends_again()
+
+    def inputs_were_written(self) -> None:
+        self._watch.inputs_were_written()
 
     def refused(self, what: str, address: int) -> str:
         message = _CHANGED.format(name=self._name_of(address), what=what)

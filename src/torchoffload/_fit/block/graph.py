@@ -69,6 +69,8 @@ class BlockPlan:
         Those kept operators to whose outputs a later one writes: the value that is kept is there after that one.
     final : frozenset of int
         Those that are not called again, since their outputs come out differently.
+    copies_inputs : bool
+        Whether a call holds copies of the arguments that autograd does not save, since the program may write to them.
     """
 
     operators: tuple[Any, ...]
@@ -77,6 +79,7 @@ class BlockPlan:
     skipped: frozenset[int] = frozenset()
     between: frozenset[int] = frozenset()
     final: frozenset[int] = frozenset()
+    copies_inputs: bool = False
 
     @cached_property
     def actions(self) -> Any:
@@ -221,4 +224,5 @@ def _plan(
             if any(record.operators[number].differs for number in group.operators)
             for number in group.operators
         ),
+        copies_inputs=record.copies_inputs,
     )

@@ -77,8 +77,12 @@ class BlockRecord:
         The storages of the tensors that autograd saved.
     refusal : str or None
         Why the call cannot be computed again at all.
+    had_no_room : bool
+        Whether that is because there was no memory to compute it again right away.
     groups : tuple of ProcessGroup
         The groups of ranks that called collectives in it.
+    copies_inputs : bool
+        Whether a call holds copies of the arguments that autograd does not save, since the program may write to them.
     """
 
     operators: list[OperatorCall] = field(default_factory=list)
@@ -91,7 +95,9 @@ class BlockRecord:
     held: frozenset[int] = frozenset()
     saved: frozenset[int] = frozenset()
     refusal: str | None = None
+    had_no_room: bool = False
     groups: tuple[Any, ...] = ()
+    copies_inputs: bool = False
 
     def link_share_of(self, storages: Iterable[int]) -> float:
         """Return the part of the bytes of several storages that the link carries."""
@@ -146,7 +152,7 @@ class Recording:
         self._clock = Clock(next(iter(devices), torch.device("cpu")))
         self._group_counts = counts_of_groups()
         addresses = core.storage_addresses(inputs)
-        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False)
+        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False, True)
 
     def end(self, *, verifies: bool) -> BlockRecord:
         """Return the record of the call. Called when forward has ended, and before anything is forgotten."""
@@ -184,8 +190,15 @@ class Recording:
         """Have the call make everything again, and note the values that come out differently."""
         try:
             different = self.call.verify()
+        except torch.OutOfMemoryError:
+            record.had_no_room = True
+            record.refusal = (
+                "there was no memory to compute it again right after its forward, which shows whether it comes out the "
+                "same: give smaller blocks (blocks=), or a smaller batch"
+            )
+            return
         except RuntimeError as error:
-            record.refusal = f"computed again right away, it fails: {error}"
+            record.refusal = f"computed again right away, it fails: {str(error).splitlines()[0]}"
             return
         for number in different:
             if number < 0:

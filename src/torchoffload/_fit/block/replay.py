@@ -54,5 +54,8 @@ class Watch:
     def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
         """Tell when each replayed operator began and ended, by its number. Called before ``ends_again``."""
 
+    def inputs_were_written(self) -> None:
+        """Tell, in backward, that the program has written to arguments of which the call has copies."""
+
     def refused(self, message: str) -> None:
         """Tell that the call cannot be computed again in its backward, which raises an error with this message."""

@@ -7,7 +7,8 @@ block is a whole: all that it saves is kept, or moves, or its compiled call is m
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -159,6 +160,7 @@ def call_again(
     watch: Watch,
     flat: list[Any],
     structure: Any,
+    copies: Mapping[int, Any] = MappingProxyType({}),
 ) -> Generator[None, None, None]:
     """Return PyTorch's generator around a call that is made again in backward.
 
@@ -172,10 +174,18 @@ def call_again(
         The watch that is told of the second call.
     flat, structure : list, TreeSpec
         The arguments.
+    copies : mapping of int to CopiedInput
+        Copies of those that the program may write to. The second call is given these.
     """
+    # A copy has no history. As a leaf that requires gradients it would be taken for a parameter, and would not move.
+    wants_gradients = [number in copies and each.requires_grad for number, each in enumerate(flat)]
+    held = [copies[number].tensor if number in copies else each for number, each in enumerate(flat)]
+
+    def with_gradients(leaf: Any, wants_gradients: bool) -> Any:
+        return leaf.detach().requires_grad_() if wants_gradients else leaf
 
     def forward(*leaves: Any) -> None:
-        positional, keywords = tree_unflatten(list(leaves), structure)
+        positional, keywords = tree_unflatten(list(map(with_gradients, leaves, wants_gradients)), structure)
         begin = watch.now() if watch.times_operators else None
         call(*positional, **keywords)
         if watch.times_operators:
@@ -183,13 +193,26 @@ def call_again(
 
     @contextlib.contextmanager
     def recomputation() -> Iterator[None]:
+        if any(each.was_written for each in copies.values()):
+            watch.inputs_were_written()
         watch.begins_again()
         try:
             yield
         finally:
             watch.ends_again()
 
-    return checkpoint(forward, True, lambda: (contextlib.nullcontext(), recomputation()), "default", False, True, *flat)
+    return checkpoint(forward, True, lambda: (contextlib.nullcontext(), recomputation()), "default", False, True, *held)
+
+
+def _copies_of(leaves: list[Any]) -> dict[int, Any]:
+    return {number: core.CopiedInput(leaf) for number, leaf in enumerate(leaves) if _may_be_written(leaf)}
+
+
+def _may_be_written(leaf: object) -> bool:
+    """Return whether an argument is a plain tensor that the program may write to, and no parameter."""
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_inference() or not leaf.numel():
+        return False
+    return not (leaf.is_leaf and leaf.requires_grad)
 
 
 def whole_call(
@@ -215,6 +238,7 @@ def whole_call(
             watch.recorded(recorder.record)
     elif watch.plan is not None and watch.plan.operators == (COMPILED_CALL,):
         flat, structure = tree_flatten((args, kwargs))
-        yield from call_again(_checkpoint, compiled_call(module), watch, flat, structure)
+        copies = _copies_of(flat) if watch.plan.copies_inputs else {}
+        yield from call_again(_checkpoint, compiled_call(module), watch, flat, structure, copies)
     else:
         yield

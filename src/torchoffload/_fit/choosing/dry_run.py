@@ -17,7 +17,7 @@ from torchoffload._fit.choosing.answers import Answers, Stop
 from torchoffload._fit.choosing.call_tree import CallTree
 from torchoffload._fit.choosing.collector import Collector, storages_in
 from torchoffload._fit.choosing.fake_copy import FakeCopy, cannot_be_copied
-from torchoffload._fit.choosing.leftovers import DryMode, Globals, take_out
+from torchoffload._fit.choosing.leftovers import DryMode, Globals, quiet, take_out
 from torchoffload._fit.choosing.undone import undone
 
 __all__ = ["LIMIT_S", "DryRunError", "Modes", "dry_run", "leaving_nothing"]
@@ -73,7 +73,7 @@ def leaving_nothing(model: nn.Module, run: Callable[[Modes], _Result]) -> _Resul
     before = Globals()
     modes: Modes = []
     try:
-        with undone(model):
+        with undone(model), quiet():
             result, why = _attempt(run, modes)
     finally:
         for mode in modes:

@@ -135,6 +135,7 @@ class FakeCopy:
             copied, self.arguments = copy.deepcopy((model, arguments), memo)
         for module in modules:
             _take_compiled_away(memo[id(module)])
+            _take_cudnn_dropout_away(memo[id(module)])
         self.model = getattr(copied, COMPILED) if COMPILED in copied._modules else copied
         self.originals = {
             memo[id(getattr(each, COMPILED) if COMPILED in each._modules else each)]: each
@@ -144,6 +145,16 @@ class FakeCopy:
 
 def _like(mode: DryMode, tensor: torch.Tensor) -> torch.Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
+
+
+def _take_cudnn_dropout_away(module: nn.Module) -> None:
+    """Have a copied recurrent layer on CUDA drop nothing out.
+
+    cuDNN keeps the state of its dropout in a table of libtorch's, which a dry run would fill with a tensor without
+    data, and for which it would use up the seed. No operator's output has another size without dropout.
+    """
+    if isinstance(module, nn.RNNBase) and any(each.device.type == "cuda" for each in module.parameters()):
+        module.dropout = 0.0
 
 
 def _take_compiled_away(module: nn.Module) -> None:

@@ -6,17 +6,20 @@ the outputs and the gradients of all later calls tensors without data, and nothi
 """
 
 import collections
+import contextlib
 import functools
 import gc
+import logging
 import sys
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["DryMode", "Globals", "take_out"]
+__all__ = ["DryMode", "Globals", "quiet", "take_out"]
 
 _USED = (
     "torchoffload: a tensor that the model's forward made in fit's dry run is used after it. That run calls the "
@@ -29,6 +32,33 @@ _CONTAINERS = (dict, list, set, collections.deque)
 _LINK = "functools._lru_list_elem"  # of an lru_cache of bounded size
 
 
+class _OfDryRuns(threading.local):
+    depth = 0  # of operators that run in a dry run on this thread
+
+
+_of_dry_runs = _OfDryRuns()
+
+
+def _is_of_program(_record: logging.LogRecord) -> bool:
+    return _of_dry_runs.depth == 0
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Return a context in which PyTorch does not log that an operator of a dry run has failed.
+
+    It logs each failure of an operator on fake tensors as an error, with a traceback, before it raises. In a dry run
+    these are no errors of the program's: forward may catch them, and blocks are chosen otherwise. What PyTorch logs of
+    the program's own fake tensors is not touched.
+    """
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addFilter(_is_of_program)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_of_program)
+
+
 class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The mode of a dry run. Once that has ended, an operator on one of its tensors is an error."""
 
@@ -39,7 +69,11 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> object:
         if self.has_ended and func.namespace != "prim":  # that asks for a property, as gc and repr do
             raise RuntimeError(_USED)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        _of_dry_runs.depth += 1
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            _of_dry_runs.depth -= 1
 
 
 class Globals:

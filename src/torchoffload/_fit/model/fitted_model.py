@@ -316,6 +316,12 @@ class FittedModel(abc.ABC):
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
+        called = zip(survey.called_modules, step.calls, strict=True)
+        for name in dict.fromkeys(type(block).__name__ for block, call in called if kinds[call.kind].copies_inputs):
+            self._note(
+                f"the program writes to arguments of a {name} after its forward, as x += block(x) does: a call that is "
+                "computed again holds a copy of them"
+            )
         self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")

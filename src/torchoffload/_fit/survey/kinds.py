@@ -1,6 +1,7 @@
 """Kinds of blocks: which blocks do the same, and the ways to run a block that its record allows."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ class Kind:
         Why no block of the kind can be computed again; None if it can.
     groups : tuple of ProcessGroup
         The groups of ranks that communicate in the block, and have to compute it again alike; none if they may not.
+    are_inputs_known : bool
+        Whether a step has shown if the program writes to the arguments of a block after its forward. Until then they
+        are copied.
+    least : BlockPlan or None
+        The plan of the least memory; None if there is an obstacle.
     """
 
     def __init__(self, record: BlockRecord, may_recompute: bool, may_agree: bool = True) -> None:
@@ -79,7 +85,20 @@ class Kind:
         elif not frontier(record):
             self.obstacle = "values that it makes in several steps come out differently when they are made again"
         self.groups = record.groups if may_recompute and may_agree else ()
+        self.are_inputs_known = False
+        record.copies_inputs = True
         self.least = self._corners()[0].plan if self.obstacle is None else None
+
+    @property
+    def copies_inputs(self) -> bool:
+        """Whether calls that are computed again hold copies of the arguments that autograd does not save."""
+        return self.least is not None and self.least.copies_inputs
+
+    def note_inputs(self, *, are_written: bool) -> None:
+        """Note whether the program writes to the arguments of a block after its forward."""
+        self.are_inputs_known, self._record.copies_inputs = True, are_written
+        if self.least is not None:
+            self.least = replace(self.least, copies_inputs=are_written)
 
     def refuse(self, why: str) -> None:
         """Note that no block of the kind is to be computed again from now on."""

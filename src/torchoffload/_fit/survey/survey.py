@@ -4,6 +4,7 @@ import itertools
 import statistics
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = ["Survey"]
 
 _MOST_RECORDING_STEPS = 4
 _MOST_SMALLER_STEPS = 4
+_MOST_TRIES_TO_VERIFY = 2
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
@@ -51,10 +53,10 @@ class SurveyedCall(Watch):
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
         super().__init__(survey.least_plan(key))
-        self.records = key not in survey.kinds
+        self.records = survey.may_record(key)
         self._module = weakref.ref(module)
         self.key = key
-        self.input_bytes = survey.note_inputs(inputs)
+        self.input_bytes = survey.note_inputs(inputs, are_copied=survey.copies_inputs(key))
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
@@ -82,6 +84,8 @@ class SurveyedCall(Watch):
 
     def recorded(self, record: BlockRecord) -> bool:
         """Note the record of the call, for all blocks of the kind."""
+        if record.had_no_room and self._survey.records_again(self.key):
+            return False
         self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
         return self._survey.least_plan(self.key) is not None
 
@@ -123,6 +127,10 @@ class SurveyedCall(Watch):
     def timed(self, moments: dict[int, tuple[Any, Any]]) -> None:
         """Note when the operators of the replay began and ended."""
         self.moments = moments
+
+    def inputs_were_written(self) -> None:
+        """Note that the kind needs copies of its arguments."""
+        self._survey.inputs_were_written(self.key)
 
     def refused(self, message: str) -> None:
         """Note that the kind cannot be computed again."""
@@ -209,6 +217,7 @@ class Survey:
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
+        self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
         self._has_given_up = self._has_no_windows = False
         self._smaller_steps = 0  # that were not counted since a larger one had been seen
         self._least: _LeastMemory | None = None
@@ -219,6 +228,7 @@ class Survey:
         self.calls = []
         self.last_again = None
         self._new_kinds = False
+        self._had_no_room: set[tuple[Any, ...]] = set()  # kinds of which this step could not verify a call
         self._inputs: dict[int, Any] = {}
         self._loss_bytes = 0
         self._began: Any = None
@@ -265,12 +275,23 @@ class Survey:
     def _note_other(self, peak: int) -> None:
         self._other_bytes = peak
 
-    def note_inputs(self, inputs: Any) -> int:
-        """Return the bytes of arguments that no earlier call of this step was given."""
+    def copies_inputs(self, key: tuple[Any, ...]) -> bool:
+        """Return whether blocks of the kind are known to need copies of their arguments."""
+        kind = self.kinds.get(key)
+        return kind is not None and kind.are_inputs_known and kind.copies_inputs
+
+    def inputs_were_written(self, key: tuple[Any, ...]) -> None:
+        """Note that the program writes to the arguments of blocks of the kind after their forward."""
+        kind = self.kinds.get(key)
+        if kind is not None and not kind.are_inputs_known:
+            kind.note_inputs(are_written=True)
+
+    def note_inputs(self, inputs: Any, *, are_copied: bool) -> int:
+        """Return the bytes of arguments that no earlier call of this step was given; of all, if calls copy them."""
         nbytes = 0
         for storage in storages(inputs):
             known = self._inputs.get(storage._cdata)
-            if known is None or known.expired():
+            if are_copied or known is None or known.expired():
                 self._inputs[storage._cdata] = _weak(storage)
                 nbytes += storage.nbytes()
         return nbytes
@@ -309,6 +330,19 @@ class Survey:
     def count_of_kind(self, key: tuple[Any, ...]) -> int:
         """Return how many calls of the kind this step had so far."""
         return sum(call.key == key for call in self.calls)
+
+    def may_record(self, key: tuple[Any, ...]) -> bool:
+        """Return whether a call of the kind is recorded: the first one, unless this step had no room for that."""
+        return key not in self.kinds and key not in self._had_no_room
+
+    def records_again(self, key: tuple[Any, ...]) -> bool:
+        """Note that there was no room to verify a call. Returns whether the next step tries again, beside fewer kinds."""
+        self._tries_to_verify[key] += 1
+        may_try = self._tries_to_verify[key] < _MOST_TRIES_TO_VERIFY
+        if may_try:
+            self._had_no_room.add(key)
+            self._new_kinds = True
+        return may_try
 
     def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
         """Note a kind of block."""
@@ -363,6 +397,7 @@ class Survey:
         self.is_known = False
         if self._ended is None:
             return False
+        self._end_copies()
         is_new = self._new_kinds or not self.calls
         if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
@@ -376,6 +411,13 @@ class Survey:
             return False
         self.is_known = True
         return True
+
+    def _end_copies(self) -> None:
+        """Have no arguments copied any more of kinds whose backward has shown that nobody writes to them."""
+        for key in {call.key for call in self.calls if call.began_again is not None}:
+            kind = self.kinds.get(key)
+            if kind is not None and not kind.are_inputs_known:
+                kind.note_inputs(are_written=False)
 
     @property
     def called_modules(self) -> list[nn.Module]:
