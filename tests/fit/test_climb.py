@@ -16,7 +16,9 @@ STEPS = 9  # of twelve, three are the survey's
 class Climbed:
     """What came of a climb on a simulated device."""
 
-    def __init__(self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool) -> None:
+    def __init__(
+        self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool, first_step: float = 1.0
+    ) -> None:
         if is_capped:
             device.cap_bytes = reserved_bytes
         own = survey_plan(device.step)
@@ -30,13 +32,15 @@ class Climbed:
                 self.steps += 1
                 break
             self.over += device.reserved_bytes(trial) > reserved_bytes
+            factor = first_step  # of the time, as memory is reserved in it
             while True:
                 self.steps += 1
                 step_s = device.step_s(trial)
                 if trial is not self.own:
                     self.slowest = max(self.slowest, step_s / (self.own.step_s or step_s))
+                taken_s, factor = factor * step_s, 1.0
                 if self.climb.note_step(
-                    step_s, allocated_bytes=device.allocated_bytes(trial),
+                    taken_s, allocated_bytes=device.allocated_bytes(trial),
                     reserved_bytes=device.reserved_bytes(trial), waits_for_memory=False,
                 ):  # fmt: skip
                     break
@@ -104,6 +108,16 @@ def test_on_a_larger_device_no_plan_is_settled_on_that_reserves_more_than_given(
         assert device.ooms == 0
         assert device.reserved_bytes(climbed.best) <= reserved_bytes
         assert climbed.steps <= STEPS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_time_that_it_takes_to_reserve_memory_changes_nothing(seed: int):
+    found = []
+    for factor in (1.0, 5.0):
+        device = SimulatedDevice.random(random.Random(4000 + seed))
+        climbed = Climbed(device, amounts(device)[2], is_capped=True, first_step=factor)
+        found.append((climbed.best.does, climbed.best.step_s, climbed.steps))
+    assert found[0] == found[1]
 
 
 def test_the_first_plan_is_that_of_the_survey():

@@ -336,7 +336,7 @@ class Survey:
         return key not in self.kinds and key not in self._had_no_room
 
     def records_again(self, key: tuple[Any, ...]) -> bool:
-        """Note that there was no room to verify a call. Returns whether the next step tries again, beside fewer kinds."""
+        """Note that a call could not be verified for want of room. Returns whether the next step tries again."""
         self._tries_to_verify[key] += 1
         may_try = self._tries_to_verify[key] < _MOST_TRIES_TO_VERIFY
         if may_try:
