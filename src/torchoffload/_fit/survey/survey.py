@@ -336,7 +336,7 @@ class Survey:
         return key not in self.kinds and key not in self._had_no_room
 
     def records_again(self, key: tuple[Any, ...]) -> bool:
-        """Note that a call could not be verified for want of room. Returns whether the next step tries again."""
+        """Note that there was no room to verify a call. Returns whether the next step tries again."""
         self._tries_to_verify[key] += 1
         may_try = self._tries_to_verify[key] < _MOST_TRIES_TO_VERIFY
         if may_try:
@@ -423,6 +423,16 @@ class Survey:
     def called_modules(self) -> list[nn.Module]:
         """The block of each call that ``measured`` tells of."""
         return [call.module for call in self._known_calls()]
+
+    @property
+    def saves(self) -> list[tuple[nn.Module, int]]:
+        """The block of each call of the latest step and the bytes that it saved; nothing before that step has ended.
+
+        Blocks are left out that turned out to be of another kind than they seemed, or that do not exist any more.
+        """
+        calls = [] if self._ended is None else self._known_calls()
+        found = [(call._module(), self.kinds[call.key].all_saved_bytes) for call in calls]
+        return [(block, nbytes) for block, nbytes in found if block is not None and block not in self._different]
 
     def _known_calls(self) -> list[SurveyedCall]:
         return [call for call in self.calls if call.returned is not None and call.key in self.kinds]
