@@ -238,10 +238,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // ---- copies out: pending.cpp says when, and offload.cpp how ----
 
-  // Enqueues one pending copy, if its record is still to move, and waits as far as the offload window asks. May block.
-  void enqueue_offload(const PendingCopy& pending, FlushOrder& order) REQUIRES(gil);
+  // Enqueues a pending copy, if its record is still to move, and waits as far as the offload window asks. `filled`: the
+  // point behind all that has filled its source; the beginning: the present one. May block.
+  void enqueue_offload(RecordId id, Point filled, FlushOrder& order) REQUIRES(gil);
   // As enqueue_offload(), for a live record. Throws StoreFull if the tier has no room, and WaitAbandoned.
-  void try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) REQUIRES(gil);
+  void try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) REQUIRES(gil);
   // The stream that reads the source.
   StreamId offload_begins_on(RecordId id) REQUIRES(gil);
   // The arguments of the calls that enqueue the copy.
@@ -257,9 +258,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool can_name_allocation(RecordId id) REQUIRES(gil);  // the stream on which its source was allocated
   // The record's copy does not wait for room any more, if it did. Call it before the record changes its state.
   void stop_waiting(RecordId id) REQUIRES(gil);
-  static bool is_waiting(const PendingCopy& copy) REQUIRES(gil);
+  // Does the copy still wait? Not if its record was used, kept or released meanwhile.
+  static bool is_waiting(const WaitingCopy& waiting) REQUIRES(gil);
   // The thread saves this storage: its copies that wait for room are not enqueued before this operator has ended (R1).
-  static void put_off_waiting(const void* storage) REQUIRES(gil);
+  static void put_off_waiting(ThreadState& thread, const void* storage) REQUIRES(gil);
+  // The present point of the stream that fills the record's source. May block.
+  Point point_behind_source(RecordId id) REQUIRES(gil);
   bool is_offloading(RecordId id) REQUIRES(gil) {
     return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Offloading;
   }

@@ -73,12 +73,11 @@ struct Engine::OffloadCopy {
 
 // If the user interrupts a wait for the disk, the record is kept and the program goes on, so that Python can handle the
 // interruption. So it is as well if the store has no room.
-void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
-  const RecordId id = pending.record;
+void Engine::enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
   if (is_inherited() || !ledger_.is_live(id)) return;
   const Hold hold(*this, id);
   try {
-    try_enqueue_offload(pending, order);
+    try_enqueue_offload(id, filled, order);
   } catch (const WaitAbandoned&) {
     if (is_pending(id)) keep(id, Reason::TierFull);
   } catch (const StoreFull& full) {
@@ -91,8 +90,7 @@ void Engine::enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
   }
 }
 
-void Engine::try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) {
-  const RecordId id = pending.record;
+void Engine::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
   stop_waiting(id);
   if (held(id).learned_bytes > 0) {
     if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
@@ -110,7 +108,7 @@ void Engine::try_enqueue_offload(const PendingCopy& pending, FlushOrder& order) 
   if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
   if (!streams_.can_be_used(held(id).bytes.stream) || !can_name_allocation(id)) return keep(id, Reason::ExternalStream);
   OffloadCopy copy = plan_offload(id, order);
-  if (!copy.time.is_wanted) copy.filled = pending.filled;
+  if (!copy.time.is_wanted) copy.filled = filled;
   copy.slot = *slot;
   copy.guards = waited_for;
   StreamOrder::Batch waits = streams_.batch();

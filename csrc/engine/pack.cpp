@@ -8,7 +8,8 @@
 namespace torchoffload {
 
 std::optional<RecordHandle> Engine::pack(const SavedBytes& saved, TapeId tape) {
-  if (ThreadState::current().has_waiting) put_off_waiting(saved.memory.storage());
+  if (ThreadState& thread = ThreadState::current(); !thread.waiting.empty())
+    put_off_waiting(thread, saved.memory.storage());
   const MemoryOrigin origin = backend_.memory.origin_of(saved.memory);
   Identity identity{saved.memory.storage(), saved.version.address(), saved.version.current(),
                     saved.memory.data(),    saved.memory.nbytes(),   origin.allocation};

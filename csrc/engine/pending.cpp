@@ -1,5 +1,8 @@
 // Pending copies: which copies out of a thread are enqueued at a hook event, and which ones wait.
 //
+// A thread has three lists of them (ThreadState): those whose operators have not ended, those whose turn has come, and
+// those that wait for room.
+//
 // Note [Copies that wait for room]
 // If slots go on to a disk, a slot may have to wait until the disk has written others. A host that waits for it
 // launches nothing meanwhile, and the device stands still once it has done its work. So a copy whose slot would have to
@@ -22,7 +25,6 @@
 //   the storage. So from here on a save joins the record only at its own version, as if its copy were enqueued. And a
 //   copy is not enqueued inside of an operator that saves the same storage once more, in whichever record (R1).
 #include <algorithm>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -40,8 +42,9 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 
 }  // namespace
 
-// A flush of the calling thread's copies. After code of others has run, nothing is known any more of places in
-// `pending`, nor of the waits that the streams have made.
+// A flush of the calling thread's copies: those that wait for room come first, then those whose operators have ended.
+// Code of others may run at the begin of each copy's turn, and the thread's lists change then. So nothing is kept from
+// one turn to the next but the number of a wait, and the order that the streams are known to have.
 struct Engine::Flush {
   enum class Outcome : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
@@ -52,80 +55,129 @@ struct Engine::Flush {
   const Engine* ordered_engine = nullptr;
   std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
 
+  // All of these may block.
   void run() REQUIRES(gil);
-  // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether all
-  // has to be looked at again. May block.
+  void flush_waiting() REQUIRES(gil);
+  void flush_ready() REQUIRES(gil);
+
+  // The copies whose operators have ended become ready.
+  void collect_ready() REQUIRES(gil);
+  // Has the operator that saved this tensor ended? Before that it may not have filled it (R1).
+  bool has_ended(const PendingCopy& copy) const;
+  // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether code
+  // of others has run. May block.
   bool drop_finished(Engine& engine) REQUIRES(gil);
-  bool is_possible(const PendingCopy& copy) const;
-  // The outcome for the copy at this place, which can be enqueued.
-  Outcome outcome_of(size_t place) REQUIRES(gil);
+  // The outcome for a copy whose operator has ended.
+  Outcome outcome_of(const PendingCopy& copy) REQUIRES(gil);
   bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
-  // How many of the copies before this place wait for room.
-  size_t waiting_before(size_t place) const REQUIRES(gil);
-  // The first copy of the engine at `last` that waits for room and can be enqueued, up to that place.
-  std::optional<size_t> oldest_waiting(size_t last) const REQUIRES(gil);
-  // Enqueues the engine's copy that has waited longest, if another thread has packed that one. Returns whether it did
-  // so. May block.
+  size_t waiting_count() const REQUIRES(gil);
+  // The copy at the front of `ready` waits for room from now on. May block.
+  void begin_wait() REQUIRES(gil);
+  // The copy of this number waits on. May block.
+  void go_on_waiting(uint64_t number) REQUIRES(gil);
+  // Enqueues the engine's copy that has waited longest: of all threads if the outcome is OldestGoes, else of this one.
+  // Those of this thread count up to the number `last`. Returns whether there is one. May block.
+  bool enqueue_oldest(Engine& engine, Outcome outcome, uint64_t last) REQUIRES(gil);
+  // Does the same if another thread has packed that copy. May block.
   bool enqueue_of_another_thread(Engine& engine) REQUIRES(gil);
-  // Both may block.
-  void begin_wait(size_t place) REQUIRES(gil);
-  void enqueue(ThreadState& owner, size_t place) REQUIRES(gil);
+  // Enqueue a copy of this thread: one of `waiting`, or one that was taken from its list. Both may block.
+  void enqueue_waiting(uint64_t number) REQUIRES(gil);
+  void enqueue(const PendingCopy& copy, Point filled) REQUIRES(gil);
 };
 
 void Engine::flush_pending(const ContextState* leaving) {
   ThreadState& thread = ThreadState::current();
-  if (thread.pending.empty()) return;
+  if (!thread.has_copies()) return;
   // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
   // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
   const bool is_inside = program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator);
   if (is_inside && !thread.packs_made) return;
-  if (leaving != nullptr) thread.pending.back().engine->backend_.observer.saw_operators_end();
+  if (leaving != nullptr) thread.latest_copy().engine->backend_.observer.saw_operators_end();
   Flush{thread, leaving, is_inside}.run();
 }
 
-// Each copy's turn begins with nothing held. Memory that earlier copies gave up is dropped before the host may wait for
-// a slot, and copies that were taken from `pending` meanwhile are noticed.
 void Engine::Flush::run() {
-  uint64_t taken_count = thread.taken_count;
-  const auto is_changed = [&] { return std::exchange(taken_count, thread.taken_count) != thread.taken_count; };
-  for (size_t next = 0; next < thread.pending.size();) {
-    if (!is_possible(thread.pending[next]) && !mutated(Mutant::CopyNotInsideItsOperator)) {
-      ++next;
+  if (!thread.waiting.empty()) flush_waiting();
+  collect_ready();
+  flush_ready();
+}
+
+// Other threads, and code of others on this one, may take copies out of `waiting` meanwhile. None comes in below the
+// number that was looked at last.
+void Engine::Flush::flush_waiting() {
+  for (uint64_t last = 0;;) {
+    const auto next = thread.waiting.upper_bound(last);
+    if (next == thread.waiting.end()) return;
+    const uint64_t number = next->first;
+    Engine& engine = *next->second.copy.engine;
+    if (!has_ended(next->second.copy) || engine.backend_.streams.is_capturing()) {
+      last = number;
       continue;
     }
-    if (drop_finished(*thread.pending[next].engine) || is_changed()) {
-      next = 0;
-      order = {};
-      continue;
-    }
-    const Outcome outcome = outcome_of(next);
+    if (drop_finished(engine)) continue;
+    const auto present = thread.waiting.find(number);
+    if (present == thread.waiting.end()) continue;
+    const Outcome outcome = outcome_of(present->second.copy);
     if (outcome == Outcome::Waits) {
-      begin_wait(next++);
-    } else if (outcome != Outcome::OldestGoes || !enqueue_of_another_thread(*thread.pending[next].engine)) {
-      const size_t chosen = outcome == Outcome::Goes ? next : oldest_waiting(next).value_or(next);
-      if (chosen < next) --next;
-      enqueue(thread, chosen);
+      last = number;
+      go_on_waiting(number);
+    } else if (outcome == Outcome::Goes || !enqueue_oldest(engine, outcome, number)) {
+      last = number;
+      enqueue_waiting(number);
     }
-    if (is_changed()) next = 0;
   }
-  if (thread.has_waiting) thread.set_has_waiting(std::ranges::any_of(thread.pending, is_waiting));
+}
+
+void Engine::Flush::flush_ready() {
+  while (!thread.ready.empty()) {
+    const PendingCopy copy = thread.ready.front();
+    Engine& engine = *copy.engine;
+    if (engine.backend_.streams.is_capturing()) {  // its turn comes in a later flush
+      thread.pending.push_back(copy);
+      thread.pending.back().sequence_number = kOperatorEnded;
+      thread.ready.pop_front();
+      continue;
+    }
+    if (drop_finished(engine)) {
+      collect_ready();
+      continue;
+    }
+    const Outcome outcome = outcome_of(copy);
+    if (outcome == Outcome::Waits) {
+      begin_wait();
+    } else if (outcome == Outcome::Goes || !enqueue_oldest(engine, outcome, UINT64_MAX)) {
+      thread.ready.pop_front();
+      enqueue(copy, {});
+    }
+  }
+}
+
+void Engine::Flush::collect_ready() {
+  auto rest = thread.pending.begin();
+  for (const PendingCopy& copy : thread.pending) {
+    if (has_ended(copy)) {
+      thread.ready.push_back(copy);
+    } else {
+      *rest++ = copy;
+    }
+  }
+  thread.pending.erase(rest, thread.pending.end());
+}
+
+bool Engine::Flush::has_ended(const PendingCopy& copy) const {
+  if (copy.sequence_number == kOperatorEnded || mutated(Mutant::CopyNotInsideItsOperator)) return true;
+  if (is_inside || copy.sequence_number == kOperatorUnderWay) return false;
+  return copy.sequence_number != program::sequence_number() || copy.context == leaving;
 }
 
 bool Engine::Flush::drop_finished(Engine& engine) {
   if (!engine.is_inherited()) engine.reap();
-  return Operation::drop_now();
+  if (!Operation::drop_now()) return false;
+  order = {};
+  return true;
 }
 
-bool Engine::Flush::is_possible(const PendingCopy& copy) const {
-  // R1: the operator that saved this tensor may not have filled it yet.
-  const bool is_of_another = copy.sequence_number != program::sequence_number() || copy.context == leaving;
-  const bool has_ended = copy.sequence_number == kOperatorEnded ||
-                         (!is_inside && is_of_another && copy.sequence_number != kOperatorUnderWay);
-  return has_ended && !copy.engine->backend_.streams.is_capturing();
-}
-
-Engine::Flush::Outcome Engine::Flush::outcome_of(size_t place) {
-  const PendingCopy& copy = thread.pending[place];
+Engine::Flush::Outcome Engine::Flush::outcome_of(const PendingCopy& copy) {
   Engine& engine = *copy.engine;
   if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Outcome::Goes;
   const bool may_wait = can_wait(copy);
@@ -134,7 +186,7 @@ Engine::Flush::Outcome Engine::Flush::outcome_of(size_t place) {
   const bool is_new = may_wait && !record.awaits_room;
   const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
   if (!engine.windows_.may_wait(record.tape, new_bytes)) return Outcome::OldestGoes;
-  if (is_new && waiting_before(place) >= kMostWaiting) return Outcome::OldestOfThreadGoes;
+  if (is_new && waiting_count() >= kMostWaiting) return Outcome::OldestOfThreadGoes;
   if (!may_wait) return Outcome::Goes;
   if (std::ranges::find(without_room, &engine) != without_room.end()) return Outcome::Waits;
   if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Outcome::Goes;
@@ -151,97 +203,101 @@ bool Engine::Flush::can_wait(const PendingCopy& copy) const {
          lasts(engine.held(copy.record).allocated_on) && !engine.timeline_.is_on();
 }
 
-size_t Engine::Flush::waiting_before(size_t place) const {
-  const auto end = thread.pending.begin() + static_cast<ptrdiff_t>(place);
-  return static_cast<size_t>(std::count_if(thread.pending.begin(), end, is_waiting));
+size_t Engine::Flush::waiting_count() const {
+  return static_cast<size_t>(std::ranges::count_if(thread.waiting, is_waiting, &WaitingCopies::value_type::second));
 }
 
-std::optional<size_t> Engine::Flush::oldest_waiting(size_t last) const {
-  const Engine* const engine = thread.pending[last].engine;
-  for (size_t place = 0; place <= last; ++place) {
-    const PendingCopy& copy = thread.pending[place];
-    if (copy.engine == engine && is_waiting(copy) && is_possible(copy)) return place;
-  }
-  return std::nullopt;
+bool Engine::Flush::enqueue_oldest(Engine& engine, Outcome outcome, uint64_t last) {
+  if (outcome == Outcome::OldestGoes && enqueue_of_another_thread(engine)) return true;
+  const auto can_go = [&](const WaitingCopy& waiting) REQUIRES(gil) {
+    return waiting.copy.engine == &engine && is_waiting(waiting) && has_ended(waiting.copy);
+  };
+  const auto oldest = std::ranges::find_if(thread.waiting, can_go, &WaitingCopies::value_type::second);
+  if (oldest == thread.waiting.end() || oldest->first > last) return false;
+  enqueue_waiting(oldest->first);
+  return true;
 }
 
 // A copy that waits begins behind all that filled its source by the beginning of the wait, whichever thread enqueues
-// it. These copies are left to their own thread: one whose storage an operator saves again (R1); one whose failure its
-// own program must hear of (on_full="error"); and one whose source's stream must not be made to wait, since it is
-// captured.
+// it. That may come behind the operators that this flush knows the copy's stream to have waited for. These copies are
+// left to their own thread: one whose storage an operator saves again (R1); one whose failure its own program must hear
+// of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
 bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
-  const auto can_be_taken = [&](const PendingCopy& copy) REQUIRES(gil) {
-    return copy.engine == &engine && is_waiting(copy) && copy.sequence_number == kOperatorEnded &&
+  const auto can_be_taken = [&](const WaitingCopy& waiting) REQUIRES(gil) {
+    const PendingCopy& copy = waiting.copy;
+    return copy.engine == &engine && is_waiting(waiting) && copy.sequence_number == kOperatorEnded &&
            engine.context(copy.record).options.on_full != OnFull::Error &&
            !engine.backend_.streams.is_capturing_on(engine.held(copy.record).bytes.stream);
   };
   ThreadState* owner = nullptr;
-  size_t place = 0;
   uint64_t oldest = UINT64_MAX;
   for (ThreadState* const known : ThreadState::with_waiting()) {
-    const auto first = std::ranges::find_if(known->pending, can_be_taken);
-    if (first == known->pending.end() || first->wait_number >= oldest) continue;
+    const auto first = std::ranges::find_if(known->waiting, can_be_taken, &WaitingCopies::value_type::second);
+    if (first == known->waiting.end() || first->first >= oldest) continue;
     owner = known;
-    place = static_cast<size_t>(first - known->pending.begin());
-    oldest = first->wait_number;
+    oldest = first->first;
   }
   if (owner == nullptr || owner == &thread || mutated(Mutant::IdleThreadsMakeRoom)) return false;
-  ++owner->taken_count;
-  enqueue(*owner, place);
+  const WaitingCopy waiting = owner->take_waiting(oldest);
+  FlushOrder of_its_own;
+  engine.enqueue_offload(waiting.copy.record, waiting.filled, of_its_own);
   return true;
 }
 
-void Engine::Flush::begin_wait(size_t place) {
-  PendingCopy copy = thread.pending[place];
+void Engine::Flush::begin_wait() {
+  const PendingCopy copy = thread.ready.front();
   Engine& engine = *copy.engine;
   const RecordId id = copy.record;
-  if (copy.filled.is_beginning()) {
-    const StreamId stream = engine.held(id).bytes.stream;
-    engine.streams_.without_gil(stream, [&] { copy.filled = engine.backend_.streams.record(stream); });
-  }
-  // Other threads take only copies that wait already. This copy may be one of those, so it may be gone from its place.
-  const auto known = std::ranges::find_if(thread.pending, [&](const PendingCopy& other) {
-    return other.engine == copy.engine && other.record == copy.record;
-  });
-  if (known == thread.pending.end()) return;
-  known->sequence_number = kOperatorEnded;
-  known->filled = copy.filled;
-  if (is_waiting(copy) || !engine.is_pending(id)) return;  // another thread may have released it meanwhile
-  static uint64_t waits_begun = 0;
-  known->wait_number = ++waits_begun;
-  thread.set_has_waiting(true);
+  const Point filled = engine.point_behind_source(id);
+  if (!engine.is_pending(id)) return thread.ready.pop_front();  // another thread has used or released it meanwhile
+  thread.begin_waiting(copy, filled);
+  thread.ready.pop_front();
   engine.ledger_.await_room(id);
   engine.windows_.wait_began(engine.pinned_bytes(id));
   engine.drain_window_of(id);
   Statistics::global().saw_offload_window(engine.windows_.offload_bytes());
 }
 
-void Engine::Flush::enqueue(ThreadState& owner, size_t place) {
-  const PendingCopy copy = owner.pending[place];
-  if (place == 0)
-    owner.pending.pop_front();
-  else
-    owner.pending.erase(owner.pending.begin() + static_cast<ptrdiff_t>(place));
+// A later operator has saved the storage meanwhile, and may have filled it anew.
+void Engine::Flush::go_on_waiting(uint64_t number) {
+  const WaitingCopy& waiting = thread.waiting.at(number);
+  if (!waiting.filled.is_beginning()) return;
+  const Point filled = waiting.copy.engine->point_behind_source(waiting.copy.record);
+  const auto present = thread.waiting.find(number);
+  if (present == thread.waiting.end()) return;
+  present->second.copy.sequence_number = kOperatorEnded;
+  present->second.filled = filled;
+}
+
+void Engine::Flush::enqueue_waiting(uint64_t number) {
+  const WaitingCopy waiting = thread.take_waiting(number);
+  enqueue(waiting.copy, waiting.filled);
+}
+
+void Engine::Flush::enqueue(const PendingCopy& copy, Point filled) {
   if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
-  copy.engine->enqueue_offload(copy, order);
+  copy.engine->enqueue_offload(copy.record, filled, order);
 }
 
-bool Engine::is_waiting(const PendingCopy& copy) {
-  Ledger& ledger = copy.engine->ledger_;
-  return ledger.is_live(copy.record) && ledger.record(copy.record).awaits_room;
+Point Engine::point_behind_source(RecordId id) {
+  const StreamId stream = held(id).bytes.stream;
+  Point point;
+  streams_.without_gil(stream, [&] { point = backend_.streams.record(stream); });
+  return point;
 }
 
-// Copies that wait are older than those of the present operator, of which there may be many.
-void Engine::put_off_waiting(const void* storage) {
-  ThreadState& thread = ThreadState::current();
+bool Engine::is_waiting(const WaitingCopy& waiting) {
+  Ledger& ledger = waiting.copy.engine->ledger_;
+  return ledger.is_live(waiting.copy.record) && ledger.record(waiting.copy.record).awaits_room;
+}
+
+void Engine::put_off_waiting(ThreadState& thread, const void* storage) {
   const uint64_t now = thread.sequence_number();
-  for (PendingCopy& copy : thread.pending) {
-    if (!is_waiting(copy)) {
-      if (copy.sequence_number == now && now != kOperatorEnded) return;
-    } else if (copy.engine->ledger_.record(copy.record).identity.storage == storage) {
-      copy.sequence_number = now;
-      copy.filled = {};
-    }
+  for (auto& [number, waiting] : thread.waiting) {
+    const PendingCopy& copy = waiting.copy;
+    if (!is_waiting(waiting) || copy.engine->ledger_.record(copy.record).identity.storage != storage) continue;
+    waiting.copy.sequence_number = now;
+    waiting.filled = {};
   }
 }
 

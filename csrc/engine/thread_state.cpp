@@ -14,7 +14,7 @@ std::vector<ThreadState*>& all_states() REQUIRES(gil) {
   return *leaked;
 }
 
-std::vector<ThreadState*>& waiting() REQUIRES(gil) {
+std::vector<ThreadState*>& states_with_waiting() REQUIRES(gil) {
   static auto* const leaked = new std::vector<ThreadState*>;
   return *leaked;
 }
@@ -60,9 +60,9 @@ class AtThreadExit {
 void clear(ThreadState& state) REQUIRES(gil) {
   state.operation_depth = 0;
   state.operation_began = 0;
-  std::erase_if(state.pending, [](const PendingCopy& copy) { return copy.wait_number == 0; });
-  for (PendingCopy& copy : state.pending) copy.sequence_number = kOperatorEnded;
-  state.set_has_waiting(!state.pending.empty());
+  state.pending.clear();
+  state.ready.clear();
+  for (auto& [number, waiting] : state.waiting) waiting.copy.sequence_number = kOperatorEnded;
   state.entered.clear();
   state.packs_made = false;
   state.asked = {};
@@ -92,17 +92,27 @@ ThreadState* take_state() REQUIRES(gil) {
 
 const std::vector<ThreadState*>& ThreadState::with_waiting() {
   collect_ended();
-  return waiting();
+  return states_with_waiting();
 }
 
-void ThreadState::set_has_waiting(bool has_waiting_now) {
-  if (has_waiting == has_waiting_now) return;
-  if (has_waiting_now) {
-    waiting().push_back(this);
-  } else {
-    std::erase(waiting(), this);
-  }
-  has_waiting = has_waiting_now;
+void ThreadState::begin_waiting(const PendingCopy& copy, Point filled) {
+  static uint64_t waits_begun = 0;
+  PendingCopy ended = copy;
+  ended.sequence_number = kOperatorEnded;
+  if (waiting.empty()) states_with_waiting().push_back(this);
+  waiting.emplace_hint(waiting.end(), ++waits_begun, WaitingCopy{ended, filled});
+}
+
+WaitingCopy ThreadState::take_waiting(uint64_t number) {
+  const WaitingCopy taken = waiting.extract(number).mapped();
+  if (waiting.empty()) std::erase(states_with_waiting(), this);
+  return taken;
+}
+
+void ThreadState::forget_waiting_of(const Engine& engine) {
+  if (waiting.empty()) return;
+  std::erase_if(waiting, [&](const auto& entry) { return entry.second.copy.engine == &engine; });
+  if (waiting.empty()) std::erase(states_with_waiting(), this);
 }
 
 ThreadState& ThreadState::current() {
@@ -127,10 +137,12 @@ bool ThreadState::any_has_operation_until(uint64_t number) {
 
 bool ThreadState::any_has_pending(const Engine& engine) {
   collect_ended();
+  for (ThreadState* const state : free_states()) state->forget_waiting_of(engine);
   const auto is_its = [&](const PendingCopy& copy) { return copy.engine == &engine; };
-  for (ThreadState* const state : free_states()) std::erase_if(state->pending, is_its);
-  return std::ranges::any_of(all_states(),
-                             [&](const ThreadState* state) { return std::ranges::any_of(state->pending, is_its); });
+  return std::ranges::any_of(all_states(), [&](const ThreadState* state) {
+    return std::ranges::any_of(state->pending, is_its) || std::ranges::any_of(state->ready, is_its) ||
+           std::ranges::any_of(state->waiting, [&](const auto& entry) { return is_its(entry.second.copy); });
+  });
 }
 
 void ThreadState::forget_asked(const Engine& engine) {

@@ -1,14 +1,14 @@
 // ThreadState: everything that the core remembers for one thread. Python keeps PyTorch's stack of hooks beside it.
 // Ownership:     one for each thread that runs. That of a thread that has ended goes to a later thread. None is freed,
 //                since handles may die while static destructors run.
-// Thread safety: needs the GIL. Used by its own thread alone, except copies in `pending` that wait for room: another
-//                thread may take them out, while this one is not running or is in a BlockingSection. Others ask about
-//                it with the GIL held.
+// Thread safety: needs the GIL. Used by its own thread alone, except `waiting`: another thread may take copies out of
+//                it, while this one is not running or is in a BlockingSection. Others ask about it with the GIL held.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -29,16 +29,21 @@ constexpr uint64_t kOperatorEnded = UINT64_MAX;
 // Stands for the sequence number of an operator inside of which code of others runs; see OperatorUnderWay.
 constexpr uint64_t kOperatorUnderWay = UINT64_MAX - 1;
 
-// A record that the thread has packed and whose copy it has not enqueued yet: its operator has not ended (R1), or the
-// store has no room.
+// A record that the thread has packed and whose copy is not enqueued yet.
 struct PendingCopy {
   Engine* engine;
   RecordId record;
-  uint64_t sequence_number;     // autograd's sequence number at the pack, or kOperatorEnded
+  uint64_t sequence_number;     // autograd's sequence number at the pack, or one of the constants above
   const ContextState* context;  // compared, never dereferenced
-  Point filled = {};            // if the copy waits for room: behind all that has filled its source by then
-  uint64_t wait_number = 0;     // if it waits: counts the waits of all threads in the order in which they began
 };
+
+// A pending copy whose record's store has no room for it. See Note [Copies that wait for room].
+struct WaitingCopy {
+  PendingCopy copy;  // its sequence number: kOperatorEnded, unless a later operator saves the same storage
+  Point filled;      // behind all that has filled its source; the beginning: that has to be recorded anew
+};
+// By numbers that count the waits of all threads in the order in which they began.
+using WaitingCopies = std::map<uint64_t, WaitingCopy>;
 
 // In one flush, the stream whose operators a copy's stream was already made to wait for. The operators that filled the
 // sources had been enqueued by then, so one point serves all copies of a flush.
@@ -62,18 +67,28 @@ struct ThreadState {
   std::vector<std::function<void()>> releases;
 
   std::vector<std::shared_ptr<ContextState>> entered;  // the contexts that the thread has entered, the innermost last
-  std::deque<PendingCopy> pending;
-  bool has_waiting = false;  // some of them may wait for room; see Note [Copies that wait for room]
-  uint64_t taken_count = 0;  // of those that other threads have enqueued: each has changed `pending`
-  bool packs_made = false;   // see PacksMade
+
+  // The pending copies. Each goes from one of these lists to the next, until it is enqueued.
+  std::vector<PendingCopy> pending;  // their operators had not ended at the latest flush (R1)
+  std::deque<PendingCopy> ready;     // their operators have ended, and their turn comes in the present flush
+  WaitingCopies waiting;             // their turn has come, and their store had no room for them
+  bool has_copies() const { return !pending.empty() || !ready.empty() || !waiting.empty(); }
+  const PendingCopy& latest_copy() const {
+    if (!pending.empty()) return pending.back();
+    return ready.empty() ? waiting.rbegin()->second.copy : ready.back();
+  }
+
+  bool packs_made = false;  // see PacksMade
 
   // The operator inside of which the thread packs now.
   uint64_t sequence_number() const { return packs_made ? kOperatorEnded : program::sequence_number(); }
   AskedTape asked;
 
-  // The threads whose `has_waiting` is true. set_has_waiting() changes it.
+  // The threads that have copies in `waiting`, which these three functions alone change.
   static const std::vector<ThreadState*>& with_waiting() REQUIRES(gil);
-  void set_has_waiting(bool has_waiting_now) REQUIRES(gil);
+  void begin_waiting(const PendingCopy& copy, Point filled) REQUIRES(gil);
+  WaitingCopy take_waiting(uint64_t number) REQUIRES(gil);
+  void forget_waiting_of(const Engine& engine) REQUIRES(gil);
 
   static ThreadState& current();
 
@@ -101,9 +116,11 @@ class OperatorUnderWay {
  private:
   void renumber(uint64_t from, uint64_t to) {
     if (mutated(Mutant::CopyNotInsideOneAroundIt)) return;
-    for (PendingCopy& copy : thread_.pending) {
+    const auto renumber_one = [&](PendingCopy& copy) {
       if (copy.sequence_number == from) copy.sequence_number = to;
-    }
+    };
+    for (PendingCopy& copy : thread_.pending) renumber_one(copy);
+    for (auto& [number, waiting] : thread_.waiting) renumber_one(waiting.copy);
   }
 
   ThreadState& thread_;

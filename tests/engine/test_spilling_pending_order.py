@@ -1,14 +1,17 @@
 """Behind which operators a copy begins that had to wait for room in host memory, and when none waits."""
 
-from collections.abc import Iterator
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import torchoffload
 from devices import Device
-from functions import SavesInput
+from functions import Save, SavesInput
 from gradients import Run, assert_same_gradients
 from simulated import seam_log
 from spilling_contexts import DEPTH, NBYTES, SIDE, Forward, chain, sound_disks, spilling
@@ -116,3 +119,74 @@ def test_a_copy_waits_for_no_room_whose_source_was_allocated_on_a_stream_that_ma
         program, device=device_under_test, moved_bytes=(SLOTS + 3) * NBYTES, kept_reason="external_stream"
     )
     assert stats.records_kept == {"external_stream": 1}
+
+
+@contextlib.contextmanager
+def in_the_middle_of_the_next_copy_out(begin: Callable[[], None], context: Any) -> Iterator[None]:
+    """Another thread enters the context and calls `begin` meanwhile, and idles inside of the context until the end."""
+    this_thread = threading.get_ident()
+    has_begun, may_leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with context:
+            begin()
+            has_begun.set()
+            may_leave.wait(60)
+
+    other = threading.Thread(target=work)
+
+    def hook(name: str) -> None:
+        if name == "copy_out" and threading.get_ident() == this_thread and not other.ident:
+            other.start()
+            assert has_begun.wait(60)
+
+    testing.set_seam_hook(hook)
+    try:
+        yield
+    finally:
+        testing.set_seam_hook(None)
+        may_leave.set()
+        other.join()
+
+
+def test_a_copy_waits_for_the_operators_that_filled_its_source_whichever_thread_enqueues_it(
+    device_under_test: Device, tmp_path: Path
+):
+    """This thread enqueues two copies of one operator, and makes the copies' stream wait for operators once.
+
+    In the middle of the first copy, which takes the last slot, another thread saves a tensor whose copy waits for room.
+    This thread's window allows no wait, so it enqueues that copy before its own second one.
+    """
+
+    def program(run: Run) -> Any:
+        x, other = run.leaf(SIDE, SIDE), run.leaf(SIDE, SIDE)
+        outputs: list[Any] = []
+
+        def save() -> None:
+            outputs.append(SavesInput.apply(other * 3))
+            torch.relu(other[:1, :0])  # a hook event
+
+        if run.stock:
+            save()
+            y = Save.apply(chain(x, 1), lambda *_: None, x * 2, x * 4)
+        else:
+            main = run.simulation.current_stream()
+
+            def save_on_the_same_stream() -> None:
+                with run.simulation.stream(main):
+                    save()
+
+            forward = Forward(run)
+            idle = spilling(run, tmp_path, 2, offload_window_bytes=AMPLE)
+            with spilling(run, tmp_path, 2, offload_window_bytes=0):
+                y = chain(x, 1)
+                torch.relu(x[:1, :0])  # a hook event
+                forward.expect(moved=1)
+                y = Save.apply(y, lambda *_: None, x * 2, x * 4)
+                with in_the_middle_of_the_next_copy_out(save_on_the_same_stream, idle):
+                    torch.relu(x[:1, :0])
+                    forward.expect(moved=4)
+        (y.sum() + outputs[0].sum()).backward()
+        return x.grad, other.grad
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.9)
