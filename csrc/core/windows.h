@@ -1,5 +1,6 @@
 // Windows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
-// counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by.
+// counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by. The
+// counts and the limits of one tape are in TapeWindows, which the caller keeps with the tape.
 // Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
 // Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left, and over those
@@ -8,8 +9,8 @@
 //                A tape's place for reloads is never above the end of its saves.
 // Not handled:   carrying anything out. Windows is told of events, and answers questions about the next copies.
 //
-// The engine drives one object of this class for all tapes of its device, and simulate() in step.cpp drives another one
-// for the single tape of a step that it goes through. So the plan and the engine follow the same decisions.
+// The engine drives one Windows for all tapes of its device, and simulate() in step.cpp drives another one for the
+// single tape of a step that it goes through. So the plan and the engine follow the same decisions.
 // docs/design.md lists the events that the two report to Windows differently.
 #pragma once
 
@@ -51,36 +52,74 @@ struct SavedRecord {
 // Whether a search for reloads goes on or stops at a record whose source is still on the device.
 enum class AtSource : uint8_t { GoesOn, Stops };
 
-class Windows {
+// One tape's windows, its kept bytes, and how far its reloads and its consumer have come. The consumer is the backward
+// that asks for the tape's saves.
+class TapeWindows {
  public:
   // The place of a consumer that may go on from any save: behind all of them, so that it has left none behind.
   static constexpr uint64_t kUnknownPlace = std::numeric_limits<uint64_t>::max();
 
+  // No save is added any more. Reloads of the tape begin at its end and go towards its start.
+  void close(uint64_t end_save) { reload_place_ = end_save_ = end_save; }
+
+  void set_limits(WindowBytes limits) { limits_ = limits; }
+  // The windows change with this save, which comes behind all that the tape has. The offload window holds from now on,
+  // and the reload window while the consumer asks for saves from this one on, up to the next for which it changes.
+  void set_limits_from(uint64_t save, WindowBytes limits) {
+    reload_bytes_from_.emplace_back(save, limits.reload_bytes);
+    limits_ = limits;
+  }
+  const WindowBytes& limits() const { return limits_; }
+
+  // Bytes of the tape stay on the device because of a learned reason, until they are released.
+  void kept(uint64_t nbytes) { kept_bytes_ += nbytes; }
+  void released(uint64_t nbytes) { kept_bytes_ -= nbytes; }
+  uint64_t kept_bytes() const { return kept_bytes_; }
+
+  // The search for reloads has looked at the saves from this number on.
+  uint64_t reload_place() const { return reload_place_; }
+  void reloads_came_to(uint64_t save) { reload_place_ = save; }
+
+  // The consumer asks for `save`. Returns its place: the later of the last two saves that it asked for. A single ask
+  // far ahead does not move the place, because a checkpoint asks for its input before it asks for the tensors saved
+  // behind that input. So if a backward begins before the tape's end, its place is known from its second ask on.
+  uint64_t consumer_asks(uint64_t save) {
+    use_reload_bytes_at(save);
+    const std::optional<uint64_t> before = std::exchange(asked_before_, save);
+    if (!before) return save + 1 < end_save_ ? kUnknownPlace : save;
+    return std::max(save, *before);
+  }
+  // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
+  void consumer_missed(uint64_t save, uint64_t place) {
+    reload_place_ = save < reload_place_ ? std::min(reload_place_, place) : save;
+  }
+  // A graph task that asked for the tape has ended. The next one may begin at any save.
+  void consumer_ended() { asked_before_.reset(); }
+
+ private:
+  void use_reload_bytes_at(uint64_t save) {
+    if (reload_bytes_from_.empty()) return;
+    const auto next = std::ranges::upper_bound(reload_bytes_from_, save, {}, &std::pair<uint64_t, uint64_t>::first);
+    if (next != reload_bytes_from_.begin()) limits_.reload_bytes = std::prev(next)->second;
+  }
+
+  WindowBytes limits_;
+  uint64_t kept_bytes_ = 0;
+  uint64_t reload_place_ = 0;
+  uint64_t end_save_ = 0;
+  std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
+  // The reload window from each of these saves on; empty: it does not change.
+  std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
+};
+
+// The bytes of all tapes.
+class Windows {
+ public:
   // A record that is to be reloaded ahead of its consumer.
   struct Ahead {
     RecordId record;
     uint64_t expected_at = 0;  // the save that asks for it first
   };
-
-  // ---- tapes: open() forgets the earlier tape of that index, since the indices of tapes are used again ----
-
-  void open(TapeId tape);
-  // No save is added any more. Reloads of the tape begin at its end and go towards its start.
-  void close(TapeId tape, uint64_t end_save) { of(tape).reload_place = of(tape).end_save = end_save; }
-
-  void set_limits(TapeId tape, WindowBytes limits) { of(tape).limits = limits; }
-  // The windows change with this save, which comes behind all that the tape has. The offload window holds from now on,
-  // and the reload window while the consumer asks for saves from this one on, up to the next for which it changes.
-  void set_limits_from(TapeId tape, uint64_t save, WindowBytes limits) {
-    of(tape).reload_bytes_from.emplace_back(save, limits.reload_bytes);
-    of(tape).limits = limits;
-  }
-  const WindowBytes& limits(TapeId tape) const { return of(tape).limits; }
-
-  // Bytes of the tape stay on the device because of a learned reason, until they are released.
-  void kept(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes += nbytes; }
-  void released(TapeId tape, uint64_t nbytes) { of(tape).kept_bytes -= nbytes; }
-  uint64_t kept_bytes(TapeId tape) const { return of(tape).kept_bytes; }
 
   // ---- the offload window; `is_in_flight(id)`: was the record's copy enqueued, and is its source still held? ----
 
@@ -105,8 +144,8 @@ class Windows {
 
   // Does this tape's window allow the waiting copies of all tapes to go on waiting, and one more of `coming_bytes` with
   // them? Copies in flight are not asked about: they are waited for if there is no room beside them.
-  bool may_wait(TapeId tape, uint64_t coming_bytes) const {
-    return waiting_bytes_ + coming_bytes + kept_bytes(tape) <= limits(tape).offload_bytes;
+  bool may_wait(const TapeWindows& tape, uint64_t coming_bytes) const {
+    return waiting_bytes_ + coming_bytes + tape.kept_bytes() <= tape.limits().offload_bytes;
   }
 
   // On the way out, in flight or waiting.
@@ -162,15 +201,16 @@ class Windows {
   // and `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that
   // is not forgotten, and `at(save)` is the SavedRecord there.
   template <typename Records>
-  std::vector<Ahead> take_reloads(TapeId tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
+  std::vector<Ahead> take_reloads(TapeWindows& tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;
     const auto is_taken = [&](RecordId id) {
       return std::any_of(taken.begin(), taken.end(), [&](const Ahead& ahead) { return ahead.record == id; });
     };
-    const uint64_t window_bytes = limits(tape).reload_bytes;
+    const uint64_t window_bytes = tape.limits().reload_bytes;
     const uint64_t first_save = records.first_save();
     uint64_t held_bytes = reload_bytes_ + starting_bytes_ + kept_bytes;
-    for (uint64_t& place = of(tape).reload_place; place > first_save; --place) {
+    uint64_t place = tape.reload_place();
+    for (; place > first_save; --place) {
       const SavedRecord saved = records.at(place - 1);
       if (saved.rests == Rests::OnItsWay) break;  // a later search goes on with it
       if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
@@ -179,36 +219,18 @@ class Windows {
       held_bytes += saved.nbytes;
       taken.push_back({saved.id, place - 1});
     }
+    tape.reloads_came_to(place);
     return taken;
   }
-  // take_reloads() has looked at the saves from this number on.
-  uint64_t reload_place(TapeId tape) const { return of(tape).reload_place; }
-
-  // ---- the consumer: the backward that asks for a tape's saves ----
-
-  // The consumer asks for `save`. Returns its place: the later of the last two saves that it asked for. A single ask
-  // far ahead does not move the place, because a checkpoint asks for its input before it asks for the tensors saved
-  // behind that input. So if a backward begins before the tape's end, its place is known from its second ask on.
-  uint64_t consumer_asks(TapeId tape, uint64_t save) {
-    of(tape).use_reload_bytes_at(save);
-    const std::optional<uint64_t> before = std::exchange(of(tape).asked_before, save);
-    if (!before) return save + 1 < of(tape).end_save ? kUnknownPlace : save;
-    return std::max(save, *before);
-  }
-  // A graph task that asked for the tape has ended. The next one may begin at any save.
-  void consumer_ended(TapeId tape) { of(tape).asked_before.reset(); }
-  // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
-  void consumer_missed(TapeId tape, uint64_t save, uint64_t place);
-
   // Those of ahead() that the consumer at `save` has left behind by more bytes than the tape's reload window has.
   // `records` answers `bytes_behind(id, save)`: the bytes of the tape between the save and the later one that the
   // record was reloaded for; nullopt if the record was released, belongs to another tape, or is not passed yet.
   template <typename Records>
-  std::vector<RecordId> passed_by(TapeId tape, uint64_t save, const Records& records) const {
+  std::vector<RecordId> passed_by(const TapeWindows& tape, uint64_t save, const Records& records) const {
     std::vector<RecordId> passed;
     for (const RecordId id : ahead_) {
       const std::optional<uint64_t> bytes_behind = records.bytes_behind(id, save);
-      if (bytes_behind && *bytes_behind > limits(tape).reload_bytes) passed.push_back(id);
+      if (bytes_behind && *bytes_behind > tape.limits().reload_bytes) passed.push_back(id);
     }
     return passed;
   }
@@ -216,25 +238,6 @@ class Windows {
  private:
   static constexpr size_t kPruneAtLeast = 64;
 
-  struct OfTape {
-    WindowBytes limits;
-    uint64_t kept_bytes = 0;
-    uint64_t reload_place = 0;
-    uint64_t end_save = 0;
-    std::optional<uint64_t> asked_before;  // the save that a backward asked for last
-    // The reload window from each of these saves on; empty: it does not change.
-    std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from;
-
-    void use_reload_bytes_at(uint64_t save) {
-      if (reload_bytes_from.empty()) return;
-      const auto next = std::ranges::upper_bound(reload_bytes_from, save, {}, &std::pair<uint64_t, uint64_t>::first);
-      if (next != reload_bytes_from.begin()) limits.reload_bytes = std::prev(next)->second;
-    }
-  };
-  OfTape& of(TapeId tape) { return tapes_.at(tape.index); }
-  const OfTape& of(TapeId tape) const { return tapes_.at(tape.index); }
-
-  std::vector<OfTape> tapes_;       // by tape index
   std::deque<RecordId> in_flight_;  // oldest first; records that have left are removed later
   size_t prune_at_ = kPruneAtLeast;
   uint64_t in_flight_bytes_ = 0;

@@ -13,38 +13,38 @@
 // its reloaded records stay, too.
 #include <algorithm>
 
-#include "engine/engine.h"
+#include "engine/reloader.h"
 
 namespace torchoffload {
 
 // Called once for each unpack in a backward.
-void Engine::note_asking(TapeId tape) {
+void Reloader::note_asking(TapeId tape) {
   const int graph_task = program::graph_task();
   ThreadState::current().asked = {this, tape, graph_task};
-  if (tapes_[tape.index].asked_by == graph_task) return;
-  tapes_[tape.index].asked_by = graph_task;  // before the next line: this tape's reloaded records are wanted now
+  if (held(tape).asked_by == graph_task) return;
+  held(tape).asked_by = graph_task;  // before the next line: this tape's reloaded records are wanted now
   give_back_of_ended();
   await_end_of(graph_task);
 }
 
-void Engine::await_end_of(int graph_task) {
+void Reloader::await_end_of(int graph_task) {
   for (const AskingTask& known : asking_tasks_) {
     if (known.id == graph_task) return;
   }
   const auto token = std::make_shared<const int>(graph_task);
   asking_tasks_.push_back({graph_task, token});
   const Ahead ahead = program::keeps_graph() ? Ahead::GoesBack : Ahead::Stays;
-  program::at_end_of_graph_task([weak = weak_from_this(), token, ahead] {
+  program::at_end_of_graph_task([this, weak = owner_(), token, ahead] {
     if (Operation::is_shut_down()) return;
     const WithGil with_gil;
-    const std::shared_ptr<Engine> engine = weak.lock();  // null: its directory is used no more
-    if (engine == nullptr || engine->is_inherited()) return;
+    const std::shared_ptr<const void> owner = weak.lock();  // null: its directory is used no more
+    if (owner == nullptr || records_.is_inherited()) return;
     const Operation operation;
-    (void)engine->give_back(*token, ahead);
+    (void)give_back(*token, ahead);
   });
 }
 
-void Engine::give_back_of_ended() {
+void Reloader::give_back_of_ended() {
   if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
   std::vector<int> ended;
   for (const AskingTask& task : asking_tasks_) {
@@ -56,9 +56,9 @@ void Engine::give_back_of_ended() {
   }
 }
 
-bool Engine::give_back(int graph_task, Ahead ahead) {
+bool Reloader::give_back(int graph_task, Ahead ahead) {
   std::vector<TapeId> asked;
-  for (const TapeInfo& tape : tapes_) {
+  for (const HeldTape& tape : records_.held_tapes) {
     if (tape.context && tape.asked_by == graph_task) asked.push_back(tape.id);
   }
   bool is_all = true;
@@ -70,7 +70,7 @@ bool Engine::give_back(int graph_task, Ahead ahead) {
 
 // A record whose slot is still being written is left as it is: no wait is made here, and its bytes stay on the device
 // until a later call.
-bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
+bool Reloader::give_back(TapeId tape, int graph_task, Ahead ahead) {
   std::vector<RecordId> reloaded;
   for (const Save& save : ledger_.tape(tape).saves) {
     if (ledger_.is_live(save.record) && ledger_.record(save.record).state == RecordState::Reloaded)
@@ -78,7 +78,7 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   }
   bool is_all = ahead == Ahead::GoesBack;
   if (ahead == Ahead::GoesBack) {
-    windows_.consumer_ended(tape);
+    held(tape).windows.consumer_ended();
     for (const RecordId id : std::vector(windows_.ahead())) {
       const bool is_of_tape = ledger_.is_live(id) && ledger_.record(id).tape == tape;
       if (is_of_tape && !mutated(Mutant::EndedTaskPassesBy)) pass_by(id);
@@ -89,12 +89,11 @@ bool Engine::give_back(TapeId tape, int graph_task, Ahead ahead) {
   };
   for (const RecordId id : reloaded) {
     if (!is_reloaded(id) || mutated(Mutant::EndedTaskGivesUp)) continue;
-    weaken(id);
+    records_.weaken(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }
   // Another graph task may have asked for the tape meanwhile.
-  if (is_all && ledger_.has_tape(tape) && tapes_[tape.index].asked_by == graph_task)
-    tapes_[tape.index].asked_by = kNoGraphTask;
+  if (is_all && ledger_.has_tape(tape) && held(tape).asked_by == graph_task) held(tape).asked_by = kNoGraphTask;
   return is_all;
 }
 

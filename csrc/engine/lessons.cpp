@@ -7,9 +7,8 @@ namespace torchoffload {
 
 // ---- forward ----
 
-WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns, bool chooses_code) {
-  tapes_.grow_to(id.index + size_t{1});
-  OfTape& tape = of(id);
+WindowBytes Lessons::opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns,
+                            bool chooses_code) {
   tape = {};
   tape.options = options;
   tape.learns = learns;
@@ -18,7 +17,7 @@ WindowBytes Lessons::opened(TapeId id, const WindowOptions& options, bool learns
   return default_windows(options, 0);
 }
 
-RecordKind Lessons::note_operator(OfTape& tape, const NewRecord& record) {
+RecordKind Lessons::note_operator(TapeLessons& tape, const NewRecord& record) {
   const bool is_same_operator = std::exchange(tape.latest_operator, record.operator_number) == record.operator_number;
   tape.operator_bytes = is_same_operator ? tape.operator_bytes + record.nbytes : record.nbytes;
   const uint64_t kind = uint64_t{record.dtype} << 16 | uint64_t{record.dim} << 8 | (is_same_operator ? 3 : 1);
@@ -26,8 +25,7 @@ RecordKind Lessons::note_operator(OfTape& tape, const NewRecord& record) {
   return {record.dtype, record.dim, is_same_operator};
 }
 
-Lessons::Known Lessons::next(TapeId id, const NewRecord& record) {
-  OfTape& tape = of(id);
+Lessons::Known Lessons::next(TapeLessons& tape, const NewRecord& record) {
   tape.latest_record = ++records_seen_;
   tape.largest_record_bytes = std::max(tape.largest_record_bytes, record.nbytes);
   const bool was_known = tape.trace.is_known();
@@ -64,20 +62,13 @@ void Lessons::outlived(const WeakMemory& memory) {
   lived_on_.insert(memory);
 }
 
-void Lessons::closed(TapeId id, std::vector<uint64_t> last_save) {
-  OfTape& tape = of(id);
+void Lessons::closed(TapeLessons& tape, std::vector<uint64_t> last_save) {
   if (tape.learns) tape.shape = learner_.learn(tape.trace, std::move(last_save));
-}
-
-void Lessons::gone(TapeId id) {
-  order_.gone(of(id).order_number);
-  of(id) = {};
 }
 
 // ---- backward ----
 
-bool Lessons::backward_began(TapeId id) {
-  const OfTape& tape = of(id);
+bool Lessons::backward_began(const TapeLessons& tape) {
   const bool was_expected = order_.backward_began(tape.order_number);
   if (tape.shape) learner_.backward_began(*tape.shape, tape.latest_record == records_seen_);
   return was_expected;

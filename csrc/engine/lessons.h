@@ -11,13 +11,26 @@
 #include <utility>
 #include <vector>
 
-#include "core/chunked_vector.h"
 #include "core/planning/learner.h"
 #include "core/planning/tape_order.h"
 #include "core/windows.h"
 #include "device/memory.h"
 
 namespace torchoffload {
+
+// What Lessons remembers of one tape: its caller keeps it with the tape.
+struct TapeLessons {
+  WindowOptions options;
+  bool learns = false;
+  uint64_t order_number = 0;  // TapeOrder's number for the tape
+  Learner::Trace trace;
+  std::optional<uint32_t> shape;  // as which the closed tape was learned; nullopt: it was not learned
+  uint64_t latest_record = 0;     // the count of all records at the tape's latest one
+  uint64_t largest_record_bytes = 0;
+  uint64_t latest_tag = 0;  // a hash of the kinds of its records so far
+  uint64_t latest_operator = UINT64_MAX;
+  uint64_t operator_bytes = 0;  // saved so far by that operator
+};
 
 class Lessons {
  public:
@@ -44,9 +57,9 @@ class Lessons {
 
   // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one.
   // `chooses_code`: whether the tape is coded depends on the learned times. Returns its windows until its first record.
-  WindowBytes opened(TapeId tape, const WindowOptions& options, bool learns, bool chooses_code);
+  WindowBytes opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns, bool chooses_code);
   // The tape's next record is about to be made.
-  Known next(TapeId tape, const NewRecord& record);
+  Known next(TapeLessons& tape, const NewRecord& record);
 
   // A record is kept for a learned reason, until released() is called for it. The kept bytes count against the windows.
   void kept(Reason why, uint64_t nbytes);
@@ -55,17 +68,17 @@ class Lessons {
   // The storage of a record that moved is held by others than the engine when its tape closes.
   void outlived(const WeakMemory& memory);
   // The tape is closed. `last_save`: the number of each record's last save.
-  void closed(TapeId tape, std::vector<uint64_t> last_save);
+  void closed(TapeLessons& tape, std::vector<uint64_t> last_save);
   // The tape's last record was released.
-  void gone(TapeId tape);
+  void gone(const TapeLessons& tape) { order_.gone(tape.order_number); }
 
   // ---- backward ----
 
   // A backward asks for the tape for the first time. Returns whether that was expected.
-  bool backward_began(TapeId tape);
+  bool backward_began(const TapeLessons& tape);
 
   // Was the tape's backward the latest to begin?
-  bool is_latest(TapeId tape) const { return order_.is_latest(of(tape).order_number); }
+  bool is_latest(const TapeLessons& tape) const { return order_.is_latest(tape.order_number); }
 
   // The tape that is expected to be asked for `places` after the next one; nullopt: not known, or not opened yet.
   std::optional<TapeId> coming(size_t places) const { return order_.coming(places); }
@@ -77,8 +90,6 @@ class Lessons {
 
   // ---- times ----
 
-  // The number of the shape that the closed tape was learned as; nullopt: it was not learned.
-  std::optional<uint32_t> shape(TapeId tape) const { return of(tape).shape; }
   // The times of a timed tape of this shape.
   void learn_times(uint32_t shape, StepTimes times) { learner_.learn_times(shape, std::move(times)); }
 
@@ -86,15 +97,14 @@ class Lessons {
 
   bool expects_coding() const { return learner_.expects_coding(); }
   // A record of the tape is coded.
-  void note_coded(TapeId tape) { learner_.note_coded(of(tape).trace); }
-  TapeCode code(TapeId tape) const { return of(tape).trace.code; }
+  void note_coded(TapeLessons& tape) { learner_.note_coded(tape.trace); }
   // Reports, for a coded record of a closed tape, the share of its blocks that were exceptions.
-  void learn_exceptions(TapeId tape, size_t record, double share) {
-    if (const auto shape = of(tape).shape) learner_.learn_exceptions(*shape, record, share);
+  void learn_exceptions(const TapeLessons& tape, size_t record, double share) {
+    if (tape.shape) learner_.learn_exceptions(*tape.shape, record, share);
   }
   // Reports that the values of an uncoded record of a closed tape suit its candidate code.
-  void learn_suits_candidate(TapeId tape, size_t record) {
-    if (const auto shape = of(tape).shape) learner_.learn_suits_candidate(*shape, record);
+  void learn_suits_candidate(const TapeLessons& tape, size_t record) {
+    if (tape.shape) learner_.learn_suits_candidate(*tape.shape, record);
   }
 
   // ---- for tests ----
@@ -104,29 +114,14 @@ class Lessons {
   void clear();                                               // forgets all steps, as in a new process
 
  private:
-  struct OfTape {
-    WindowOptions options;
-    bool learns = false;
-    uint64_t order_number = 0;  // TapeOrder's number for the tape
-    Learner::Trace trace;
-    std::optional<uint32_t> shape;
-    uint64_t latest_record = 0;  // the value of records_seen_ at the tape's latest record
-    uint64_t largest_record_bytes = 0;
-    uint64_t latest_tag = 0;  // a hash of the kinds of its records so far
-    uint64_t latest_operator = UINT64_MAX;
-    uint64_t operator_bytes = 0;  // saved so far by that operator
-  };
-  OfTape& of(TapeId tape) { return tapes_[tape.index]; }
-  const OfTape& of(TapeId tape) const { return tapes_[tape.index]; }
   // Returns the kind of the tape's next record, and adds it to its operator's known saves and to latest_tag.
-  RecordKind note_operator(OfTape& tape, const NewRecord& record);
+  static RecordKind note_operator(TapeLessons& tape, const NewRecord& record);
 
   Learner learner_;
   TapeOrder order_;
   MemorySet lived_on_, lives_on_;  // storages that others than the engine held at the end of one tape, and of two
   uint64_t learned_bytes_ = 0;     // of all tapes: the bytes kept as tape_end or small_copy
   uint64_t records_seen_ = 0;
-  ChunkedVector<OfTape> tapes_;  // by tape index
 };
 
 }  // namespace torchoffload

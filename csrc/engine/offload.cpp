@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "engine/copy_time.h"
-#include "engine/engine.h"
+#include "engine/offloader.h"
 #include "engine/profiler_range.h"
 #include "system/host_wait.h"
 
@@ -52,7 +52,7 @@ class SlotLoan {
 
 }  // namespace
 
-struct Engine::OffloadCopy {
+struct Offloader::OffloadCopy {
   Slot slot;
   DeviceBytes source;
   const std::byte* first = nullptr;  // the source's address when it was checked: it may be resized meanwhile (R10)
@@ -73,30 +73,30 @@ struct Engine::OffloadCopy {
 
 // If the user interrupts a wait for the disk, the record is kept and the program goes on, so that Python can handle the
 // interruption. So it is as well if the store has no room.
-void Engine::enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
-  if (is_inherited() || !ledger_.is_live(id)) return;
-  const Hold hold(*this, id);
+void Offloader::enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
+  if (records_.is_inherited() || !ledger_.is_live(id)) return;
+  const Records::Hold hold(records_, id);
   try {
     try_enqueue_offload(id, filled, order);
   } catch (const WaitAbandoned&) {
-    if (is_pending(id)) keep(id, Reason::TierFull);
+    if (records_.is_pending(id)) records_.keep(id, Reason::TierFull);
   } catch (const StoreFull& full) {
-    if (!is_pending(id)) return;
-    const std::shared_ptr<ContextState> context = tapes_[ledger_.record(id).tape.index].context;
-    keep(id, Reason::TierFull);
+    if (!records_.is_pending(id)) return;
+    const std::shared_ptr<ContextState> context = records_.tape_of(id).context;
+    records_.keep(id, Reason::TierFull);
     const bool is_on_disk = context->options.tier == Placement::Disk || context->options.on_full == OnFull::Disk;
     SlotBudget::refuse(*context, full.what(),
                        is_on_disk ? "set disk_dir to a directory with room" : "lower budget_bytes");
   }
 }
 
-void Engine::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
-  stop_waiting(id);
+void Offloader::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
+  records_.stop_waiting(id);
   if (held(id).learned_bytes > 0) {
-    if (streams_.can_be_used(held(id).bytes.stream)) mark(EntryKind::Ready, id, held(id).bytes.stream);
+    if (streams_.can_be_used(held(id).bytes.stream)) records_.mark(EntryKind::Ready, id, held(id).bytes.stream);
     return drain_window_of(id);
   }
-  if (!is_pending(id)) return;
+  if (!records_.is_pending(id)) return;
   std::vector<Point> guards;
   const std::optional<Slot> slot = acquire_slot(id, guards);
   if (!slot) return;
@@ -104,9 +104,11 @@ void Engine::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
   const StreamId stream = offload_begins_on(id);
   const std::span<const Point> waited_for = guards_to_wait_for(stream, guards);
   timeline_.set_origin();
-  if (!is_pending(id)) return;
-  if (was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue)) return keep(id, Reason::Resized);  // R10
-  if (!streams_.can_be_used(held(id).bytes.stream) || !can_name_allocation(id)) return keep(id, Reason::ExternalStream);
+  if (!records_.is_pending(id)) return;
+  if (records_.was_resized(id) && !mutated(Mutant::ResizeCheckedAtEnqueue))
+    return records_.keep(id, Reason::Resized);  // R10
+  if (!streams_.can_be_used(held(id).bytes.stream) || !can_name_allocation(id))
+    return records_.keep(id, Reason::ExternalStream);
   OffloadCopy copy = plan_offload(id, order);
   if (!copy.time.is_wanted) copy.filled = filled;
   copy.slot = *slot;
@@ -126,7 +128,7 @@ void Engine::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
   }
   if (stream != copy.source.stream && copy.filled.is_beginning()) order = {stream, copy.source.stream};
   streams_.remember(waits);
-  if (!is_pending(id)) {  // see Note [Copies that others come between]
+  if (!records_.is_pending(id)) {  // see Note [Copies that others come between]
     guards.clear();
     if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.progress.end);
     if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.progress.end;
@@ -138,17 +140,17 @@ void Engine::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order) {
   offload_is_enqueued(id, copy);
 }
 
-bool Engine::can_name_allocation(RecordId id) {
+bool Offloader::can_name_allocation(RecordId id) {
   const StreamId allocated_on = held(id).allocated_on;
   return allocated_on == kNoStream || streams_.can_be_used(allocated_on);
 }
 
-StreamId Engine::offload_begins_on(RecordId id) {
+StreamId Offloader::offload_begins_on(RecordId id) {
   if (held(id).is_coded()) return coded_.encode_stream();
-  return context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
+  return records_.context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
 }
 
-Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
+Offloader::OffloadCopy Offloader::plan_offload(RecordId id, const FlushOrder& order) {
   const HeldRecord& held = this->held(id);
   OffloadCopy copy;
   copy.source = held.bytes;
@@ -170,8 +172,8 @@ Engine::OffloadCopy Engine::plan_offload(RecordId id, const FlushOrder& order) {
 }
 
 // The first few: drain_window() makes the others by themselves.
-void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
-  const TapeId tape = ledger_.record(id).tape;
+void Offloader::plan_window_waits(RecordId id, OffloadCopy& copy) {
+  const TapeWindows& tape = records_.tape_of(id).windows;
   const auto bytes_of = [this](RecordId known) {
     gil.assert_held();
     return held(known).window_bytes;
@@ -185,11 +187,11 @@ void Engine::plan_window_waits(RecordId id, OffloadCopy& copy) {
     ++next;
     return next != copy.window_waits.end();
   };
-  windows_.each_offload_to_wait_for(copy.nbytes, windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape),
-                                    asks_offloading(), bytes_of, note);
+  windows_.each_offload_to_wait_for(copy.nbytes, tape.limits().offload_bytes, tape.kept_bytes(), asks_offloading(),
+                                    bytes_of, note);
 }
 
-void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
+void Offloader::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
   for (const Point& guard : copy.guards) waits.wait(Rule::OffloadWaitsForGuards, copy.stream, guard);
   if (copy.waits_for_operators) {
     const Point filled = copy.filled.is_beginning() ? backend_.streams.record(copy.source.stream) : copy.filled;
@@ -212,7 +214,7 @@ void Engine::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
   for (const auto& wait : copy.window_waits) waits.make(wait);
 }
 
-void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
+void Offloader::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   HeldRecord& held = this->held(id);
   const uint64_t nbytes = copy.nbytes;
   held.slot = copy.slot;
@@ -221,18 +223,18 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   Statistics::global().slot_acquired(copy.slot.nbytes());
   held.offload_end = held.bytes.busy_until = copy.progress.end;
   if (copy.time.is_wanted) {
-    Timeline::Entry ready = entry(EntryKind::Ready, id);
+    Timeline::Entry ready = records_.entry(EntryKind::Ready, id);
     ready.begin = copy.ready;
     timeline_.add(ready);
-    copy.time.enter(timeline_, entry(EntryKind::CopyOut, id));
+    copy.time.enter(timeline_, records_.entry(EntryKind::CopyOut, id));
   }
   ledger_.begin_offload(id);
   enter_offload_window(id);
-  TapeRow& row = this->row(ledger_.record(id).tape);
+  TapeRow& row = records_.row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
   if (held.code.used) count_coded(id, *held.code.used);
-  if (ModuleRow* const module = context(id).row_of(held.module); module != nullptr) {
+  if (ModuleRow* const module = records_.context(id).row_of(held.module); module != nullptr) {
     ++module->records_offloaded;
     module->bytes_offloaded += nbytes;
   }
@@ -240,22 +242,30 @@ void Engine::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   Statistics::global().saw_offload_window(windows_.offload_bytes());
 }
 
+void Offloader::count_coded(RecordId id, codec::Code code) {
+  const uint64_t nbytes = ledger_.record(id).nbytes();
+  TapeRow& row = records_.row(ledger_.record(id).tape);
+  count(row, &TapeRow::records_coded, 1);
+  count(row, &TapeRow::bytes_coded, nbytes);
+  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(code, nbytes).copied_bytes());
+}
+
 // ---- slots ----
 
-std::optional<Slot> Engine::acquire_slot(RecordId id, std::vector<Point>& guards) {
+std::optional<Slot> Offloader::acquire_slot(RecordId id, std::vector<Point>& guards) {
   const uint64_t nbytes = held(id).slot_bytes;
   std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
   while (!slot) {
     slots_.grow(nbytes);
     backend_.observer.saw_growth();
-    slots_.tell_trouble(context(id));
-    if (!is_pending(id)) return std::nullopt;
+    slots_.tell_trouble(records_.context(id));
+    if (!records_.is_pending(id)) return std::nullopt;
     slot = slots_.try_acquire(nbytes, guards);
   }
   return slot;
 }
 
-std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
+std::span<const Point> Offloader::guards_to_wait_for(StreamId stream, std::vector<Point>& guards) {
   const auto end = std::partition(guards.begin(), guards.end(), [&](const Point& guard) REQUIRES(gil) {
     return !streams_.is_polled(guard) && streams_.must_wait(Rule::OffloadWaitsForGuards, stream, guard);
   });
@@ -272,75 +282,66 @@ std::span<const Point> Engine::guards_to_wait_for(StreamId stream, std::vector<P
 // freed as a whole alone. So in the window it counts with the bytes of the storage. Of several views of one storage the
 // one whose copy began last counts, and the others with nothing: the storage that they keep is freed with that one.
 
-void Engine::enter_offload_window(RecordId id) {
-  const bool is_part = ledger_.record(id).nbytes() < pinned_bytes(id);
+void Offloader::enter_offload_window(RecordId id) {
+  const bool is_part = ledger_.record(id).nbytes() < records_.pinned_bytes(id);
   const std::optional<RecordId> before = is_part ? ledger_.before_of_storage(id) : std::nullopt;
-  if (before && is_offloading(*before)) leave_offload_window(*before);
+  if (before && records_.is_offloading(*before)) records_.leave_offload_window(*before);
   const bool counts_whole = !mutated(Mutant::PartCountsItsStorage);
-  held(id).window_bytes = counts_whole ? pinned_bytes(id) : ledger_.record(id).nbytes();
+  held(id).window_bytes = counts_whole ? records_.pinned_bytes(id) : ledger_.record(id).nbytes();
   windows_.offload_began(id, held(id).window_bytes, asks_offloading());
 }
 
-void Engine::drain_window_of(RecordId id) {
-  const TapeId tape = ledger_.record(id).tape;
-  drain_window(windows_.limits(tape).offload_bytes, windows_.kept_bytes(tape));
+void Offloader::drain_window_of(RecordId id) {
+  const TapeWindows& tape = records_.tape_of(id).windows;
+  drain_window(tape.limits().offload_bytes, tape.kept_bytes());
 }
 
-void Engine::change_windows(TapeId tape, WindowBytes windows) {
-  if (is_inherited() || !ledger_.is_open(tape)) return;
-  windows_.set_limits_from(tape, ledger_.tape(tape).end_save(), windows);
-  if (backend_.streams.is_capturing()) return;
-  flush_pending();  // a copy that has not begun counts in no window, and fewer may wait for room now
-  drain_window(windows.offload_bytes, windows_.kept_bytes(tape));
+void Offloader::reap() {
+  if (!streams_.has_polled()) return streams_.reap();
+  while (const auto oldest = windows_.oldest_offload(asks_offloading())) {
+    if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
+    finish_offload(*oldest);
+  }
+  streams_.reap();
 }
 
 // R4: the compute stream is made to wait only when the window is full, for the oldest copy first.
-void Engine::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
+void Offloader::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   while (const auto next = windows_.offload_to_wait_for(window_bytes, kept_bytes, asks_offloading())) {
     const RecordId oldest = *next;
-    count(row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
+    count(records_.row(ledger_.record(oldest).tape), &TapeRow::window_waits, 1);
     const DeviceBytes source = held(oldest).bytes;  // a copy: another thread may drop the record's own meanwhile
     try {
       if (!streams_.is_lasting(source.stream)) {  // see Note [Streams that may be destroyed]
         streams_.synchronize(source.busy_until);
       } else {  // the wait is timed, so that its time can be subtracted from compute
-        const TimedSpan span(timeline_, source.stream, entry(EntryKind::WindowWait, oldest));
+        const TimedSpan span(timeline_, source.stream, records_.entry(EntryKind::WindowWait, oldest));
         streams_.wait(Rule::ComputeWaitsForOffload, source.stream, source.busy_until);
       }
     } catch (const WaitAbandoned&) {  // by the user: the window stays over its limit, for Python to handle that
       return;
     }
-    if (is_offloading(oldest)) finish_offload(oldest);
+    if (records_.is_offloading(oldest)) finish_offload(oldest);
   }
 }
 
-void Engine::finish_offload(RecordId id) {
+void Offloader::finish_offload(RecordId id) {
   HeldRecord& held = this->held(id);
-  leave_offload_window(id);
-  if (was_resized(id) && !mutated(Mutant::ResizeCheckedInFlight)) {  // R10
-    keep(id, Reason::Resized);
+  records_.leave_offload_window(id);
+  if (records_.was_resized(id) && !mutated(Mutant::ResizeCheckedInFlight)) {  // R10
+    records_.keep(id, Reason::Resized);
     return;
   }
   const std::string failure = backend_.link.failure(held.offload_end);
   if (!failure.empty() && !mutated(Mutant::FailedWriteKeepsRecord)) {
-    context(id).warn_once(Warning::WriteFailed,
-                          "torchoffload: a saved tensor stays in memory because writing it failed: " + failure);
-    keep(id, Reason::WriteFailed);
+    records_.context(id).warn_once(
+        Warning::WriteFailed, "torchoffload: a saved tensor stays in memory because writing it failed: " + failure);
+    records_.keep(id, Reason::WriteFailed);
     return;
   }
   held.is_confirmed = true;
   ledger_.finish_offload(id);
   held.bytes = {};
-}
-
-void Engine::keep(RecordId id, Reason why) {
-  HeldRecord& held = this->held(id);
-  const Record& record = ledger_.record(id);
-  stop_waiting(id);
-  if (record.has_slot) release_slot(held);
-  slots_.uncharge(context(id), std::exchange(held.charged_bytes, 0));
-  note_kept(id, why, record.nbytes());
-  ledger_.keep(id, why);
 }
 
 }  // namespace torchoffload

@@ -28,7 +28,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.h"
+#include "engine/offloader.h"
 
 namespace torchoffload {
 
@@ -45,15 +45,15 @@ bool is_entered(const ThreadState& thread, const ContextState* context) {
 // A flush of the calling thread's copies: those that wait for room come first, then those whose operators have ended.
 // Code of others may run at the begin of each copy's turn, and the thread's lists change then. So nothing is kept from
 // one turn to the next but the number of a wait, and the order that the streams are known to have.
-struct Engine::Flush {
+struct Offloader::Flush {
   enum class Outcome : uint8_t { Goes, Waits, OldestOfThreadGoes, OldestGoes };
 
   ThreadState& thread;
   const ContextState* const leaving;
   const bool is_inside;  // an operator
   FlushOrder order = {};
-  const Engine* ordered_engine = nullptr;
-  std::vector<const Engine*> without_room = {};  // their later copies wait behind an older one
+  const Offloader* ordered = nullptr;               // the one that `order` holds for
+  std::vector<const Offloader*> without_room = {};  // their later copies wait behind an older one
 
   // All of these may block.
   void run() REQUIRES(gil);
@@ -66,7 +66,7 @@ struct Engine::Flush {
   bool has_ended(const PendingCopy& copy) const;
   // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether code
   // of others has run. May block.
-  bool drop_finished(Engine& engine) REQUIRES(gil);
+  bool drop_finished(Offloader& its) REQUIRES(gil);
   // The outcome for a copy whose operator has ended.
   Outcome outcome_of(const PendingCopy& copy) REQUIRES(gil);
   bool can_wait(const PendingCopy& copy) const REQUIRES(gil);
@@ -77,26 +77,26 @@ struct Engine::Flush {
   void go_on_waiting(uint64_t number) REQUIRES(gil);
   // Enqueues the engine's copy that has waited longest: of all threads if the outcome is OldestGoes, else of this one.
   // Those of this thread count up to the number `last`. Returns whether there is one. May block.
-  bool enqueue_oldest(Engine& engine, Outcome outcome, uint64_t last) REQUIRES(gil);
+  bool enqueue_oldest(Offloader& its, Outcome outcome, uint64_t last) REQUIRES(gil);
   // Does the same if another thread has packed that copy. May block.
-  bool enqueue_of_another_thread(Engine& engine) REQUIRES(gil);
+  bool enqueue_of_another_thread(Offloader& its) REQUIRES(gil);
   // Enqueue a copy of this thread: one of `waiting`, or one that was taken from its list. Both may block.
   void enqueue_waiting(uint64_t number) REQUIRES(gil);
   void enqueue(const PendingCopy& copy, Point filled) REQUIRES(gil);
 };
 
-void Engine::flush_pending(const ContextState* leaving) {
+void Offloader::flush_pending(const ContextState* leaving) {
   ThreadState& thread = ThreadState::current();
   if (!thread.has_copies()) return;
   // R1: below autograd this thread is inside an operator, even if the sequence number has moved on: the Python code of
   // a dispatch mode or a subclass may run autograd functions and contexts of its own there.
   const bool is_inside = program::is_inside_operator() && !mutated(Mutant::CopyNotInsideItsOperator);
   if (is_inside && !thread.packs_made) return;
-  if (leaving != nullptr) thread.latest_copy().engine->backend_.observer.saw_operators_end();
+  if (leaving != nullptr) thread.latest_copy().offloader->backend_.observer.saw_operators_end();
   Flush{thread, leaving, is_inside}.run();
 }
 
-void Engine::Flush::run() {
+void Offloader::Flush::run() {
   if (!thread.waiting.empty()) flush_waiting();
   collect_ready();
   flush_ready();
@@ -104,55 +104,55 @@ void Engine::Flush::run() {
 
 // Other threads, and code of others on this one, may take copies out of `waiting` meanwhile. None comes in below the
 // number that was looked at last.
-void Engine::Flush::flush_waiting() {
+void Offloader::Flush::flush_waiting() {
   for (uint64_t last = 0;;) {
     const auto next = thread.waiting.upper_bound(last);
     if (next == thread.waiting.end()) return;
     const uint64_t number = next->first;
-    Engine& engine = *next->second.copy.engine;
-    if (!has_ended(next->second.copy) || engine.backend_.streams.is_capturing()) {
+    Offloader& its = *next->second.copy.offloader;
+    if (!has_ended(next->second.copy) || its.backend_.streams.is_capturing()) {
       last = number;
       continue;
     }
-    if (drop_finished(engine)) continue;
+    if (drop_finished(its)) continue;
     const auto present = thread.waiting.find(number);
     if (present == thread.waiting.end()) continue;
     const Outcome outcome = outcome_of(present->second.copy);
     if (outcome == Outcome::Waits) {
       last = number;
       go_on_waiting(number);
-    } else if (outcome == Outcome::Goes || !enqueue_oldest(engine, outcome, number)) {
+    } else if (outcome == Outcome::Goes || !enqueue_oldest(its, outcome, number)) {
       last = number;
       enqueue_waiting(number);
     }
   }
 }
 
-void Engine::Flush::flush_ready() {
+void Offloader::Flush::flush_ready() {
   while (!thread.ready.empty()) {
     const PendingCopy copy = thread.ready.front();
-    Engine& engine = *copy.engine;
-    if (engine.backend_.streams.is_capturing()) {  // its turn comes in a later flush
+    Offloader& its = *copy.offloader;
+    if (its.backend_.streams.is_capturing()) {  // its turn comes in a later flush
       thread.pending.push_back(copy);
       thread.pending.back().sequence_number = kOperatorEnded;
       thread.ready.pop_front();
       continue;
     }
-    if (drop_finished(engine)) {
+    if (drop_finished(its)) {
       collect_ready();
       continue;
     }
     const Outcome outcome = outcome_of(copy);
     if (outcome == Outcome::Waits) {
       begin_wait();
-    } else if (outcome == Outcome::Goes || !enqueue_oldest(engine, outcome, UINT64_MAX)) {
+    } else if (outcome == Outcome::Goes || !enqueue_oldest(its, outcome, UINT64_MAX)) {
       thread.ready.pop_front();
       enqueue(copy, {});
     }
   }
 }
 
-void Engine::Flush::collect_ready() {
+void Offloader::Flush::collect_ready() {
   auto rest = thread.pending.begin();
   for (const PendingCopy& copy : thread.pending) {
     if (has_ended(copy)) {
@@ -164,53 +164,53 @@ void Engine::Flush::collect_ready() {
   thread.pending.erase(rest, thread.pending.end());
 }
 
-bool Engine::Flush::has_ended(const PendingCopy& copy) const {
+bool Offloader::Flush::has_ended(const PendingCopy& copy) const {
   if (copy.sequence_number == kOperatorEnded || mutated(Mutant::CopyNotInsideItsOperator)) return true;
   if (is_inside || copy.sequence_number == kOperatorUnderWay) return false;
   return copy.sequence_number != program::sequence_number() || copy.context == leaving;
 }
 
-bool Engine::Flush::drop_finished(Engine& engine) {
-  if (!engine.is_inherited()) engine.reap();
+bool Offloader::Flush::drop_finished(Offloader& its) {
+  if (!its.records_.is_inherited()) its.reap();
   if (!Operation::drop_now()) return false;
   order = {};
   return true;
 }
 
-Engine::Flush::Outcome Engine::Flush::outcome_of(const PendingCopy& copy) {
-  Engine& engine = *copy.engine;
-  if (engine.is_inherited() || !engine.ledger_.is_live(copy.record)) return Outcome::Goes;
+Offloader::Flush::Outcome Offloader::Flush::outcome_of(const PendingCopy& copy) {
+  Offloader& its = *copy.offloader;
+  if (its.records_.is_inherited() || !its.ledger_.is_live(copy.record)) return Outcome::Goes;
   const bool may_wait = can_wait(copy);
-  if (!may_wait && engine.windows_.waiting_bytes() == 0) return Outcome::Goes;
-  const Record& record = engine.ledger_.record(copy.record);
+  if (!may_wait && its.windows_.waiting_bytes() == 0) return Outcome::Goes;
+  const Record& record = its.ledger_.record(copy.record);
   const bool is_new = may_wait && !record.awaits_room;
-  const uint64_t new_bytes = is_new ? engine.pinned_bytes(copy.record) : 0;
-  if (!engine.windows_.may_wait(record.tape, new_bytes)) return Outcome::OldestGoes;
+  const uint64_t new_bytes = is_new ? its.records_.pinned_bytes(copy.record) : 0;
+  if (!its.windows_.may_wait(its.held(record.tape).windows, new_bytes)) return Outcome::OldestGoes;
   if (is_new && waiting_count() >= kMostWaiting) return Outcome::OldestOfThreadGoes;
   if (!may_wait) return Outcome::Goes;
-  if (std::ranges::find(without_room, &engine) != without_room.end()) return Outcome::Waits;
-  if (!engine.slots_.waits_for_room(engine.held(copy.record).slot_bytes)) return Outcome::Goes;
-  without_room.push_back(&engine);
+  if (std::ranges::find(without_room, &its) != without_room.end()) return Outcome::Waits;
+  if (!its.slots_.waits_for_room(its.held(copy.record).slot_bytes)) return Outcome::Goes;
+  without_room.push_back(&its);
   return Outcome::Waits;
 }
 
-bool Engine::Flush::can_wait(const PendingCopy& copy) const {
-  Engine& engine = *copy.engine;
+bool Offloader::Flush::can_wait(const PendingCopy& copy) const {
+  Offloader& its = *copy.offloader;
   const auto lasts = [&](StreamId stream)
-                         REQUIRES(gil) { return stream == kNoStream || engine.streams_.is_lasting(stream); };
-  return engine.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
-         engine.is_pending(copy.record) && lasts(engine.held(copy.record).bytes.stream) &&
-         lasts(engine.held(copy.record).allocated_on) && !engine.timeline_.is_on();
+                         REQUIRES(gil) { return stream == kNoStream || its.streams_.is_lasting(stream); };
+  return its.slots_.moves_slots() && copy.context != leaving && is_entered(thread, copy.context) &&
+         its.records_.is_pending(copy.record) && lasts(its.held(copy.record).bytes.stream) &&
+         lasts(its.held(copy.record).allocated_on) && !its.timeline_.is_on();
 }
 
-size_t Engine::Flush::waiting_count() const {
+size_t Offloader::Flush::waiting_count() const {
   return static_cast<size_t>(std::ranges::count_if(thread.waiting, is_waiting, &WaitingCopies::value_type::second));
 }
 
-bool Engine::Flush::enqueue_oldest(Engine& engine, Outcome outcome, uint64_t last) {
-  if (outcome == Outcome::OldestGoes && enqueue_of_another_thread(engine)) return true;
+bool Offloader::Flush::enqueue_oldest(Offloader& its, Outcome outcome, uint64_t last) {
+  if (outcome == Outcome::OldestGoes && enqueue_of_another_thread(its)) return true;
   const auto can_go = [&](const WaitingCopy& waiting) REQUIRES(gil) {
-    return waiting.copy.engine == &engine && is_waiting(waiting) && has_ended(waiting.copy);
+    return waiting.copy.offloader == &its && is_waiting(waiting) && has_ended(waiting.copy);
   };
   const auto oldest = std::ranges::find_if(thread.waiting, can_go, &WaitingCopies::value_type::second);
   if (oldest == thread.waiting.end() || oldest->first > last) return false;
@@ -222,12 +222,12 @@ bool Engine::Flush::enqueue_oldest(Engine& engine, Outcome outcome, uint64_t las
 // it. That may come behind the operators that this flush knows the copy's stream to have waited for. These copies are
 // left to their own thread: one whose storage an operator saves again (R1); one whose failure its own program must hear
 // of (on_full="error"); and one whose source's stream must not be made to wait, since it is captured.
-bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
+bool Offloader::Flush::enqueue_of_another_thread(Offloader& its) {
   const auto can_be_taken = [&](const WaitingCopy& waiting) REQUIRES(gil) {
     const PendingCopy& copy = waiting.copy;
-    return copy.engine == &engine && is_waiting(waiting) && copy.sequence_number == kOperatorEnded &&
-           engine.context(copy.record).options.on_full != OnFull::Error &&
-           !engine.backend_.streams.is_capturing_on(engine.held(copy.record).bytes.stream);
+    return copy.offloader == &its && is_waiting(waiting) && copy.sequence_number == kOperatorEnded &&
+           its.records_.context(copy.record).options.on_full != OnFull::Error &&
+           !its.backend_.streams.is_capturing_on(its.held(copy.record).bytes.stream);
   };
   ThreadState* owner = nullptr;
   uint64_t oldest = UINT64_MAX;
@@ -240,75 +240,66 @@ bool Engine::Flush::enqueue_of_another_thread(Engine& engine) {
   if (owner == nullptr || owner == &thread || mutated(Mutant::IdleThreadsMakeRoom)) return false;
   const WaitingCopy waiting = owner->take_waiting(oldest);
   FlushOrder of_its_own;
-  engine.enqueue_offload(waiting.copy.record, waiting.filled, of_its_own);
+  its.enqueue_offload(waiting.copy.record, waiting.filled, of_its_own);
   return true;
 }
 
-void Engine::Flush::begin_wait() {
+void Offloader::Flush::begin_wait() {
   const PendingCopy copy = thread.ready.front();
-  Engine& engine = *copy.engine;
+  Offloader& its = *copy.offloader;
   const RecordId id = copy.record;
-  const Point filled = engine.point_behind_source(id);
-  if (!engine.is_pending(id)) return thread.ready.pop_front();  // another thread has used or released it meanwhile
+  const Point filled = its.point_behind_source(id);
+  if (!its.records_.is_pending(id))
+    return thread.ready.pop_front();  // another thread has used or released it meanwhile
   thread.begin_waiting(copy, filled);
   thread.ready.pop_front();
-  engine.ledger_.await_room(id);
-  engine.windows_.wait_began(engine.pinned_bytes(id));
-  engine.drain_window_of(id);
-  Statistics::global().saw_offload_window(engine.windows_.offload_bytes());
+  its.ledger_.await_room(id);
+  its.windows_.wait_began(its.records_.pinned_bytes(id));
+  its.drain_window_of(id);
+  Statistics::global().saw_offload_window(its.windows_.offload_bytes());
 }
 
 // A later operator has saved the storage meanwhile, and may have filled it anew.
-void Engine::Flush::go_on_waiting(uint64_t number) {
+void Offloader::Flush::go_on_waiting(uint64_t number) {
   const WaitingCopy& waiting = thread.waiting.at(number);
   if (!waiting.filled.is_beginning()) return;
-  const Point filled = waiting.copy.engine->point_behind_source(waiting.copy.record);
+  const Point filled = waiting.copy.offloader->point_behind_source(waiting.copy.record);
   const auto present = thread.waiting.find(number);
   if (present == thread.waiting.end()) return;
   present->second.copy.sequence_number = kOperatorEnded;
   present->second.filled = filled;
 }
 
-void Engine::Flush::enqueue_waiting(uint64_t number) {
+void Offloader::Flush::enqueue_waiting(uint64_t number) {
   const WaitingCopy waiting = thread.take_waiting(number);
   enqueue(waiting.copy, waiting.filled);
 }
 
-void Engine::Flush::enqueue(const PendingCopy& copy, Point filled) {
-  if (std::exchange(ordered_engine, copy.engine) != copy.engine) order = {};
-  copy.engine->enqueue_offload(copy.record, filled, order);
+void Offloader::Flush::enqueue(const PendingCopy& copy, Point filled) {
+  if (std::exchange(ordered, copy.offloader) != copy.offloader) order = {};
+  copy.offloader->enqueue_offload(copy.record, filled, order);
 }
 
-Point Engine::point_behind_source(RecordId id) {
+Point Offloader::point_behind_source(RecordId id) {
   const StreamId stream = held(id).bytes.stream;
   Point point;
   streams_.without_gil(stream, [&] { point = backend_.streams.record(stream); });
   return point;
 }
 
-bool Engine::is_waiting(const WaitingCopy& waiting) {
-  Ledger& ledger = waiting.copy.engine->ledger_;
+bool Offloader::is_waiting(const WaitingCopy& waiting) {
+  Ledger& ledger = waiting.copy.offloader->ledger_;
   return ledger.is_live(waiting.copy.record) && ledger.record(waiting.copy.record).awaits_room;
 }
 
-void Engine::put_off_waiting(ThreadState& thread, const void* storage) {
+void Offloader::put_off_waiting(ThreadState& thread, const void* storage) {
   const uint64_t now = thread.sequence_number();
   for (auto& [number, waiting] : thread.waiting) {
     const PendingCopy& copy = waiting.copy;
-    if (!is_waiting(waiting) || copy.engine->ledger_.record(copy.record).identity.storage != storage) continue;
+    if (!is_waiting(waiting) || copy.offloader->ledger_.record(copy.record).identity.storage != storage) continue;
     waiting.copy.sequence_number = now;
     waiting.filled = {};
   }
-}
-
-bool Engine::is_pending(RecordId id) {
-  if (!ledger_.is_live(id)) return false;
-  const Record& record = ledger_.record(id);
-  return record.state == RecordState::Resident && !record.is_kept() && record.live_handles > 0;
-}
-
-void Engine::stop_waiting(RecordId id) {
-  if (ledger_.stop_awaiting_room(id)) windows_.wait_ended(pinned_bytes(id));
 }
 
 }  // namespace torchoffload

@@ -58,7 +58,7 @@ Engine* make_engine(const Backend& backend) REQUIRES(gil) {
 bool is_used(const Backend& backend) REQUIRES(gil) {
   const Engine* const engine = engine_of(backend);
   if (engine == nullptr) return false;
-  return backend.user.use_count() > 1 || !engine->is_unused() || ThreadState::any_has_pending(*engine) || is_profiling;
+  return backend.user.use_count() > 1 || !engine->is_unused() || is_profiling;
 }
 
 bool is_used(const DiskPlace& place) REQUIRES(gil) {
@@ -91,7 +91,7 @@ void forget_engine(const Backend& backend) REQUIRES(gil) {
   const std::shared_ptr<void> shared = std::exchange(backend.user, nullptr);
   if (shared == nullptr) return;
   auto* const engine = static_cast<Engine*>(shared.get());
-  ThreadState::forget_asked(*engine);
+  engine->forget_asked();
   std::erase(engines(), engine);
 }
 

@@ -9,14 +9,14 @@
 #include <utility>
 
 #include "engine/copy_time.h"
-#include "engine/engine.h"
 #include "engine/profiler_range.h"
+#include "engine/reloader.h"
 
 namespace torchoffload {
 
-struct Engine::ReloadCopy {
+struct Reloader::ReloadCopy {
   Windows::Ahead wanted;
-  Hold hold;
+  Records::Hold hold;
   HeldSlot here;
   StreamId stream = kNoStream;
   uint64_t nbytes = 0;
@@ -31,13 +31,13 @@ struct Engine::ReloadCopy {
   CopyTime time = {};
 };
 
-std::optional<Engine::ReloadCopy> Engine::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
+std::optional<Reloader::ReloadCopy> Reloader::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
   const RecordId id = wanted.record;
   const HeldRecord& held = this->held(id);
   std::optional<HeldSlot> here = slots_.try_hold(held.slot);
   if (!here) return std::nullopt;
-  ReloadCopy copy{wanted, Hold(*this, id), std::move(*here)};
-  copy.stream = context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
+  ReloadCopy copy{wanted, Records::Hold(records_, id), std::move(*here)};
+  copy.stream = records_.context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
   copy.code = held.code.used;
   copy.writes_on = copy.code ? coded_.decode_stream() : copy.stream;
   copy.nbytes = ledger_.record(id).nbytes();
@@ -52,7 +52,7 @@ std::optional<Engine::ReloadCopy> Engine::plan_reload(const Windows::Ahead& want
   return copy;
 }
 
-void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
+void Reloader::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
   const StreamId consumer = backend_.streams.current_stream();
   timeline_.set_origin();
   // There are nearly always one or two copies: these take no memory from the heap.
@@ -95,7 +95,7 @@ void Engine::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, c
   if (failure) std::rethrow_exception(failure);
 }
 
-void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
+void Reloader::allocate(std::span<ReloadCopy> copies, Reload why) const {
   for (ReloadCopy& copy : copies) {
     try {
       copy.buffer = backend_.memory.allocate(copy.nbytes, copy.address_modulo);
@@ -106,7 +106,7 @@ void Engine::allocate(std::span<ReloadCopy> copies, Reload why) const {
   }
 }
 
-void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) {
+void Reloader::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits) {
   if (!copies.front().buffer) return;
   const Point allocated = backend_.streams.record(consumer);
   for (ReloadCopy& copy : copies) {
@@ -116,7 +116,7 @@ void Engine::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrde
   }
 }
 
-void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
+void Reloader::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
   if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
@@ -132,13 +132,13 @@ void Engine::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.writes_on);
 }
 
-void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
+void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
   const RecordId id = copy.wanted.record;
   HeldRecord& held = this->held(id);
   DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.progress.end,
                        /*is_buffer=*/true};
   if (copy.time.end.is_set()) {
-    copy.time.enter(timeline_, entry(EntryKind::CopyIn, id));
+    copy.time.enter(timeline_, records_.entry(EntryKind::CopyIn, id));
   } else {
     backend_.streams.release(copy.time.begin);
   }
@@ -150,7 +150,8 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   if (!copy.progress.is_whole || ledger_.record(id).state != RecordState::Offloaded) {
     guard_slot(copy.progress.end);
     backend_.link.forget(copy.progress.end);
-    return retire(std::move(bytes), Rule::DroppedBufferWaitsForReload, entry(EntryKind::DropWait, id));
+    return records_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload,
+                           records_.entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);
@@ -159,7 +160,7 @@ void Engine::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why)
   begin_reload(copy.wanted, why);
 }
 
-void Engine::begin_reload(const Windows::Ahead& started, Reload why) {
+void Reloader::begin_reload(const Windows::Ahead& started, Reload why) {
   const RecordId id = started.record;
   const uint64_t nbytes = ledger_.record(id).nbytes();
   if (why == Reload::Ahead) {
@@ -170,15 +171,15 @@ void Engine::begin_reload(const Windows::Ahead& started, Reload why) {
   } else {
     ledger_.begin_reload(id);
   }
-  TapeRow& row = this->row(ledger_.record(id).tape);
+  TapeRow& row = records_.row(ledger_.record(id).tape);
   count(row, &TapeRow::records_reloaded, 1);
   count(row, &TapeRow::bytes_reloaded, nbytes);
 }
 
-void Engine::finish_reload(RecordId id) {
+void Reloader::finish_reload(RecordId id) {
   const std::string failure = backend_.link.failure(held(id).reload_end);
   const bool was_ahead = ledger_.record(id).prefetched;
-  if (was_ahead) leave_reload_window(id);
+  if (was_ahead) records_.leave_reload_window(id);
   if (failure.empty() || mutated(Mutant::FailedReadRaises)) {
     ledger_.finish_reload(id);
     return;

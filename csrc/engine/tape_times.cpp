@@ -37,48 +37,45 @@ struct Rate {
 
 }  // namespace
 
-void TapeTimes::opened(TapeId id, uint64_t number) {
-  tapes_.grow_to(id.index + size_t{1});
-  tapes_[id.index] = {number};
-  if (!timeline_.is_on()) return;
-  for (OfTape& known : tapes_) {
-    if (known.is_timed && known.number + kTimedTapeLife < number) cancel(known);
-  }
+std::vector<TapeTimes::Timed>::iterator TapeTimes::find(uint64_t number) {
+  return std::ranges::find(timed_, number, &Timed::number);
 }
 
-void TapeTimes::next(TapeId id, bool is_first, bool wants_times) {
-  OfTape& tape = tapes_[id.index];
-  if (is_first && wants_times && !tape.is_timed && streams_.tells_time()) {
-    tape.is_timed = true;
+void TapeTimes::opened(uint64_t number) {
+  const auto is_old = [&](const Timed& tape) { return tape.number + kTimedTapeLife < number; };
+  for (size_t dropped = std::erase_if(timed_, is_old); dropped > 0; --dropped) stop_timing();
+}
+
+void TapeTimes::next(uint64_t number, bool is_first, bool wants_times) {
+  if (is_first && wants_times && streams_.tells_time()) {
+    timed_.push_back({number});
     timeline_.start();
-    tape.first_entry = timeline_.entry_count();
-  } else if (tape.is_timed && !wants_times) {
-    cancel(tape);
+    timed_.back().first_entry = timeline_.entry_count();
+  } else if (!wants_times && !timed_.empty()) {
+    if (const auto tape = find(number); tape != timed_.end()) {
+      timed_.erase(tape);
+      stop_timing();
+    }
   }
-}
-
-void TapeTimes::cancel(OfTape& tape) {
-  tape.is_timed = false;
-  stop_timing();
 }
 
 void TapeTimes::stop_timing() {
   timeline_.stop();
   if (!timeline_.is_on()) return;
   uint64_t wanted = timeline_.entry_count();
-  for (const OfTape& known : tapes_) {
-    if (known.is_timed) wanted = std::min(wanted, known.first_entry);
-  }
+  for (const Timed& known : timed_) wanted = std::min(wanted, known.first_entry);
   for (const Gone& known : gone_) wanted = std::min(wanted, known.first_entry);
   timeline_.forget_before(wanted);
 }
 
-void TapeTimes::gone(TapeId id, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone) {
-  OfTape& tape = tapes_[id.index];
-  if (!tape.is_timed) return;
-  if (!shape) return cancel(tape);
-  tape.is_timed = false;
-  gone_.push_back({*shape, tape.number, record_count, tape.first_entry, timeline_.entry_count(), code, was_alone});
+void TapeTimes::gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count, TapeCode code,
+                     bool was_alone) {
+  const auto tape = find(number);
+  if (tape == timed_.end()) return;
+  const uint64_t first_entry = tape->first_entry;
+  timed_.erase(tape);
+  if (!shape) return stop_timing();
+  gone_.push_back({*shape, number, record_count, first_entry, timeline_.entry_count(), code, was_alone});
 }
 
 std::optional<TapeTimes::Taken> TapeTimes::take() {

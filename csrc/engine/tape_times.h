@@ -7,10 +7,9 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <vector>
 
-#include "core/chunked_vector.h"
 #include "core/planning/step.h"
-#include "core/types.h"
 #include "device/streams.h"
 #include "engine/timeline.h"
 
@@ -20,17 +19,19 @@ class TapeTimes {
  public:
   TapeTimes(Streams& streams, Timeline& timeline) : streams_(streams), timeline_(timeline) {}
 
-  // A tape was opened. `number` names it in the timeline's entries. An older tape that is being timed, and is still
-  // alive after very many later ones were opened, is timed no more.
-  void opened(TapeId tape, uint64_t number);
+  // Tapes are known by their numbers in the timeline's entries.
+
+  // A tape was opened. An older tape that is being timed, and is still alive after very many later ones were opened, is
+  // timed no more.
+  void opened(uint64_t number);
 
   // The tape's next record is about to be made; `is_first`: it is the tape's first one. Timing begins with the first
   // record if times are wanted, and stops at the first record for which they are not.
-  void next(TapeId tape, bool is_first, bool wants_times);
+  void next(uint64_t number, bool is_first, bool wants_times);
 
   // The tape's last record was released. `shape`: the shape under which the tape was learned; nullopt: its times are of
   // no use. `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
-  void gone(TapeId tape, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
+  void gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
 
   // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its
   // end yet. Asks the device only while there is such a tape.
@@ -41,10 +42,10 @@ class TapeTimes {
   std::optional<Taken> take();
 
  private:
-  struct OfTape {
+  // A tape that is alive and timed.
+  struct Timed {
     uint64_t number = 0;
     uint64_t first_entry = 0;
-    bool is_timed = false;
   };
   // A timed tape that is gone. The device may not have reached its end yet.
   struct Gone {
@@ -58,8 +59,8 @@ class TapeTimes {
   };
   // One timed tape less: entries that no other one wants are forgotten.
   void stop_timing();
-  // Times the tape no more, and tells the timeline that one user less wants entries.
-  void cancel(OfTape& tape);
+  // The tape among those that are timed.
+  std::vector<Timed>::iterator find(uint64_t number);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
   // which a stream waited for us is subtracted, except from step_s.
   StepTimes times_of(const Gone& tape);
@@ -68,7 +69,7 @@ class TapeTimes {
 
   Streams& streams_;
   Timeline& timeline_;
-  ChunkedVector<OfTape> tapes_;  // by tape index
+  std::vector<Timed> timed_;
   std::deque<Gone> gone_;
   LinkRates link_;  // as measured last
 };

@@ -109,9 +109,9 @@ WaitingCopy ThreadState::take_waiting(uint64_t number) {
   return taken;
 }
 
-void ThreadState::forget_waiting_of(const Engine& engine) {
+void ThreadState::forget_waiting_of(const Offloader& offloader) {
   if (waiting.empty()) return;
-  std::erase_if(waiting, [&](const auto& entry) { return entry.second.copy.engine == &engine; });
+  std::erase_if(waiting, [&](const auto& entry) { return entry.second.copy.offloader == &offloader; });
   if (waiting.empty()) std::erase(states_with_waiting(), this);
 }
 
@@ -135,19 +135,19 @@ bool ThreadState::any_has_operation_until(uint64_t number) {
   });
 }
 
-bool ThreadState::any_has_pending(const Engine& engine) {
+bool ThreadState::any_has_pending(const Offloader& offloader) {
   collect_ended();
-  for (ThreadState* const state : free_states()) state->forget_waiting_of(engine);
-  const auto is_its = [&](const PendingCopy& copy) { return copy.engine == &engine; };
+  for (ThreadState* const state : free_states()) state->forget_waiting_of(offloader);
+  const auto is_its = [&](const PendingCopy& copy) { return copy.offloader == &offloader; };
   return std::ranges::any_of(all_states(), [&](const ThreadState* state) {
     return std::ranges::any_of(state->pending, is_its) || std::ranges::any_of(state->ready, is_its) ||
            std::ranges::any_of(state->waiting, [&](const auto& entry) { return is_its(entry.second.copy); });
   });
 }
 
-void ThreadState::forget_asked(const Engine& engine) {
+void ThreadState::forget_asked(const Reloader& reloader) {
   for (ThreadState* const state : all_states()) {
-    if (state->asked.engine == &engine) state->asked = {};
+    if (state->asked.reloader == &reloader) state->asked = {};
   }
 }
 

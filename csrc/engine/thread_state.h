@@ -21,7 +21,8 @@
 
 namespace torchoffload {
 
-class Engine;
+class Offloader;
+class Reloader;
 struct ContextState;
 
 // Stands for the sequence number of an operator that has returned; see PacksMade.
@@ -31,7 +32,7 @@ constexpr uint64_t kOperatorUnderWay = UINT64_MAX - 1;
 
 // A record that the thread has packed and whose copy is not enqueued yet.
 struct PendingCopy {
-  Engine* engine;
+  Offloader* offloader;
   RecordId record;
   uint64_t sequence_number;     // autograd's sequence number at the pack, or one of the constants above
   const ContextState* context;  // compared, never dereferenced
@@ -54,7 +55,7 @@ struct FlushOrder {
 
 // The tape that a backward on the thread asked last.
 struct AskedTape {
-  Engine* engine = nullptr;
+  Reloader* reloader = nullptr;
   TapeId tape;
   int graph_task = kNoGraphTask;
 };
@@ -88,7 +89,7 @@ struct ThreadState {
   static const std::vector<ThreadState*>& with_waiting() REQUIRES(gil);
   void begin_waiting(const PendingCopy& copy, Point filled) REQUIRES(gil);
   WaitingCopy take_waiting(uint64_t number) REQUIRES(gil);
-  void forget_waiting_of(const Engine& engine) REQUIRES(gil);
+  void forget_waiting_of(const Offloader& offloader) REQUIRES(gil);
 
   static ThreadState& current();
 
@@ -96,9 +97,9 @@ struct ThreadState {
   static bool any_has_operation_until(uint64_t number) REQUIRES(gil);
   // Has some thread that runs a pending copy of this engine, whose records were all released? Forgets those that
   // threads left behind.
-  static bool any_has_pending(const Engine& engine) REQUIRES(gil);
+  static bool any_has_pending(const Offloader& offloader) REQUIRES(gil);
   // The tape that a thread asked last is not one of this engine any more.
-  static void forget_asked(const Engine& engine) REQUIRES(gil);
+  static void forget_asked(const Reloader& reloader) REQUIRES(gil);
 };
 
 // While it lives, code of others runs on the thread, perhaps inside of an operator that has packed already. That code

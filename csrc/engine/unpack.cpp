@@ -3,13 +3,13 @@
 #include <string>
 #include <utility>
 
-#include "engine/engine.h"
+#include "engine/reloader.h"
 #include "system/host_wait.h"
 
 namespace torchoffload {
 
 // One unpack: a handle that asks for its bytes.
-struct Engine::Ask {
+struct Reloader::Ask {
   RecordHandle& handle;
   const StreamId consumer;
   const bool in_backward;
@@ -20,8 +20,8 @@ struct Engine::Ask {
   RecordId id() const { return handle.record; }
 };
 
-DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
-  reap();
+DeviceBytes Reloader::unpack(RecordHandle& handle, bool in_backward) {
+  offloader_.reap();
   const RecordId id = handle.record;
   Ask ask{handle, backend_.streams.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
   if (in_backward) backward_asks(ask);
@@ -54,24 +54,24 @@ DeviceBytes Engine::unpack(RecordHandle& handle, bool in_backward) {
   }
 }
 
-void Engine::backward_asks(Ask& ask) {
+void Reloader::backward_asks(Ask& ask) {
   const TapeId tape = ledger_.record(ask.id()).tape;
   note_asking(tape);
   backward_begins(tape);
-  if (!std::exchange(held(ask.id()).was_needed, true)) mark(EntryKind::Needed, ask.id(), ask.consumer);
-  ask.place = windows_.consumer_asks(tape, ask.handle.save);
+  if (!std::exchange(held(ask.id()).was_needed, true)) records_.mark(EntryKind::Needed, ask.id(), ask.consumer);
+  ask.place = held(tape).windows.consumer_asks(ask.handle.save);
   // The place where it will go on is not known yet: a record loaded now might not be the next one that it asks for.
-  if (ask.place == Windows::kUnknownPlace) ask.is_prefetched_for = true;
+  if (ask.place == TapeWindows::kUnknownPlace) ask.is_prefetched_for = true;
   let_pass(tape, ask.place);
 }
 
-void Engine::backward_begins(TapeId tape) {
-  if (std::exchange(tapes_[tape.index].has_backward_begun, true)) return;
-  if (!lessons_.backward_began(tape)) pass_by_others(tape);
+void Reloader::backward_begins(TapeId tape) {
+  if (std::exchange(held(tape).has_backward_begun, true)) return;
+  if (!lessons_.backward_began(held(tape).lessons)) pass_by_others(tape);
 }
 
 // Called once the record itself needs no further reload, so that its own reload comes before those ahead.
-bool Engine::prefetch_for(Ask& ask, const AlsoWait& also) {
+bool Reloader::prefetch_for(Ask& ask, const AlsoWait& also) {
   if (std::exchange(ask.is_prefetched_for, true)) return false;
   prefetch(ledger_.record(ask.id()).tape, also);
   return true;
@@ -79,16 +79,16 @@ bool Engine::prefetch_for(Ask& ask, const AlsoWait& also) {
 
 // The source is still on the device, and is used. In a backward its copy is not needed any more: if the copy is pending
 // it is not made.
-std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
+std::optional<DeviceBytes> Reloader::unpack_source(Ask& ask) {
   if (prefetch_for(ask)) return std::nullopt;
   const RecordId id = ask.id();
   const Record& record = ledger_.record(id);
   if (!ask.in_backward || record.is_kept()) return hand_out(id, held(id).bytes);
   if (record.state == RecordState::Offloading) {
-    leave_offload_window(id);
+    records_.leave_offload_window(id);
   } else {
-    stop_waiting(id);
-    note_kept(id, Reason::Pending, record.nbytes());
+    records_.stop_waiting(id);
+    records_.note_kept(id, Reason::Pending, record.nbytes());
   }
   ledger_.use_source(id);
   return std::nullopt;
@@ -96,9 +96,9 @@ std::optional<DeviceBytes> Engine::unpack_source(Ask& ask) {
 
 // The bytes are in the slot. If an earlier consumer still holds the reloaded bytes they are used again; otherwise a
 // reload is started.
-std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
+std::optional<DeviceBytes> Reloader::unpack_away(Ask& ask) {
   const RecordId id = ask.id();
-  if (const auto alive = lock_weak(id)) {
+  if (const auto alive = records_.lock_weak(id)) {
     streams_.wait(Rule::ConsumerWaitsForWeak, ask.consumer, alive->busy_until);
     return hand_out(id, *alive);
   }
@@ -115,14 +115,14 @@ std::optional<DeviceBytes> Engine::unpack_away(Ask& ask) {
     return std::nullopt;
   }
   if (ask.in_backward) {
-    const TapeId tape = ledger_.record(id).tape;
-    windows_.consumer_missed(tape, ask.handle.save, ask.place);
-    tapes_[tape.index].fetch_place = windows_.reload_place(tape);
+    HeldTape& tape = records_.tape_of(id);
+    tape.windows.consumer_missed(ask.handle.save, ask.place);
+    tape.fetch_place = tape.windows.reload_place();
   }
   return std::nullopt;
 }
 
-HeldSlot Engine::hold_slot(RecordId id) {
+HeldSlot Reloader::hold_slot(RecordId id) {
   try {
     return slots_.hold(held(id).slot);
   } catch (const WaitAbandoned&) {
@@ -132,7 +132,7 @@ HeldSlot Engine::hold_slot(RecordId id) {
   }
 }
 
-void Engine::wait_for_reload(Ask& ask) {
+void Reloader::wait_for_reload(Ask& ask) {
   const RecordId id = ask.id();
   const Point reload_end = held(id).reload_end;
   AlsoWait wait;  // one that is timed is made by itself
@@ -141,14 +141,14 @@ void Engine::wait_for_reload(Ask& ask) {
   if (prefetch_for(ask, wait)) return;
   const Memory held_meanwhile = held(id).bytes.memory;
   {
-    const TimedSpan span(timeline_, ask.consumer, entry(EntryKind::ReloadWait, id));
+    const TimedSpan span(timeline_, ask.consumer, records_.entry(EntryKind::ReloadWait, id));
     streams_.wait(Rule::ConsumerWaitsForReload, ask.consumer, reload_end);
   }
   const Record& now = ledger_.record(id);
   if (now.state == RecordState::Reloading && held(id).reload_end == reload_end) finish_reload(id);
 }
 
-std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
+std::optional<DeviceBytes> Reloader::unpack_here(Ask& ask) {
   if (prefetch_for(ask)) return std::nullopt;
   const RecordId id = ask.id();
   const DeviceBytes bytes = held(id).bytes;
@@ -159,11 +159,11 @@ std::optional<DeviceBytes> Engine::unpack_here(Ask& ask) {
   if (!is_as_before) return std::nullopt;  // another thread used the record while this one waited
   ask.handle.seen_epoch = ledger_.mark_seen(id, ask.handle.seen_epoch);
   DeviceBytes handed_out = hand_out(id, bytes);
-  ask.in_backward ? weaken_if_seen(id) : weaken(id);
+  ask.in_backward ? records_.weaken_if_seen(id) : records_.weaken(id);
   return handed_out;
 }
 
-DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
+DeviceBytes Reloader::hand_out(RecordId id, const DeviceBytes& bytes) {
   const StreamId consumer = backend_.streams.current_stream();
   // The buffer may have been allocated on another stream. Then the allocator has to wait for the consumer's stream too
   // before it hands the memory on (R3). For a source see Note [Streams that may be destroyed].
@@ -176,11 +176,11 @@ DeviceBytes Engine::hand_out(RecordId id, const DeviceBytes& bytes) {
 
 // If the program resized a source while its copy was under way, the slot's bytes are not usable. Without us, the saved
 // tensor would show the storage's contents at unpack. So the record is kept.
-void Engine::keep_if_resized(RecordId id) {
+void Reloader::keep_if_resized(RecordId id) {
   if (mutated(Mutant::ResizeCheckedInFlight)) return;
-  if (ledger_.record(id).state == RecordState::Offloading && was_resized(id)) {
-    leave_offload_window(id);
-    keep(id, Reason::Resized);
+  if (ledger_.record(id).state == RecordState::Offloading && records_.was_resized(id)) {
+    records_.leave_offload_window(id);
+    records_.keep(id, Reason::Resized);
   }
   const DeviceBytes& bytes = held(id).bytes;
   const bool is_source = bytes.memory && !bytes.is_buffer;
@@ -192,9 +192,9 @@ void Engine::keep_if_resized(RecordId id) {
 
 // Drops the buffers that were reloaded ahead, and the sources whose copies are on their way. The memory is dropped at
 // once, so the ledger must be read again afterwards.
-void Engine::free_device_memory() {
+void Reloader::free_device_memory() {
   while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
-  drain_window(0, 0);
+  offloader_.drain_window(0, 0);
   streams_.finish_retired();
   Operation::drop_now();
 }

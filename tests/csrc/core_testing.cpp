@@ -1,6 +1,8 @@
 // Ledger and windows for Python tests: hypothesis drives them through random operation sequences.
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+
 #include "core/extent.h"
 #include "core/ledger.h"
 #include "core/tape_records.h"
@@ -17,6 +19,7 @@ using Key = std::pair<uint32_t, uint32_t>;  // index, generation
 // A ledger whose tapes have windows.
 struct TestedLedger : Ledger {
   Windows windows;
+  std::map<uint32_t, TapeWindows> tapes;  // by index
 };
 
 RecordId record_id(Key key) { return {key.first, key.second}; }
@@ -45,12 +48,12 @@ void bind_core_testing(py::module_& module) {
       .def("open_tape",
            [](TestedLedger& self) {
              const TapeId tape = self.open_tape();
-             self.windows.open(tape);
+             self.tapes[tape.index] = {};
              return key(tape);
            })
       .def("close_tape",
            [](TestedLedger& self, Key tape) {
-             self.windows.close(tape_id(tape), self.tape(tape_id(tape)).end_save());
+             self.tapes[tape.first].close(self.tape(tape_id(tape)).end_save());
              return self.close_tape(tape_id(tape)).gone;
            })
       .def("is_open", [](TestedLedger& self, Key tape) { return self.is_open(tape_id(tape)); })
@@ -104,10 +107,11 @@ void bind_core_testing(py::module_& module) {
       .def("take_reloads",
            [](TestedLedger& self, Key key_of_tape, uint64_t ahead_bytes, uint64_t window_bytes) {
              const TapeId tape = tape_id(key_of_tape);
-             self.windows.set_limits(tape, {0, window_bytes});
+             TapeWindows& its = self.tapes[tape.index];
+             its.set_limits({0, window_bytes});
              const TapeRecords records(self, tape);
              std::vector<std::pair<Key, uint64_t>> taken;
-             for (const auto& [id, save] : self.windows.take_reloads(tape, ahead_bytes, AtSource::GoesOn, records))
+             for (const auto& [id, save] : self.windows.take_reloads(its, ahead_bytes, AtSource::GoesOn, records))
                taken.emplace_back(key(id), save);
              return taken;
            })
@@ -115,11 +119,11 @@ void bind_core_testing(py::module_& module) {
                            uint64_t window_bytes) {
         const TapeId tape = tape_id(key_of_tape);
         Windows windows;
-        windows.open(tape);
-        windows.set_limits(tape, {0, window_bytes});
+        TapeWindows its;
+        its.set_limits({0, window_bytes});
         for (const Key& one : ahead) windows.reload_began(record_id(one), 0);
         std::vector<Key> keys;
-        for (const RecordId id : windows.passed_by(tape, save, TapeRecords(self, tape))) keys.push_back(key(id));
+        for (const RecordId id : windows.passed_by(its, save, TapeRecords(self, tape))) keys.push_back(key(id));
         return keys;
       });
 

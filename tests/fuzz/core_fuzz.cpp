@@ -3,6 +3,7 @@
 // models that are too simple to be wrong say the same. `make fuzz` builds and runs it under ASan and UBSan.
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -91,7 +92,7 @@ class World {
   void open_tape() {
     if (open_tapes_.size() >= 3) return;
     open_tapes_.push_back(ledger_.open_tape());
-    windows_.open(open_tapes_.back());
+    tape_windows_[open_tapes_.back().index] = {};
     coverage_.saw("open tape");
   }
 
@@ -101,14 +102,15 @@ class World {
     const TapeId tape = open_tapes_.back();
     open_tapes_.pop_back();
     const bool has_records = model_.has_records(tape);
-    windows_.close(tape, ledger_.tape(tape).end_save());
+    tape_windows_[tape.index].close(ledger_.tape(tape).end_save());
     const bool gone = ledger_.close_tape(tape).gone;
     coverage_.saw("close tape");
     expect(!ledger_.is_open(tape), "a tape is open after it was closed");
     expect(gone != has_records, "a closed tape goes when it has no records, and only then");
     if (gone) return;
     closed_tapes_.push_back(tape);
-    expect(windows_.reload_place(tape) == ledger_.tape(tape).end_save(), "reloads do not begin at the tape's end");
+    expect(tape_windows_[tape.index].reload_place() == ledger_.tape(tape).end_save(),
+           "reloads do not begin at the tape's end");
   }
 
   Identity some_identity() {
@@ -297,15 +299,16 @@ class World {
     if (closed_tapes_.empty()) return;
     const TapeId id = pick(closed_tapes_);
     const Tape& tape = ledger_.tape(id);
+    TapeWindows& its = tape_windows_[id.index];
     const uint64_t window_bytes =
         below(4) == 0 ? below(kBlockBytes) : default_windows({}, largest_record_bytes_).reload_bytes;
     const uint64_t ahead_bytes = below(window_bytes + 1);
     if (below(4) == 0) {
       coverage_.saw("missed");
-      windows_.consumer_missed(id, some_save(tape), some_save(tape));
+      its.consumer_missed(some_save(tape), some_save(tape));
     }
-    const auto taken = WindowsModel(ledger_, model_).take_reloads(windows_, id, ahead_bytes, window_bytes);
-    if (windows_.reload_place(id) > tape.first_save) coverage_.saw("window full");
+    const auto taken = WindowsModel(ledger_, model_).take_reloads(windows_, its, id, ahead_bytes, window_bytes);
+    if (its.reload_place() > tape.first_save) coverage_.saw("window full");
     for (const auto& [record, save] : taken) {
       coverage_.saw("reload ahead");
       attempt("begin reload", record, true, RecordState::Reloading,
@@ -351,6 +354,7 @@ class World {
   Coverage& coverage_;
   Ledger ledger_;
   Windows windows_;
+  std::map<uint32_t, TapeWindows> tape_windows_;  // by index
   uint64_t largest_record_bytes_ = 0;
   CheckedRanges ranges_;
   LedgerModel model_;

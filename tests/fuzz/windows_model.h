@@ -16,12 +16,13 @@ class WindowsModel {
   WindowsModel(Ledger& ledger, LedgerModel& model) : ledger_(ledger), model_(model) {}
 
   // Takes reloads, and checks them. `ahead_bytes` are reloaded already.
-  std::vector<Windows::Ahead> take_reloads(Windows& windows, TapeId id, uint64_t ahead_bytes, uint64_t window_bytes) {
+  std::vector<Windows::Ahead> take_reloads(Windows& windows, TapeWindows& its, TapeId id, uint64_t ahead_bytes,
+                                           uint64_t window_bytes) {
     const Tape& tape = ledger_.tape(id);
-    windows.set_limits(id, {0, window_bytes});
-    const uint64_t began_at = windows.reload_place(id);
+    its.set_limits({0, window_bytes});
+    const uint64_t began_at = its.reload_place();
     expect(began_at <= tape.end_save(), "reloads begin behind the tape's end");
-    const auto taken = windows.take_reloads(id, ahead_bytes, AtSource::GoesOn, TapeRecords(ledger_, id));
+    const auto taken = windows.take_reloads(its, ahead_bytes, AtSource::GoesOn, TapeRecords(ledger_, id));
     uint64_t taken_bytes = 0;
     uint64_t last_save = began_at;
     for (const auto& [record, save] : taken) {
@@ -34,7 +35,7 @@ class WindowsModel {
     const auto is_taken = [&](RecordId record) {
       return std::any_of(taken.begin(), taken.end(), [&](const auto& ahead) { return ahead.record == record; });
     };
-    const uint64_t came_to = windows.reload_place(id);
+    const uint64_t came_to = its.reload_place();
     for (uint64_t save = came_to; save < began_at; ++save)
       expect(!waits_for_reload(tape, save) || is_taken(tape.save(save).record), "reloads went on past a record");
     if (came_to > tape.first_save) {
@@ -49,10 +50,10 @@ class WindowsModel {
   std::vector<RecordId> passed_by(TapeId id, uint64_t save, const std::vector<RecordId>& ahead, uint64_t window_bytes) {
     const Tape& tape = ledger_.tape(id);
     Windows windows;
-    windows.open(id);
-    windows.set_limits(id, {0, window_bytes});
+    TapeWindows its;
+    its.set_limits({0, window_bytes});
     for (const RecordId each : ahead) windows.reload_began(each, 0);
-    const auto passed = windows.passed_by(id, save, TapeRecords(ledger_, id));
+    const auto passed = windows.passed_by(its, save, TapeRecords(ledger_, id));
     for (const RecordId each : ahead) {
       const bool is_passed = std::find(passed.begin(), passed.end(), each) != passed.end();
       const bool is_here = ledger_.is_live(each) && model_.holding(each).tape == id;

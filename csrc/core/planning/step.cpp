@@ -61,9 +61,6 @@ StepTimes times_in_order(size_t record_count) {
 
 namespace {
 
-// A simulated step has one tape.
-constexpr TapeId kTape{0, 0};
-
 RecordId id_of(size_t record) { return {static_cast<uint32_t>(record), 0}; }
 
 // Simulates one step, from its first record to the end of its backward, with numbers in place of copies. Windows
@@ -76,9 +73,7 @@ class Walk {
         plan_(plan),
         events_(events),
         saves_(operator_saves(shape)),
-        live_(shape.count()) {
-    windows_.open(kTape);
-  }
+        live_(shape.count()) {}
 
   PlannedStep run() {
     forward();
@@ -142,7 +137,7 @@ class Walk {
       }
       make(record);
       drain(plan_.windows(saves_.end[record] - 1));
-      if (ends) held_bytes = windows_.kept_bytes(kTape) + windows_.offload_bytes();
+      if (ends) held_bytes = tape_.kept_bytes() + windows_.offload_bytes();
     }
   }
 
@@ -150,7 +145,7 @@ class Walk {
     const uint64_t nbytes = shape_.nbytes[record];
     advance(times_.records[record].ready_s);
     if (plan_.kept[record] != Reason::None) {
-      windows_.kept(kTape, nbytes);
+      tape_.kept(nbytes);
       step_.kept_bytes += nbytes;
       return;
     }
@@ -163,9 +158,8 @@ class Walk {
   }
 
   void drain(WindowBytes limits) {
-    windows_.set_limits(kTape, limits);
-    while (const auto oldest =
-               windows_.offload_to_wait_for(limits.offload_bytes, windows_.kept_bytes(kTape), is_in_flight())) {
+    tape_.set_limits(limits);
+    while (const auto oldest = windows_.offload_to_wait_for(limits.offload_bytes, tape_.kept_bytes(), is_in_flight())) {
       const size_t record = oldest->index;
       note(StepEvent::What::WaitForOffload, record);
       clock_s_ = std::max(clock_s_, live_[record].copied_s);
@@ -185,7 +179,7 @@ class Walk {
     std::ranges::reverse(by_last_save_);  // of records with the same last save the first one is reloaded first
     std::stable_sort(by_last_save_.begin(), by_last_save_.end(),
                      [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; });
-    windows_.close(kTape, by_last_save_.size());
+    tape_.close(by_last_save_.size());
     for (const size_t used : uses) use(used);
   }
 
@@ -193,9 +187,9 @@ class Walk {
     const uint64_t nbytes = shape_.nbytes[used];
     uint64_t in_use_bytes = 0;  // in use, and counted neither as kept nor as on its way
     advance(times_.records[used].needed_s);
-    windows_.released(kTape, std::exchange(released_bytes_, 0));
+    tape_.released(std::exchange(released_bytes_, 0));
     note(StepEvent::What::Ask, used);
-    if (!plan_.reload_bytes_from.empty()) windows_.set_limits(kTape, {0, plan_.reload_bytes_from[used]});
+    if (!plan_.reload_bytes_from.empty()) tape_.set_limits({0, plan_.reload_bytes_from[used]});
     switch (live_[used].state) {
       case State::Resident:  // the record was kept; its handle dies after the operator has run
         released_bytes_ = nbytes;
@@ -213,7 +207,7 @@ class Walk {
         break;
     }
     reload_ahead();
-    const uint64_t held_bytes = windows_.kept_bytes(kTape) + windows_.offload_bytes() + windows_.reload_bytes();
+    const uint64_t held_bytes = tape_.kept_bytes() + windows_.offload_bytes() + windows_.reload_bytes();
     step_.held.backward = std::max(step_.held.backward, held_bytes + in_use_bytes);
     if (live_[used].state == State::Reloading) {
       clock_s_ = std::max(clock_s_, live_[used].copied_s);
@@ -223,8 +217,8 @@ class Walk {
   }
 
   void reload_ahead() {
-    const uint64_t kept_bytes = windows_.kept_bytes(kTape);
-    for (const Windows::Ahead& ahead : windows_.take_reloads(kTape, kept_bytes, AtSource::GoesOn, Records{*this})) {
+    const uint64_t kept_bytes = tape_.kept_bytes();
+    for (const Windows::Ahead& ahead : windows_.take_reloads(tape_, kept_bytes, AtSource::GoesOn, Records{*this})) {
       note(StepEvent::What::ReloadAhead, ahead.record.index);
       start_reload(ahead.record.index);
     }
@@ -247,6 +241,7 @@ class Walk {
   std::vector<Live> live_;
   std::vector<size_t> by_last_save_;  // the records that are asked for; the last one in this list is reloaded first
   Windows windows_;
+  TapeWindows tape_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;
   uint64_t released_bytes_ = 0;                    // of kept records that are released before the next use
