@@ -42,6 +42,10 @@ SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TORCHOFFLOAD_TESTING") == "1" and not torch.cuda.is_available():
+        import private_device
+
+        private_device.register()
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "two_gpus: needs two of them; left out, and not skipped, with one")
     config.addinivalue_line("markers", "devices(*names): run on these devices only")

@@ -126,6 +126,17 @@ void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
   end_call();
 }
 
+void SimWorld::saw_operator(bool writes, const void* address, uint64_t nbytes, StreamId id) {
+  const MutexLock lock(mutex_);
+  begin_call();
+  Stream& operating = used(id);
+  run(operating, operating.run_count + operating.queue.size());
+  const AccessKind kind = writes ? AccessKind::Fill : AccessKind::UnpackReads;
+  const MemoryOwner owner = require_block(operating, kind, address, nbytes);
+  access(operating, kind, owner, address, nbytes);
+  end_call();
+}
+
 void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
   const MutexLock lock(mutex_);
   begin_call();
@@ -188,7 +199,8 @@ void SimWorld::free(void* address) noexcept {
   Stream& allocating = stream(block->stream);
   VectorClock clock = allocating.clock;
   clock.join(host_clock_);
-  SimHeap::Reuse reuse = SimHeap::Reuse::AtOnce;
+  // What is queued on the stream itself would run before the memory's next user.
+  SimHeap::Reuse reuse = allocating.queue.empty() ? SimHeap::Reuse::AtOnce : SimHeap::Reuse::Never;
   for (const StreamId user : block->users) {
     clock.join(used(user).clock);
     // A real pool would hold the block back until the queue has run; here nothing waits for that.

@@ -39,8 +39,9 @@ struct RaceError : std::runtime_error {
 // after some later call, in an order that the waits allow and the seed picks.
 enum class SimMode : uint8_t { Early, Late, Seeded };
 
-// Host: the threads of disks, which touch slots at the moment of the call.
-enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host };
+// Host: the threads of disks, which touch slots at the moment of the call. Side: a stream that PyTorch was given, of the
+// program or of ours: its copies queue, and operators may run on it too, once the queue has run.
+enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host, Side };
 
 struct SimOptions {
   SimMode mode = SimMode::Late;
@@ -67,6 +68,8 @@ class SimWorld {
   // A compute_stream of the program's own: from destroy_stream() on, a call that names it is reported as a race is.
   StreamId make_external_stream(int device);
   void destroy_stream(StreamId stream);
+  // One for the process: no later simulation gives it to another user.
+  StreamId make_side_stream(int device);
   bool is_external(StreamId stream);
   bool is_compute(StreamId stream);
   StreamId current_stream(int device);
@@ -84,8 +87,12 @@ class SimWorld {
   void decode(const CodedPiece& piece, StreamId stream);
   void note_use(const void* address, StreamId stream);
   void synchronize(Point point);
+  void synchronize_device(int device);  // all its streams
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
+  // An operator on `stream` reads or writes these bytes, now: the work that is queued there has run when the call
+  // returns.
+  void saw_operator(bool writes, const void* address, uint64_t nbytes, StreamId stream);
   // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for earlier work.
   void saw_transfer(bool is_out, const void* address, uint64_t nbytes);
   // The calling thread is inside no operator: its packed bytes have been written.
@@ -192,6 +199,7 @@ class SimWorld {
   SimHeap heap_ GUARDED_BY(mutex_);
   AccessMap accesses_ GUARDED_BY(mutex_);
   VectorClock host_clock_ GUARDED_BY(mutex_);
+  uint64_t side_count_ GUARDED_BY(mutex_) = 0;
   std::optional<uint32_t> disk_threads_ GUARDED_BY(mutex_);  // the index of the stream that stands for them
   std::vector<PendingWrite> pending_ GUARDED_BY(mutex_);
   std::map<void*, uint64_t> host_memory_ GUARDED_BY(mutex_);  // registered
