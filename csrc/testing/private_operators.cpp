@@ -8,6 +8,8 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
@@ -20,7 +22,10 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
+#include <vector>
 
 #include "testing/private_device.h"
 
@@ -178,6 +183,31 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
+// PyTorch asks for these two by name on devices that are neither the CPU's nor CUDA's.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+                       c10::IntArrayRef output_padding, int64_t groups) {
+  const InsideOperator inside;
+  std::optional<at::Tensor> cpu_bias;
+  if (bias && bias->defined()) cpu_bias = bias->cpu();
+  return at::convolution(input.cpu(), weight.cpu(), cpu_bias, stride, padding, dilation, transposed, output_padding,
+                         groups)
+      .to(input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> wanted) {
+  const InsideOperator inside;
+  const std::vector<int64_t> bias_sizes{gradient.size(1)};
+  auto [of_input, of_weight, of_bias] =
+      at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), bias_sizes, stride, padding, dilation,
+                               transposed, output_padding, groups, wanted);
+  const auto back = [&](const at::Tensor& tensor) { return tensor.defined() ? tensor.to(input.device()) : tensor; };
+  return {back(of_input), back(of_weight), back(of_bias)};
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const InsideOperator inside;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
@@ -186,6 +216,19 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
+
+// A copy resolves such views itself. The fallbacks of these keys would clone them, which takes a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
@@ -204,6 +247,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &local_scalar_dense);
   library.impl("record_stream", &record_stream);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 }  // namespace

@@ -131,9 +131,12 @@ void SimWorld::saw_operator(bool writes, const void* address, uint64_t nbytes, S
   begin_call();
   Stream& operating = used(id);
   run(operating, operating.run_count + operating.queue.size());
-  const AccessKind kind = writes ? AccessKind::Fill : AccessKind::UnpackReads;
+  const AccessKind kind = writes ? AccessKind::OperatorWrites : AccessKind::UnpackReads;
   const MemoryOwner owner = require_block(operating, kind, address, nbytes);
-  access(operating, kind, owner, address, nbytes);
+  operating.clock.join(host_clock_);
+  const Access seen{kind, owner, operating.index, 0, this_thread()};
+  const auto copy = running_ ? accesses_.find_open_copy(span_of(address, nbytes), operating.clock) : std::nullopt;
+  if (copy) report("race: " + describe(*copy) + " is not ordered before " + describe(seen));
   end_call();
 }
 
@@ -173,6 +176,12 @@ void SimWorld::note_use(const void* address, StreamId id) {
   const bool known = block && (block->stream == id || std::count(block->users.begin(), block->users.end(), id));
   if (block && !known) block->users.push_back(used(id).id);
   end_call();
+}
+
+size_t SimWorld::user_count(const void* address) {
+  const MutexLock lock(mutex_);
+  const SimBlock* const block = heap_.find(address);
+  return block == nullptr ? 0 : block->users.size();
 }
 
 void* SimWorld::allocate(uint64_t nbytes, int device, MemoryOwner owner) {

@@ -183,8 +183,7 @@ StreamId SimWorld::make_compute_stream(int index) {
 StreamId SimWorld::make_side_stream(int index) {
   const MutexLock lock(mutex_);
   device(index);
-  const std::string name = "side_stream[" + std::to_string(index) + "]#" + std::to_string(++side_count_);
-  return streams_[add_stream(index, StreamRole::Side, name)].id;
+  return streams_[add_stream(index, StreamRole::Side, "side_stream[" + std::to_string(index) + "]")].id;
 }
 
 StreamId SimWorld::current_stream(int index) {

@@ -91,7 +91,8 @@ class SimWorld {
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
   // An operator on `stream` reads or writes these bytes, now: the work that is queued there has run when the call
-  // returns.
+  // returns. It must come after the copies that wrote them. It is not remembered: whether operators of several streams
+  // are in order is the program's business.
   void saw_operator(bool writes, const void* address, uint64_t nbytes, StreamId stream);
   // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for earlier work.
   void saw_transfer(bool is_out, const void* address, uint64_t nbytes);
@@ -104,6 +105,7 @@ class SimWorld {
   std::optional<int> device_index_of(const void* address);
   // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
   std::pair<uint64_t, StreamId> origin_of(const void* address);
+  size_t user_count(const void* address);  // the streams that note_use() told of
   void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
   // A write to this memory that the engine does not see, on `stream`.
   void fill(const void* address, uint64_t nbytes, StreamId stream);
@@ -199,7 +201,6 @@ class SimWorld {
   SimHeap heap_ GUARDED_BY(mutex_);
   AccessMap accesses_ GUARDED_BY(mutex_);
   VectorClock host_clock_ GUARDED_BY(mutex_);
-  uint64_t side_count_ GUARDED_BY(mutex_) = 0;
   std::optional<uint32_t> disk_threads_ GUARDED_BY(mutex_);  // the index of the stream that stands for them
   std::vector<PendingWrite> pending_ GUARDED_BY(mutex_);
   std::map<void*, uint64_t> host_memory_ GUARDED_BY(mutex_);  // registered

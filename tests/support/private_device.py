@@ -29,6 +29,7 @@ def register() -> None:
     module.device_count = lambda: _control.private_device_count  # type: ignore[attr-defined]
     module.current_device = _control.current_device  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     # Random operators run on the CPU, with its generator, so there is no state beside the CPU's.
     module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     module.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[attr-defined]
