@@ -3,7 +3,6 @@
 import torch
 from checks import RIGHT_GRADIENT, gradient_name
 from scenario import AMPLE_BYTES, NBYTES, Stage, race, scenario, testing
-from spilling import ROOM
 
 import torchoffload
 
@@ -37,17 +36,22 @@ def memory_goes_back_to_the_devices_allocator_with_a_dropped_copy_in_flight(stag
 @scenario("GenericDiskWaits", right=RIGHT_GRADIENT, wrong="another gradient", on_private=True)
 def a_slot_is_written_to_a_disk_before_its_copy_out_has_run(stage: Stage) -> str:
     first, second = stage.leaf(), stage.leaf(5.0)
-    options = {"on_full": "disk", "disk_dir": str(stage.directory), "budget_bytes": ROOM}
-    with stage.context(offload_window_bytes=AMPLE_BYTES, **options):
+    options = {"on_full": "disk", "disk_dir": str(stage.directory), "budget_bytes": 0}
+    with stage.context(offload_window_bytes=NBYTES, **options):
         y = first.sin()
-        z = second.sin()
-        stage.next_operator()
+        z = second.sin().exp()  # there is room for its bytes once the disk has the first slot's
+        stage.next_operator()  # the window is full now: the first copy has run when its source is dropped
     (gradient,) = torch.autograd.grad(y.sum(), first)
     del z
     return gradient_name(gradient.cpu(), first.detach().cpu())
 
 
-@scenario("GenericNotesUse", right="1 stream is noted", wrong="0 streams are noted", on_private=True)
+@scenario(
+    "GenericNotesUse",
+    right="1 stream is noted",
+    wrong=race("copy out reads source @ side_stream[0]", "source memory is freed @ compute_stream[0]"),
+    on_private=True,
+)
 def a_tensor_of_one_stream_is_saved_on_another(stage: Stage) -> str:
     x = stage.leaf()
     h = x + 0

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import torchoffload
-from private_device import NAME as PRIVATE, private_devices
+from private_device import NAME as PRIVATE
+from private_device import private_devices
 from simulated import SimulatedStream, Simulation, mutant, simulated_device
 from torchoffload import _C_testing
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import os
 import re
 import time
 import warnings
