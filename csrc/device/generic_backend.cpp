@@ -40,10 +40,9 @@ using c10::impl::VirtualGuardImpl;
 class BelowDispatch {
  public:
   BelowDispatch()
-      : keys_(c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-              c10::DispatchKeySet(c10::DispatchKeySet::FULL)
-                  .remove(c10::DispatchKey::Dense)
-                  .remove(c10::DispatchKey::BackendSelect)) {}
+      : keys_(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), c10::DispatchKeySet(c10::DispatchKeySet::FULL)
+                                                                        .remove(c10::DispatchKey::Dense)
+                                                                        .remove(c10::DispatchKey::BackendSelect)) {}
 
  private:
   const c10::impl::ForceDispatchKeyGuard keys_;
@@ -152,9 +151,7 @@ class GenericDevice final : public DeviceMemory, public Streams, public Link {
   Completion completion(StreamId) const override { return Completion::ByStreamOrder; }
   bool may_block(StreamId) const override { return true; }
 
-  bool is_capturing() override {
-    return !copies_at_once() && is_capturing_stream(guard_, guard_.getStream(device_));
-  }
+  bool is_capturing() override { return !copies_at_once() && is_capturing_stream(guard_, guard_.getStream(device_)); }
   bool is_capturing_on(StreamId stream) override {
     return !copies_at_once() && is_capturing_stream(guard_, GenericStreams::instance().at(stream).torch_stream());
   }
@@ -316,10 +313,11 @@ class GenericDevice final : public DeviceMemory, public Streams, public Link {
 };
 
 std::map<c10::Device, GenericDevice*, bool (*)(const c10::Device&, const c10::Device&)>& devices() REQUIRES(gil) {
-  static auto* const leaked = new std::map<c10::Device, GenericDevice*, bool (*)(const c10::Device&, const c10::Device&)>(
-      [](const c10::Device& left, const c10::Device& right) {
-        return std::pair(left.type(), left.index()) < std::pair(right.type(), right.index());
-      });
+  static auto* const leaked =
+      new std::map<c10::Device, GenericDevice*, bool (*)(const c10::Device&, const c10::Device&)>(
+          [](const c10::Device& left, const c10::Device& right) {
+            return std::pair(left.type(), left.index()) < std::pair(right.type(), right.index());
+          });
   return *leaked;
 }
 

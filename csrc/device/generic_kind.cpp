@@ -26,15 +26,14 @@ class GenericKind final : public BackendKind {
     if (!is_generic(type)) return nullptr;
     OfMemory& of_memory = of_memory_[{type, place.use_pin_memory}];
     if (of_memory.arena == nullptr) {
-      const HostRegistration registration =
-          place.use_pin_memory ? generic_host_registration(type) : HostRegistration{};
+      const HostRegistration registration = place.use_pin_memory ? generic_host_registration(type) : HostRegistration{};
       of_memory.arena = new PinnedArena(registration, generic_synchronize);
     }
     const c10::Device device(type, place.device_index);
     if (const std::optional<SpillPlan> plan = spill_plan(place)) {
-      return &SpillPlace::find(
-          spilling_, users, *of_memory.arena, *plan, hooks_, place.device_index,
-          [&](TieredStore& store) REQUIRES(gil) { return wrapped(generic_backend(device, store), device.index()); });
+      return &SpillPlace::find(spilling_, users, *of_memory.arena, *plan, hooks_, place.device_index,
+                               [&](TieredStore& store)
+                                   REQUIRES(gil) { return wrapped(generic_backend(device, store), device.index()); });
     }
     std::shared_ptr<const Backend>& backend = of_memory.backends[device.index()];
     if (backend == nullptr) backend = wrapped(generic_backend(device, *of_memory.arena), device.index());

@@ -85,8 +85,7 @@ GenericStream* GenericStreams::find(StreamId id) {
 
 StreamId GenericStreams::id_of(c10::Stream stream) {
   const MutexLock lock(mutex_);
-  const auto [known, is_new] =
-      ids_.try_emplace({stream.device_type(), stream.device_index(), stream.id()}, kNoStream);
+  const auto [known, is_new] = ids_.try_emplace({stream.device_type(), stream.device_index(), stream.id()}, kNoStream);
   if (is_new) known->second = add_locked(stream);
   return known->second;
 }

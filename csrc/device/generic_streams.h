@@ -86,7 +86,7 @@ class GenericStreams {
  public:
   static GenericStreams& instance();
 
-  GenericStream& at(StreamId id) EXCLUDES(mutex_);  // throws for an id that is none of these streams'
+  GenericStream& at(StreamId id) EXCLUDES(mutex_);    // throws for an id that is none of these streams'
   GenericStream* find(StreamId id) EXCLUDES(mutex_);  // null for such an id
   StreamId id_of(c10::Stream stream) EXCLUDES(mutex_);
   // Another name for a stream that is ours, even if the program's streams come from the same pool.

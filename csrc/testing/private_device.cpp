@@ -58,8 +58,7 @@ class PrivateAllocator final : public c10::DeviceAllocator {
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats statistics;
-    auto& allocated =
-        statistics.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    auto& allocated = statistics.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
     allocated.current = static_cast<int64_t>(world().allocated_bytes(device));
     allocated.peak = static_cast<int64_t>(world().peak_bytes(device));
     return statistics;
@@ -245,9 +244,7 @@ struct PrivateHooks final : public at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kPrivateDevices; }
   void setCurrentDevice(c10::DeviceIndex index) const override { world().set_current_device(index); }
-  c10::DeviceIndex getCurrentDevice() const override {
-    return static_cast<c10::DeviceIndex>(world().current_device());
-  }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(world().current_device()); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     const c10::DeviceIndex before = getCurrentDevice();
     if (index >= 0) setCurrentDevice(index);

@@ -195,10 +195,11 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
       .to(input.device());
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
-    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
-    int64_t groups, std::array<bool, 3> wanted) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& gradient, const at::Tensor& input,
+                                                                    const at::Tensor& weight, c10::IntArrayRef stride,
+                                                                    c10::IntArrayRef padding, c10::IntArrayRef dilation,
+                                                                    bool transposed, c10::IntArrayRef output_padding,
+                                                                    int64_t groups, std::array<bool, 3> wanted) {
   const InsideOperator inside;
   const std::vector<int64_t> bias_sizes{gradient.size(1)};
   auto [of_input, of_weight, of_bias] =

@@ -201,7 +201,8 @@ int SimWorld::current_device() {
 void SimWorld::set_current_stream(StreamId id) {
   const MutexLock lock(mutex_);
   const Stream& chosen = used(id);
-  if (chosen.role != StreamRole::Compute && chosen.role != StreamRole::Side) throw std::invalid_argument("operators cannot run on " + chosen.name);
+  if (chosen.role != StreamRole::Compute && chosen.role != StreamRole::Side)
+    throw std::invalid_argument("operators cannot run on " + chosen.name);
   CurrentStreams& current = current_streams(simulation_);
   current.device = chosen.device;
   current.stream_of_device[chosen.device] = id;

@@ -106,7 +106,7 @@ class SimWorld {
   // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
   std::pair<uint64_t, StreamId> origin_of(const void* address);
   size_t user_count(const void* address);  // the streams that note_use() told of
-  void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
+  void set_tells_origins(bool tells);      // false: as an allocator that tells nothing, until the next start()
   // A write to this memory that the engine does not see, on `stream`.
   void fill(const void* address, uint64_t nbytes, StreamId stream);
   // Host memory goes back to the system: every access must have happened before the host.

@@ -23,9 +23,8 @@ void bind_private_testing(py::module_& module) {
       },
       py::arg("mode"), py::arg("seed"));
   module.def("stop_private_simulation", &stop_private_simulation);
-  module.def("private_user_count", [](uint64_t address) {
-    return SimWorld::instance().user_count(reinterpret_cast<const void*>(address));
-  });
+  module.def("private_user_count",
+             [](uint64_t address) { return SimWorld::instance().user_count(reinterpret_cast<const void*>(address)); });
   module.def("set_private_streams", &set_private_streams);
   module.def("set_private_events", &set_private_events);
   module.def("refuse_private_host_memory", &refuse_private_host_memory);

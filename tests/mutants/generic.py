@@ -33,7 +33,12 @@ def memory_goes_back_to_the_devices_allocator_with_a_dropped_copy_in_flight(stag
     assert torchoffload.trim() > 0
 
 
-@scenario("GenericDiskWaits", right=RIGHT_GRADIENT, wrong="another gradient", on_private=True)
+@scenario(
+    "GenericDiskWaits",
+    right=RIGHT_GRADIENT,
+    wrong=race("copy out writes slot @ side_stream[0]", "copy in reads slot @ side_stream[0]"),
+    on_private=True,
+)
 def a_slot_is_written_to_a_disk_before_its_copy_out_has_run(stage: Stage) -> str:
     first, second = stage.leaf(), stage.leaf(5.0)
     options = {"on_full": "disk", "disk_dir": str(stage.directory), "budget_bytes": 0}
