@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,21 @@ from devices import (  # noqa: E402
     spill_everything,
 )
 
+PRIVATE_SUITES = {"gradients"}  # which also run on the simulated device as one of PyTorch's
+PRIVATE_SHARE = 1 if os.environ.get("TORCHOFFLOAD_TEST_LONG") else 4  # each so many-th of their tests
 CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
 SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TORCHOFFLOAD_TESTING") == "1" and not torch.cuda.is_available():
+        import private_device
+
+        private_device.register()
     config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped without one")
     config.addinivalue_line("markers", "two_gpus: needs two of them; left out, and not skipped, with one")
     config.addinivalue_line("markers", "devices(*names): run on these devices only")
+    config.addinivalue_line("markers", "except_devices(*names): run on all devices but these")
     config.addinivalue_line("markers", "slow: takes more than about two seconds; left to `make test-slow`")
     config.addinivalue_line("markers", "xdist_group(name): with others of this name in one worker (pytest-xdist's)")
 
@@ -63,11 +71,22 @@ def _quick_collections():
     gc.freeze()
 
 
+def _runs_on_private_device(metafunc: pytest.Metafunc) -> bool:
+    if metafunc.definition.path.parent.name not in PRIVATE_SUITES:
+        return False
+    return zlib.crc32(metafunc.definition.name.encode()) % PRIVATE_SHARE == 0
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device_under_test" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("devices")
-    names = marker.args if marker else DEVICE_NAMES
+    without = metafunc.definition.get_closest_marker("except_devices")
+    names = list(marker.args if marker else DEVICE_NAMES)
+    if without:
+        names = [name for name in names if name not in without.args]
+    if not marker and "privateuseone" in names and not _runs_on_private_device(metafunc):
+        names.remove("privateuseone")
     parameters = [pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in names]
     metafunc.parametrize("device_under_test", parameters, indirect=True)
 

@@ -189,11 +189,13 @@ TapeId Context::open_tape(Engine& engine) {
     }
     engine.fit_store(*state_);
     const TapeId opened = engine.open_tape(state_);
+    const bool has_no_windows = engine.backend().streams.copies_at_once();
+    if (has_no_windows) engine.change_windows(opened, WindowBytes());
     OnThread& entry = on_this_thread();
     std::erase_if(entry.tapes, [&](const Tapes::value_type& known)
                                    REQUIRES(gil) { return known.first == &engine && !engine.is_open(known.second); });
     entry.tapes.emplace_back(&engine, opened);
-    if (state_->module_windows.empty()) return opened;
+    if (state_->module_windows.empty() || has_no_windows) return opened;
     engine.change_windows(opened, WindowBytes(entry.windows));
   }
 }

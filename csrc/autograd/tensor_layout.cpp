@@ -18,9 +18,8 @@ namespace {
 bool has_plain_keys(c10::DispatchKeySet keys) {
   static const c10::DispatchKeySet allowed =
       c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Conjugate,
-                           c10::DispatchKey::Negative, c10::DispatchKey::AutogradFunctionality,
-                           c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}) |
-      c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+                           c10::DispatchKey::Negative, c10::DispatchKey::AutogradFunctionality}) |
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
   return keys.isSupersetOf(c10::DispatchKeySet(c10::DispatchKey::Dense)) && allowed.isSupersetOf(keys);
 }
 

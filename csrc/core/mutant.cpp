@@ -98,6 +98,11 @@ constexpr std::array kNames{
     NAMED(CopyBeforeWrite),
     NAMED(UninitialisedIsKept),
     NAMED(ReplayedCollectiveAwaited),
+    NAMED(GenericStreamWaits),
+    NAMED(GenericHostWaits),
+    NAMED(GenericDiskWaits),
+    NAMED(GenericNotesUse),
+    NAMED(GenericSeesRefill),
 };
 
 #undef NAMED

@@ -95,6 +95,12 @@ enum class Mutant : uint8_t {
   CopyBeforeWrite,
   UninitialisedIsKept,
   ReplayedCollectiveAwaited,  // only the replay knows of the collective that it calls again
+  // The generic backend (device/generic_backend.cpp), on a device of PyTorch's.
+  GenericStreamWaits,  // Streams::wait
+  GenericHostWaits,    // Streams::synchronize
+  GenericDiskWaits,    // R16, a disk's thread waits for the device
+  GenericNotesUse,     // R3
+  GenericSeesRefill,   // R10, in device/refilled_memory.cpp
   kCount,
 };
 

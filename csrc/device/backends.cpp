@@ -80,6 +80,14 @@ PinnedMemory pinned_memory() {
   return all;
 }
 
+std::vector<std::string> backend_notes() {
+  std::vector<std::string> all;
+  for (const BackendKind* const kind : kinds()) {
+    for (std::string& note : kind->notes()) all.push_back(std::move(note));
+  }
+  return all;
+}
+
 GraphPools* graph_pools() {
   for (BackendKind* const kind : kinds()) {
     if (GraphPools* const pools = kind->graph_pools()) return pools;

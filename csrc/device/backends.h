@@ -91,7 +91,10 @@ class BackendKind {
 
   // How host memory is page-locked for its devices; empty: it is not.
   virtual HostRegistration host_registration() const { return {}; }
-  virtual PinnedMemory pinned_memory() const { return {}; }
+  virtual PinnedMemory pinned_memory() const REQUIRES(gil) { return {}; }
+
+  // Sentences for the user's report, on devices in use that work less well than they could.
+  virtual std::vector<std::string> notes() const REQUIRES(gil) { return {}; }
 
   // Null: CUDA graphs are unknown to it.
   virtual GraphPools* graph_pools() { return nullptr; }
@@ -119,7 +122,9 @@ std::vector<Coder*> all_coders() REQUIRES(gil);
 
 uint64_t trim_backends(const BackendUsers& users) REQUIRES(gil);
 
-PinnedMemory pinned_memory();
+PinnedMemory pinned_memory() REQUIRES(gil);
+
+std::vector<std::string> backend_notes() REQUIRES(gil);
 
 // Of the kind that knows CUDA graphs; null: there is none in this build.
 GraphPools* graph_pools();

@@ -11,6 +11,7 @@
 #include "device/cuda_backend.h"
 #include "device/cuda_coder.h"
 #include "device/cuda_graph_pools.h"
+#include "device/generic_backend.h"
 #include "device/spill_place.h"
 #include "storage/pinned_arena.h"
 
@@ -24,7 +25,7 @@ class CudaKind final : public BackendKind {
 
   const Backend* find(const Place& place, const BackendUsers& users) override REQUIRES(gil) {
     const bool is_cuda = place.device_type == static_cast<int8_t>(c10::DeviceType::CUDA);
-    if (!is_cuda) return nullptr;
+    if (!is_cuda || is_generic_forced()) return nullptr;
     OfMemory& of_memory = place.use_pin_memory ? pinned_ : plain_;
     if (of_memory.arena == nullptr) {
       const HostRegistration registration = place.use_pin_memory ? host_registration() : HostRegistration{};
@@ -39,16 +40,20 @@ class CudaKind final : public BackendKind {
     return backend.get();
   }
 
-  bool is_available() const override { return cuda_available(); }
+  bool is_available() const override { return !is_generic_forced() && cuda_available(); }
 
-  void note_entry(Placement) override { note_entry_on_cuda(); }
+  void note_entry(Placement) override {
+    if (!is_generic_forced()) note_entry_on_cuda();
+  }
 
-  void make_coders() override REQUIRES(gil) { make_cuda_coders(); }
+  void make_coders() override REQUIRES(gil) {
+    if (!is_generic_forced()) make_cuda_coders();
+  }
   std::vector<Coder*> coders() const override REQUIRES(gil) { return cuda_coders(); }
 
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 
-  PinnedMemory pinned_memory() const override {
+  PinnedMemory pinned_memory() const override REQUIRES(gil) {
     if (pinned_.arena == nullptr) return {};
     return {pinned_.arena->capacity_bytes(), pinned_.arena->used_bytes()};
   }

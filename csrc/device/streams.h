@@ -43,6 +43,10 @@ class Streams {
   // The same answer each time. kNoStream: ByPolling if that is so of any of its streams.
   virtual Completion completion(StreamId stream) const = 0;
 
+  // Have all copies ended when the calls that make them return? The same answer each time. Nothing is on its way then,
+  // so windows hold memory for nothing.
+  virtual bool copies_at_once() const { return false; }
+
   // False for a stream that its owner may destroy, after which another may have its id. While it is the calling
   // thread's current stream it certainly exists; see Note [Streams that may be destroyed].
   virtual bool is_lasting(StreamId /*stream*/) { return true; }

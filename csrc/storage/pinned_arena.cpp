@@ -53,7 +53,7 @@ class PinnedArena::Turn {
 
 PinnedArena::PinnedArena(HostRegistration registration, std::function<void(Point)> synchronize, ChunkPolicy policy,
                          uint64_t page_bytes)
-    : registration_(registration),
+    : registration_(std::move(registration)),
       synchronize_(std::move(synchronize)),
       page_bytes_(page_bytes),
       plan_(policy, page_bytes) {}
@@ -62,7 +62,7 @@ PinnedArena::~PinnedArena() {
   if (fork_guard_.inherited()) return;
   stop();
   if (thread_) pthread_join(*thread_, nullptr);
-  if (registration_.register_memory != nullptr) return;
+  if (registration_.locks()) return;
   for (const auto& [id, chunk] : chunks_) free_chunk(chunk, registration_);
 }
 
@@ -150,7 +150,7 @@ void PinnedArena::add_chunk(const PinnedChunk& chunk) {
   grow_count_.fetch_add(1, std::memory_order_relaxed);
   const MutexLock lock(mutex_);
   chunks_.emplace(ranges_.add_block(chunk.nbytes), chunk);
-  if (chunk.is_locked || registration_.register_memory == nullptr) plan_.saw_chunk(chunk.nbytes);
+  if (chunk.is_locked || !registration_.locks()) plan_.saw_chunk(chunk.nbytes);
 }
 
 void PinnedArena::take_chunk(uint64_t nbytes) {
@@ -181,7 +181,7 @@ bool PinnedArena::may_be_unlocked() const {
 }
 
 bool PinnedArena::require_locked() {
-  if (fork_guard_.inherited() || registration_.register_memory == nullptr) return false;
+  if (fork_guard_.inherited() || !registration_.locks()) return false;
   const MutexLock lock(mutex_);
   for (const auto& [id, chunk] : chunks_) {
     if (!chunk.is_locked) return false;

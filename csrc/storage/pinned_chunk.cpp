@@ -99,6 +99,14 @@ PinnedChunk take_plain_chunk(uint64_t nbytes, uint64_t page_bytes, const HostReg
 }
 
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration) {
+  if (registration.allocate != nullptr) {
+    std::string refusal;
+    std::byte* const address = registration.allocate(nbytes, refusal);
+    if (address == nullptr)
+      throw LockRefused("the device's allocator of host memory refused " + std::to_string(nbytes) +
+                        " bytes: " + refusal + limit_text(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK"));
+    return {address, nbytes, /*is_locked=*/true, /*is_allocated=*/true};
+  }
   PinnedChunk chunk = take_plain_chunk(nbytes, page_bytes, registration);
   if (registration.register_memory == nullptr) return chunk;
   const std::string refusal = registration.register_memory(chunk.address, nbytes);
@@ -110,6 +118,10 @@ PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRe
 }
 
 bool free_chunk(const PinnedChunk& chunk, const HostRegistration& registration) {
+  if (chunk.is_allocated) {
+    registration.free(chunk.address);
+    return true;
+  }
   if (chunk.is_locked && !registration.unregister_memory(chunk.address).empty()) return false;
   munmap(chunk.address, chunk.nbytes);
   return true;

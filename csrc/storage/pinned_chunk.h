@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -18,21 +19,29 @@ namespace torchoffload {
 
 inline constexpr uint64_t kHugePageBytes = 2 * kMiB;
 
-// The functions that make memory known to a device's driver. They are injected, so that storage knows no driver. The
-// first two return the reason for a refusal, or empty; both null: plain memory. Called from any thread, also while a
-// CUDA graph is captured on another: a driver that forbids it then must be told that this call is not a part of the
-// capture.
+// The functions that page-lock memory for a device. They are injected, so that storage knows no driver. Either the
+// system's memory is registered with a driver, or the memory comes page-locked from a device's own allocator; if all of
+// these are null, it is plain. They are called from any thread, also while a CUDA graph is captured on another: a
+// driver that forbids it then must be told that this call is not a part of the capture.
 struct HostRegistration {
+  // Both return the reason for a refusal, or empty.
   std::string (*register_memory)(void* address, size_t nbytes) = nullptr;
   std::string (*unregister_memory)(void* address) = nullptr;
   // The best NUMA node for the memory; null, or nullopt: none is better.
   std::optional<int> (*node)() = nullptr;
+
+  // Page-locked memory at a multiple of kAlignmentBytes; null with a reason in `refusal`.
+  std::function<std::byte*(size_t nbytes, std::string& refusal)> allocate = {};
+  std::function<void(std::byte* address)> free = {};
+
+  bool locks() const { return register_memory != nullptr || allocate != nullptr; }
 };
 
 struct PinnedChunk {
   std::byte* address = nullptr;
   uint64_t nbytes = 0;
-  bool is_locked = false;  // the driver knows it
+  bool is_locked = false;     // the driver knows it
+  bool is_allocated = false;  // it came from HostRegistration::allocate
 };
 
 // The driver does not page-lock the memory. The system itself would have given it.
@@ -40,7 +49,7 @@ struct LockRefused : StoreFull {
   using StoreFull::StoreFull;
 };
 
-// `nbytes`: a multiple of `page_bytes`. The chunk begins at such a multiple, too. Throws StoreFull with the reason, and
+// `nbytes`: a multiple of `page_bytes`. The system's memory begins at such a multiple, too. Throws StoreFull with the reason, and
 // with the limit of this process that may have caused it; LockRefused if that limit is the driver's.
 PinnedChunk take_pinned_chunk(uint64_t nbytes, uint64_t page_bytes, const HostRegistration& registration);
 

@@ -113,6 +113,7 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   PointStatus status(Point point) override;
   std::string failure(Point point) override { return inner_.link.failure(point); }
   void forget(Point point) override { inner_.link.forget(point); }
+  bool copies_at_once() const override { return inner_.streams.copies_at_once(); }
   bool is_lasting(StreamId stream) override { return inner_.streams.is_lasting(stream); }
   bool is_graph_memory(const void* address) override { return inner_.memory.is_graph_memory(address); }
   bool is_capturing() override { return inner_.streams.is_capturing(); }

@@ -126,6 +126,20 @@ void SimWorld::saw_unpack(const void* address, uint64_t nbytes, StreamId id) {
   end_call();
 }
 
+void SimWorld::saw_operator(bool writes, const void* address, uint64_t nbytes, StreamId id) {
+  const MutexLock lock(mutex_);
+  begin_call();
+  Stream& operating = used(id);
+  run(operating, operating.run_count + operating.queue.size());
+  const AccessKind kind = writes ? AccessKind::OperatorWrites : AccessKind::UnpackReads;
+  const MemoryOwner owner = require_block(operating, kind, address, nbytes);
+  operating.clock.join(host_clock_);
+  const Access seen{kind, owner, operating.index, 0, this_thread()};
+  const auto copy = running_ ? accesses_.find_open_copy(span_of(address, nbytes), operating.clock) : std::nullopt;
+  if (copy) report("race: " + describe(*copy) + " is not ordered before " + describe(seen));
+  end_call();
+}
+
 void SimWorld::saw_transfer(bool is_out, const void* address, uint64_t nbytes) {
   const MutexLock lock(mutex_);
   begin_call();
@@ -164,6 +178,12 @@ void SimWorld::note_use(const void* address, StreamId id) {
   end_call();
 }
 
+size_t SimWorld::user_count(const void* address) {
+  const MutexLock lock(mutex_);
+  const SimBlock* const block = heap_.find(address);
+  return block == nullptr ? 0 : block->users.size();
+}
+
 void* SimWorld::allocate(uint64_t nbytes, int device, MemoryOwner owner) {
   const StreamId id = current_stream(device);
   const MutexLock lock(mutex_);
@@ -188,7 +208,8 @@ void SimWorld::free(void* address) noexcept {
   Stream& allocating = stream(block->stream);
   VectorClock clock = allocating.clock;
   clock.join(host_clock_);
-  SimHeap::Reuse reuse = SimHeap::Reuse::AtOnce;
+  // What is queued on the stream itself would run before the memory's next user.
+  SimHeap::Reuse reuse = allocating.queue.empty() ? SimHeap::Reuse::AtOnce : SimHeap::Reuse::Never;
   for (const StreamId user : block->users) {
     clock.join(used(user).clock);
     // A real pool would hold the block back until the queue has run; here nothing waits for that.

@@ -152,6 +152,18 @@ std::optional<Race> AccessMap::add(const Span& span, const Access& access, const
   return race;
 }
 
+std::optional<Access> AccessMap::find_open_copy(const Span& span, const VectorClock& clock) const {
+  auto segment = segments_.upper_bound(span.begin);
+  if (segment != segments_.begin()) --segment;
+  for (; segment != segments_.end() && segment->first < span.end; ++segment) {
+    if (segment->second.end <= span.begin) continue;
+    for (const Access& access : segment->second.accesses) {
+      if (access.kind == AccessKind::CopyInWrites && !happened_before(access, clock)) return access;
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<Access> AccessMap::find_unordered(const Span& span, const VectorClock& clock) const {
   auto segment = segments_.upper_bound(span.begin);
   if (segment != segments_.begin()) --segment;

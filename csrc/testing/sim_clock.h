@@ -76,6 +76,9 @@ class AccessMap {
   // after.
   std::optional<Race> add(const Span& span, const Access& access, const VectorClock& clock);
 
+  // The first copy in that wrote some of these bytes and has not happened before `clock`.
+  std::optional<Access> find_open_copy(const Span& span, const VectorClock& clock) const;
+
   // The first access that has not happened before `clock`.
   std::optional<Access> find_unordered(const Span& span, const VectorClock& clock) const;
 

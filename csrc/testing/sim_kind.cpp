@@ -42,7 +42,7 @@ class SimKind final : public BackendKind {
 
   HostRegistration host_registration() const override { return {simulated_register, simulated_unregister}; }
 
-  PinnedMemory pinned_memory() const override {
+  PinnedMemory pinned_memory() const override REQUIRES(gil) {
     return {simulated_arena().capacity_bytes(), simulated_arena().used_bytes()};
   }
 

@@ -155,6 +155,7 @@ StreamId SimWorld::stream_of(int index, StreamRole role) {
   switch (role) {
     case StreamRole::Compute:
     case StreamRole::Host:
+    case StreamRole::Side:
       break;
     case StreamRole::Offload:
       return streams_[found.offload].id;
@@ -179,6 +180,12 @@ StreamId SimWorld::make_compute_stream(int index) {
   return streams_[found.compute[made]].id;
 }
 
+StreamId SimWorld::make_side_stream(int index) {
+  const MutexLock lock(mutex_);
+  device(index);
+  return streams_[add_stream(index, StreamRole::Side, "side_stream[" + std::to_string(index) + "]")].id;
+}
+
 StreamId SimWorld::current_stream(int index) {
   const MutexLock lock(mutex_);
   const CurrentStreams& current = current_streams(simulation_);
@@ -194,7 +201,8 @@ int SimWorld::current_device() {
 void SimWorld::set_current_stream(StreamId id) {
   const MutexLock lock(mutex_);
   const Stream& chosen = used(id);
-  if (chosen.role != StreamRole::Compute) throw std::invalid_argument("operators cannot run on " + chosen.name);
+  if (chosen.role != StreamRole::Compute && chosen.role != StreamRole::Side)
+    throw std::invalid_argument("operators cannot run on " + chosen.name);
   CurrentStreams& current = current_streams(simulation_);
   current.device = chosen.device;
   current.stream_of_device[chosen.device] = id;
@@ -311,6 +319,17 @@ void SimWorld::synchronize(Point point) {
   if (!point.is_beginning()) {
     if (const Snapshot* reached = snapshot(point)) host_clock_.join(reached->clock);
     run_to(point);
+  }
+  end_call();
+}
+
+void SimWorld::synchronize_device(int index) {
+  const MutexLock lock(mutex_);
+  begin_call();
+  for (Stream& stream : streams_) {
+    if (stream.device != index || stream.role == StreamRole::Host) continue;
+    host_clock_.join(stream.clock);
+    run(stream, stream.run_count + stream.queue.size());
   }
   end_call();
 }

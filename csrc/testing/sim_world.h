@@ -39,8 +39,9 @@ struct RaceError : std::runtime_error {
 // after some later call, in an order that the waits allow and the seed picks.
 enum class SimMode : uint8_t { Early, Late, Seeded };
 
-// Host: the threads of disks, which touch slots at the moment of the call.
-enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host };
+// Host: the threads of disks, which touch slots at the moment of the call. Side: a stream that PyTorch was given, of the
+// program or of ours: its copies queue, and operators may run on it too, once the queue has run.
+enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host, Side };
 
 struct SimOptions {
   SimMode mode = SimMode::Late;
@@ -67,6 +68,8 @@ class SimWorld {
   // A compute_stream of the program's own: from destroy_stream() on, a call that names it is reported as a race is.
   StreamId make_external_stream(int device);
   void destroy_stream(StreamId stream);
+  // One for the process: no later simulation gives it to another user.
+  StreamId make_side_stream(int device);
   bool is_external(StreamId stream);
   bool is_compute(StreamId stream);
   StreamId current_stream(int device);
@@ -84,8 +87,13 @@ class SimWorld {
   void decode(const CodedPiece& piece, StreamId stream);
   void note_use(const void* address, StreamId stream);
   void synchronize(Point point);
+  void synchronize_device(int device);  // all its streams
   void saw_pack(const void* address, uint64_t nbytes, StreamId stream, uint64_t sequence_number);
   void saw_unpack(const void* address, uint64_t nbytes, StreamId stream);
+  // An operator on `stream` reads or writes these bytes, now: the work that is queued there has run when the call
+  // returns. It must come after the copies that wrote them. It is not remembered: whether operators of several streams
+  // are in order is the program's business.
+  void saw_operator(bool writes, const void* address, uint64_t nbytes, StreamId stream);
   // A disk's thread reads (out) or writes memory of a slot, now. It has waited on the host for earlier work.
   void saw_transfer(bool is_out, const void* address, uint64_t nbytes);
   // The calling thread is inside no operator: its packed bytes have been written.
@@ -97,7 +105,8 @@ class SimWorld {
   std::optional<int> device_index_of(const void* address);
   // The number of the allocation, from 1, and its stream; 0 and kNoStream for memory that is not simulated.
   std::pair<uint64_t, StreamId> origin_of(const void* address);
-  void set_tells_origins(bool tells);  // false: as an allocator that tells nothing, until the next start()
+  size_t user_count(const void* address);  // the streams that note_use() told of
+  void set_tells_origins(bool tells);      // false: as an allocator that tells nothing, until the next start()
   // A write to this memory that the engine does not see, on `stream`.
   void fill(const void* address, uint64_t nbytes, StreamId stream);
   // Host memory goes back to the system: every access must have happened before the host.

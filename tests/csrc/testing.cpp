@@ -12,6 +12,7 @@ void bind_plan_testing(py::module_& module);
 void bind_system_testing(py::module_& module);
 void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
+void bind_private_testing(py::module_& module);
 void bind_codec_testing(py::module_& module);
 void bind_tiered_testing(py::module_& module);
 void bind_operator_testing(py::module_& module);
@@ -24,6 +25,7 @@ void bind_testing(py::module_& module) {
   bind_system_testing(testing);
   bind_storage_testing(testing);
   bind_simulated_testing(testing);
+  bind_private_testing(testing);
   bind_codec_testing(testing);
   bind_tiered_testing(testing);
   bind_operator_testing(testing);

@@ -13,6 +13,7 @@ from gradients import Run, assert_same_gradients
 # ---- rare tensors ----
 
 
+@pytest.mark.except_devices("privateuseone")  # it has strided tensors only
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR")
 def test_tensors_of_rare_layouts_stay(device_under_test: Device):
     def program(run: Run):
@@ -33,6 +34,7 @@ def test_tensors_of_rare_layouts_stay(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096, kept_reason="layout")
 
 
+@pytest.mark.except_devices("privateuseone")  # it has strided tensors only
 def test_a_changed_sparse_operand_is_stocks_error(device_under_test: Device):
     def program(run: Run):
         sparse, x = run.tensor(32, 32).relu().to_sparse(), run.leaf(32, 32)
@@ -45,6 +47,7 @@ def test_a_changed_sparse_operand_is_stocks_error(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, moved_bytes=4096, kept_reason="layout")
 
 
+@pytest.mark.except_devices("privateuseone")  # it has strided tensors only
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_strided_nested_tensors(device_under_test: Device):
     def program(run: Run):

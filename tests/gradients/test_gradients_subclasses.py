@@ -32,6 +32,7 @@ def parts_of(run: Run) -> list[torch.Tensor]:
     return [run.leaf(length, HEADS * HEAD_WIDTH) for length in LENGTHS]
 
 
+@pytest.mark.except_devices("privateuseone")  # it has strided tensors only
 def test_attention_over_a_jagged_tensor(device_under_test: Device):
     def program(run: Run):
         parts = parts_of(run)
@@ -82,6 +83,7 @@ def test_the_mask_of_a_jagged_dropout_moves(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, moved_bytes=sum(LENGTHS) * 16)
 
 
+@pytest.mark.except_devices("privateuseone")  # it has strided tensors only
 def test_a_strided_nested_tensor_stays(device_under_test: Device):
     def program(run: Run):
         parts, weight = parts_of(run), run.parameter(HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH)

@@ -146,6 +146,7 @@ def test_experts_that_get_no_token(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.8)
 
 
+@pytest.mark.except_devices("privateuseone")  # they take a histogram of integers, which the CPU refuses
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_the_experts_of_transformers(device_under_test: Device, implementation: str):
     pytest.importorskip("transformers")

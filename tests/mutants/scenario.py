@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import torchoffload
+from private_device import NAME as PRIVATE
+from private_device import private_devices
 from simulated import SimulatedStream, Simulation, mutant, simulated_device
 from torchoffload import _C_testing
 
@@ -40,10 +42,13 @@ def race(earlier: str, later: str, how: str = "is not ordered before") -> str:
 
 
 class Stage:
-    """Where a program plays: a simulated device, or the disk tier in a directory of its own."""
+    """Where a program plays: a simulated device, also as one of PyTorch's, or the disk tier in its own directory."""
 
-    def __init__(self, directory: pathlib.Path, simulation: Simulation | None = None) -> None:
+    def __init__(
+        self, directory: pathlib.Path, simulation: Simulation | None = None, torch_device: str = "cpu"
+    ) -> None:
         self.directory = directory
+        self.torch_device = torch_device
         self._simulation = simulation
 
     @property
@@ -69,11 +74,11 @@ class Stage:
 
     def leaf(self, first: float = 1.0) -> torch.Tensor:
         """NUMEL different values from `first` on."""
-        return torch.linspace(first, first + 1.0, NUMEL).requires_grad_()
+        return torch.linspace(first, first + 1.0, NUMEL).to(self.torch_device).requires_grad_()
 
     def next_operator(self) -> None:
         """Another operator saves a tensor: what was packed before it has been written, and is copied out now."""
-        torch.ones(1, requires_grad=True).sin()  # itself below the minimum
+        torch.ones(1, device=self.torch_device, requires_grad=True).sin()  # itself below the minimum
 
     def in_backward(self, look: Callable[[], None]) -> None:
         """Call ``look`` inside a backward: what it reads of saved tensors, that backward has asked for."""
@@ -92,28 +97,34 @@ class Scenario:
         Takes a Stage. What it returns is its outcome, None for "passes".
     right, wrong : str
         Its outcomes with every wait and check in place, and with the mutant's left out.
-    on_disk : bool
-        It plays on the disk tier and not on the simulated device.
+    on_disk, on_private : bool
+        It plays on the disk tier, or on the simulated device as one of PyTorch's by the generic backend, whose copies
+        are late, and not on the simulated device in all its orders.
     """
 
     program: Callable[[Stage], str | None]
     right: str
     wrong: str
     on_disk: bool
+    on_private: bool
+
+    @property
+    def orders(self) -> list[tuple[str, int]]:
+        return ORDERS[:1] if self.on_disk or self.on_private else ORDERS
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    mutant_name: str, *, wrong: str, right: str = PASSES, on_disk: bool = False
+    mutant_name: str, *, wrong: str, right: str = PASSES, on_disk: bool = False, on_private: bool = False
 ) -> Callable[[Callable[[Stage], str | None]], Callable[[Stage], str | None]]:
     """Name the decorated program as the scenario of `mutant_name`."""
 
     def add(program: Callable[[Stage], str | None]) -> Callable[[Stage], str | None]:
         assert mutant_name not in SCENARIOS, f"{mutant_name} has two scenarios"
         assert right != wrong, f"{mutant_name}: its scenario could not tell"
-        SCENARIOS[mutant_name] = Scenario(program, right, wrong, on_disk)
+        SCENARIOS[mutant_name] = Scenario(program, right, wrong, on_disk, on_private)
         return program
 
     return add
@@ -134,9 +145,16 @@ def play_on_disk(program: Callable[[Stage], str | None], directory: pathlib.Path
         testing.clear_io_faults()
 
 
-def play_simulated(program: Callable[[Stage], str | None], directory: pathlib.Path, mode: str, seed: int) -> str:
-    with simulated_device(mode=mode, seed=seed, devices=2) as simulation:
-        outcome = _ending(program, Stage(directory, simulation))
+def play_simulated(
+    program: Callable[[Stage], str | None], directory: pathlib.Path, mode: str, seed: int, *, on_private: bool = False
+) -> str:
+    with contextlib.ExitStack() as scope:
+        if on_private:
+            stage = Stage(directory, scope.enter_context(private_devices(mode=mode, seed=seed)), PRIVATE)
+        else:
+            stage = Stage(directory, scope.enter_context(simulated_device(mode=mode, seed=seed, devices=2)))
+        simulation = stage.simulation
+        outcome = _ending(program, stage)
         gc.collect()  # inside, so that the simulated device sees what is freed
         races = simulation.races
         simulation.clear_races()
@@ -162,7 +180,7 @@ def outcome_of(
     with from_scratch(mutant_name):
         if played.on_disk:
             return play_on_disk(played.program, directory)
-        return play_simulated(played.program, directory, *order)
+        return play_simulated(played.program, directory, *order, on_private=played.on_private)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,13 @@ pytest.importorskip("torchoffload._C_testing", reason="mutants are in the test b
 
 import checks  # noqa: F401  (each names its scenarios)
 import coding  # noqa: F401
+import generic  # noqa: F401
 import identity  # noqa: F401
 import replaying  # noqa: F401
 import spilling  # noqa: F401
 import tasks  # noqa: F401
 import waits  # noqa: F401
-from scenario import ORDERS, SCENARIOS, outcome_of
+from scenario import SCENARIOS, outcome_of
 
 from simulated import mutant_names
 
@@ -26,7 +27,7 @@ def test_mutant(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     def new_directory() -> pathlib.Path:
         return tmp_path_factory.mktemp("spill")
 
-    for order in ORDERS[:1] if played.on_disk else ORDERS:
+    for order in played.orders:
         assert outcome_of(played, new_directory(), order) == played.right, f"with nothing left out, {order}"
         outcome = outcome_of(played, new_directory(), order, mutant_name=name)
         assert outcome != played.right, f"{name} survived, {order}"

@@ -26,6 +26,7 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
     "simulated-late": (0, None),
     "simulated-early": (0, 0),
     "simulated-seeded": (6000, 6000),
+    "privateuseone": (0, None),  # the simulated device as one of PyTorch's, by the generic backend
     "cuda": (0, None),
 }
 DEVICE_NAMES = tuple(WINDOWS)
@@ -61,7 +62,7 @@ class Device:
         self.seed = seed
         self.codes = codes
         self.spills = spills
-        self.torch_device = torch.device("cuda" if name == "cuda" else "cpu")
+        self.torch_device = torch.device(name if name in ("cuda", "privateuseone") else "cpu")
 
     @property
     def is_simulated(self) -> bool:
@@ -82,6 +83,11 @@ class Device:
 
             mode = self.name.removeprefix("simulated-")
             with simulated_device(mode=mode, seed=self.seed, devices=devices) as simulation:
+                yield simulation
+        elif self.name == "privateuseone":
+            from private_device import private_devices
+
+            with private_devices(seed=self.seed) as simulation:
                 yield simulation
         else:
             yield None
@@ -154,6 +160,8 @@ def make_device(
     """The device `name`, or a skip where it cannot be had."""
     if name == "cuda":
         require_cuda()
-    if name.startswith("simulated") and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
+    if name.startswith(("simulated", "privateuseone")) and os.environ.get("TORCHOFFLOAD_TESTING") != "1":
         pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
+    if name == "privateuseone" and torch.cuda.is_available():
+        pytest.skip("PyTorch has one accelerator at a time, and here it is CUDA")
     return Device(name, directory, seed=zlib.crc32(test_name.encode()), codes=codes, spills=spills)
