@@ -31,6 +31,7 @@ constexpr std::array kNames{
     NAMED(ConsumerWaitsForWeak),
     NAMED(DroppedSourceWaitsForOffload),
     NAMED(DroppedBufferWaitsForReload),
+    NAMED(ReleasedSourceWaitsForOffload),
     NAMED(EncodeWaitsForStaging),
     NAMED(OffloadWaitsForEncode),
     NAMED(ReloadWaitsForStaging),

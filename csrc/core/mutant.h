@@ -25,6 +25,7 @@ enum class Mutant : uint8_t {
   ConsumerWaitsForWeak,          // R7, bytes that an earlier consumer still holds
   DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
+  ReleasedSourceWaitsForOffload,  // R17, memory that a compiled graph reuses
   EncodeWaitsForStaging,         // R15, the lane's former copy out
   OffloadWaitsForEncode,         // R15
   ReloadWaitsForStaging,         // R15, the lane's former decoding
