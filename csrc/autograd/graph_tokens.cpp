@@ -16,6 +16,7 @@
 #include "autograd/hooks.h"
 #include "autograd/recorded_operators.h"
 #include "autograd/saved_tensor.h"
+#include "core/mutant.h"
 #include "engine/operation.h"
 #include "engine/profiler_range.h"
 #include "engine/thread_state.h"
@@ -144,7 +145,8 @@ at::Tensor unpack(const at::Tensor& token, c10::Device /*device*/, at::ScalarTyp
     tensor = value->saved->unpacked();
     Engine::flush_pending();
   });
-  if (torch::autograd::get_current_graph_task_keep_graph()) return copy_of(tensor);
+  if (torch::autograd::get_current_graph_task_keep_graph())
+    return mutated(Mutant::RetainedValueCopied) ? tensor : copy_of(tensor);
   value->saved.reset();
   return tensor;
 }

@@ -242,7 +242,7 @@ void SavedTensor::move_to(Engine& engine, TensorLayout&& layout, RecordHandle ha
 
 void SavedTensor::release_source(const at::Tensor& tensor) {
   if (engine_ != nullptr && engine_->release_source(handle_.record)) return;
-  keep(TensorLayout(tensor).on(copied(tensor.storage())));
+  keep(mutated(Mutant::KeptSourceCopied) ? tensor : TensorLayout(tensor).on(copied(tensor.storage())));
   if (Engine* const engine = std::exchange(engine_, nullptr)) engine->release(handle_);
 }
 

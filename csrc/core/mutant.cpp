@@ -90,6 +90,8 @@ constexpr std::array kNames{
     NAMED(IdleThreadsMakeRoom),
     NAMED(PartCountsItsStorage),
     NAMED(DroppedEngineAwaitsOperations),
+    NAMED(KeptSourceCopied),
+    NAMED(RetainedValueCopied),
     NAMED(ReplaySetsSwitches),
     NAMED(ReplaySetsRandomState),
     NAMED(ReplayedVersionChecked),

@@ -86,6 +86,8 @@ enum class Mutant : uint8_t {
   IdleThreadsMakeRoom,            // Note [Copies that wait for room]
   PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
   DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
+  KeptSourceCopied,               // R17, autograd/graph_tokens.h: a value that stays, before its memory is reused
+  RetainedValueCopied,            // likewise: a compiled backward writes into what it is given
   // Replay (design.md, Planned blocks).
   ReplaySetsSwitches,
   ReplaySetsRandomState,

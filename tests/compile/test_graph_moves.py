@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from devices import Device
-from gradients import Run, assert_same_gradients, execute
+from gradients import Run, assert_same_gradients
 from models import Block, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import partition
 
@@ -124,7 +124,8 @@ def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     kernel = weight.reshape(-1)[: 4 * 4 * 9].reshape(4, 4, 3, 3)
     image = torch.nn.functional.conv2d(image, kernel, padding=1).relu()
     image = torch.nn.functional.group_norm(image, 2).sigmoid()
-    return torch.nn.functional.conv2d(image, kernel, padding=1).tanh() * image
+    image = torch.nn.functional.conv2d(image, kernel, padding=1).tanh() * image
+    return ((image.reshape(32, 32) @ weight).sin() @ weight).tanh() @ weight
 
 
 def views_of_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -186,9 +187,7 @@ def test_a_value_that_its_context_keeps_is_copied_before_its_memory_is_used_agai
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("around", ["nothing", "NoOpManager", "checkpoint"])
-def test_a_graph_that_was_compiled_to_move_runs_under_other_hooks(
-    device_under_test: Device, backend: str, around: str
-):
+def test_a_graph_that_was_compiled_to_move_runs_under_other_hooks(device_under_test: Device, backend: str, around: str):
     def program(run: Run):
         x, weight = run.leaf(32, 32), run.leaf(32, 32)
         step = compiled(run, reused_memory, backend, fullgraph=True)
@@ -479,16 +478,13 @@ def test_another_pytorch_is_told_once_and_compiles_as_without_us(
 ):
     differs(monkeypatch, how)
     partition._warn_of.cache_clear()
-    with pytest.warns(UserWarning, match="partitions graphs in another way than is known here") as told:
+    with pytest.warns(UserWarning, match="partitions graphs in another way than is known here"):
         assert torchoffload.compile_options() == {}
-        assert torchoffload.compile_options() == {}
-    assert len(told) == 1
+    assert torchoffload.compile_options() == {}  # a second warning would be an error
 
 
 @pytest.mark.devices("disk")
-def test_graphs_that_do_not_fit_together_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, device_under_test: Device
-):
+def test_graphs_that_do_not_fit_together_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, device_under_test: Device):
     partition._warn_of.cache_clear()
     stock = partition._stock_partition
 

@@ -23,16 +23,17 @@ def _token_of(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=TOKEN_TYPE, device="cpu")
 
 
-@torch.library.register_fake("torchoffload::pack")
-def _pack(x: torch.Tensor, index: int) -> torch.Tensor:
+def _pack(x: torch.Tensor, index: int) -> torch.Tensor:  # noqa: ARG001
     return _token_of(x)
 
 
-@torch.library.register_fake("torchoffload::release")
-def _release(token: torch.Tensor, x: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
+def _release(token: torch.Tensor, x: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
     return _token_of(x)
 
 
-@torch.library.register_fake("torchoffload::unpack")
 def _unpack(token: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(token.size(), token.stride(), dtype=dtype, device=device)
+
+
+for _name, _layout in (("pack", _pack), ("release", _release), ("unpack", _unpack)):
+    torch.library.register_fake(f"torchoffload::{_name}", _layout)

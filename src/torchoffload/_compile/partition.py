@@ -1,4 +1,4 @@
-"""The partitioner that has saved values move inside of compiled graphs, and the options that give it to torch.compile."""
+"""The partitioner that has saved values move inside of compiled graphs, and the options that give it to inductor."""
 
 import functools
 import hashlib
@@ -54,7 +54,7 @@ def _difference() -> str | None:
 
 
 def _context_options() -> OffloadOptions | None:
-    """Return the options of the context that the next saved tensor of this thread would go to; None if there is none."""
+    """Return the options of the context that gets the next saved tensor of this thread; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
@@ -64,13 +64,14 @@ def _context_options() -> OffloadOptions | None:
     return None
 
 
-def _moves(options: OffloadOptions) -> Any:
+def _moves(options: OffloadOptions, *, by_inductor: bool) -> Any:
     from torchoffload._compile.rewrite import Moves
 
     window_bytes = options.offload_window_bytes
     if window_bytes is None and options.max_fwd_stash_size is None:
         window_bytes = _DEFAULT_WINDOW_BYTES
-    return Moves(options.min_offload_bytes, window_bytes, options.max_fwd_stash_size or 1)
+    leaves_images = by_inductor and _chooses_layouts()
+    return Moves(options.min_offload_bytes, window_bytes, options.max_fwd_stash_size or 1, leaves_images)
 
 
 def _stock_partition(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> _Graphs:
@@ -79,10 +80,35 @@ def _stock_partition(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> _Gr
     return min_cut_rematerialization_partition(joint, inputs, **keywords)
 
 
+def _chooses_layouts() -> bool:
+    from torch._inductor import config
+
+    return bool(config.layout_optimization)
+
+
 def _captures_cuda_graphs() -> bool:
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)
+
+
+def _partition(
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, *, by_inductor: bool, **keywords: Any
+) -> _Graphs:
+    graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+    options = _context_options()
+    if options is None:
+        return graphs
+    if (difference := _difference()) is not None:
+        _warn_of(difference)
+        return graphs
+    from torchoffload._compile.rewrite import GraphsDiffer, move_saved_values
+
+    try:
+        move_saved_values(*graphs, num_fwd_outputs, _moves(options, by_inductor=by_inductor))
+    except GraphsDiffer as error:
+        _warn_of(str(error))
+    return graphs
 
 
 @is_not_traced
@@ -113,20 +139,7 @@ def partition_fn(joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_out
     >>> backend = aot_autograd(fw_compiler=compiler, partition_fn=torchoffload.partition_fn)
     >>> model = torch.compile(model, backend=backend)
     """
-    graphs = _stock_partition(joint_module, joint_inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
-    options = _context_options()
-    if options is None:
-        return graphs
-    if (difference := _difference()) is not None:
-        _warn_of(difference)
-        return graphs
-    from torchoffload._compile.rewrite import GraphsDiffer, move_saved_values
-
-    try:
-        move_saved_values(*graphs, num_fwd_outputs, _moves(options))
-    except GraphsDiffer as error:
-        _warn_of(str(error))
-    return graphs
+    return _partition(joint_module, joint_inputs, num_fwd_outputs, by_inductor=False, **keywords)
 
 
 @functools.cache
@@ -152,12 +165,12 @@ def _partitioner() -> Callable[..., _Graphs]:
                     'context keeps what it saves: compile without mode="reduce-overhead" and triton.cudagraphs.'
                 )
                 return _stock_partition(gm, joint_inputs, **keywords)
-            return partition_fn(gm, joint_inputs, **keywords)
+            return _partition(gm, joint_inputs, keywords.pop("num_fwd_outputs"), by_inductor=True, **keywords)
 
         def uuid(self) -> str:
             """Return what the graphs depend on beside the joint graph; inductor's caches have it in their keys."""
             options = _context_options()
-            return f"torchoffload {_sources()} {None if options is None else _moves(options)!r}"
+            return f"torchoffload {_sources()} {None if options is None else _moves(options, by_inductor=True)!r}"
 
     return Partitioner()
 
@@ -167,8 +180,8 @@ def compile_options() -> dict[str, Any]:
     """Return options for ``torch.compile`` with which saved values move inside of a compiled graph.
 
     Without them a compiled region hands over all its saved tensors as its forward ends. With them each value that the
-    graph saves moves while the graph goes on computing, and comes back while backward runs. That is decided as the graph
-    is compiled: it moves its values if it was compiled inside of an ``OffloadActivations``, by the options
+    graph saves moves while the graph goes on computing, and comes back while backward runs. That is decided as the
+    graph is compiled: it moves its values if it was compiled inside of an ``OffloadActivations``, by the options
     ``min_offload_size``, ``offload_window_bytes`` and ``max_fwd_stash_size`` of that context. A graph that was compiled
     outside of a context is PyTorch's own.
 

@@ -17,6 +17,7 @@ __all__ = ["GraphsDiffer", "Moves", "move_saved_values"]
 # Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
 # compute themselves have such addresses.
 _ALIGNMENT_BYTES = 16
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class GraphsDiffer(Exception):
@@ -36,11 +37,15 @@ class Moves:
         The graph waits for the copy of a value behind the pack of so many bytes of later values.
     window_values : int
         If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
+    leaves_images : bool
+        In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
+        graph says, and decides that after it was partitioned.
     """
 
     least_bytes: int
     window_bytes: int | None
     window_values: int = 1
+    leaves_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def _hint(number: int | torch.SymInt) -> int | None:
 
 def _storage(value: torch.Tensor) -> StorageWeakRef | None:
     try:
-        return StorageWeakRef(value.untyped_storage())
+        return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError):  # a layout without storage
         return None
 
@@ -76,7 +81,7 @@ def _storages(nodes: Iterable[object]) -> set[StorageWeakRef | None]:
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    (node,) = graph.find_nodes(op="output")
+    node: fx.Node = next(iter(graph.find_nodes(op="output")))
     return node
 
 
@@ -104,6 +109,7 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
     values = [value for value in map(_value, [*order, *backward.nodes]) if value is not None]
     if any(value.dtype is operators.TOKEN_TYPE for value in values):
         return []  # a compiler might give the memory of a token, which has none, to one of these
+    leaves_images = moves.leaves_images and any(node.target in _CONVOLUTIONS for node in [*order, *backward.nodes])
     on_cpu_alone = all(value.device.type == "cpu" for value in values)
     found = []
     for place, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
@@ -118,6 +124,8 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
             raise GraphsDiffer(f"the input {taken.name} of backward is another value")
         nbytes = _nbytes(value)
         if node.op != "call_function" or not taken.users or _storage(value) in others or nbytes is None:
+            continue
+        if leaves_images and value.dim() == 4:
             continue
         if nbytes < max(moves.least_bytes, 1) or (value.device.type == "cpu" and not on_cpu_alone):
             continue
@@ -170,9 +178,7 @@ def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], window_bytes: int, nu
     output = _output(graph)
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     order = {node: number for number, node in enumerate(graph.nodes)}
-    returned = [
-        node for node in outputs[:num_fwd_outputs] if _value(node) is not None and node.op == "call_function"
-    ]
+    returned = [node for node in outputs[:num_fwd_outputs] if _value(node) is not None and node.op == "call_function"]
     returned.sort(key=lambda node: order[node])
     packed = []
     for number, each in enumerate(saved):
@@ -192,7 +198,7 @@ def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], window_bytes: int, nu
             released = graph.call_function(operators.release, (token, each.node, after))
         _set_value(released, token, _fake(each.node.meta["val"], operators.pack, each.node.meta["val"], number))
         outputs[each.place] = released
-    output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg, arg-type]
+    output.args = (tuple(outputs),)
 
 
 def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
