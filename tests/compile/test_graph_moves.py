@@ -2,7 +2,12 @@
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ from devices import Device
 from gradients import Run, assert_same_gradients
 from models import Block, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import partition
+
+PROGRAM = Path(__file__).parent.parent / "support" / "cached_graph_program.py"
 
 pytestmark = [pytest.mark.devices("disk", "simulated-late", "simulated-seeded", "cuda")]
 
@@ -544,3 +551,88 @@ def test_a_dropped_token_releases_its_slot(device_under_test: Device):
     assert torchoffload.stats().live_slots == before + 1
     del token
     assert torchoffload.stats().live_slots == before
+
+
+# ---- caches ----
+
+
+def cached_run(directory: Path, window_bytes: int) -> tuple[str, int, int]:
+    """The gradients' digest, the bytes that moved, and how often PyTorch's partitioner ran, of a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(directory), str(window_bytes)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(directory / "cache"), "PYTHONPATH": str(PROGRAM.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    digest, moved_bytes, partition_count = done.stdout.split()
+    return digest, int(moved_bytes), int(partition_count)
+
+
+@pytest.mark.slow
+@pytest.mark.devices("disk")
+def test_a_second_process_partitions_nothing_and_moves_the_same(device_under_test: Device, tmp_path: Path):
+    first = cached_run(tmp_path, 0)
+    assert first[1] > 0
+    assert first[2] == 1
+    assert cached_run(tmp_path, 0) == (*first[:2], 0)
+    other_window = cached_run(tmp_path, 1 << 30)
+    assert other_window == first, "another window is another graph: it is partitioned anew, with the same results"
+
+
+# ---- random programs ----
+
+
+class RandomGraph(nn.Module):
+    """Random operators on values of one shape, each of which may be read again much later."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = Random(seed)
+        self.weights = nn.ParameterList(torch.rand(32, 32) / 8 for _ in range(3))
+        self.steps = [(random.randrange(9), random.random(), random.random()) for _ in range(random.randrange(6, 24))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x, x @ self.weights[0]]
+        for kind, first, second in self.steps:
+            a, b = values[-1 - int(first * 3) % len(values)], values[int(second * len(values))]
+            weight = self.weights[int(second * 3)]
+            values.append(
+                (
+                    lambda: (a @ weight).relu(),
+                    lambda: a.sin() * b,
+                    lambda: nn.functional.dropout(a, 0.2) + b,
+                    lambda: a.softmax(-1) @ weight,
+                    lambda: (a.t() @ b).tanh(),
+                    lambda: nn.functional.layer_norm(a, (32,)) * b.sigmoid(),
+                    lambda: torch.cat([a[:, 16:], b[:, :16]], 1).exp().clamp(max=2.0),
+                    lambda: a.view(4, 8, 32).transpose(0, 1).reshape(32, 32) - b.mean(0),
+                    lambda: torch.where(a > b, a.cos(), b),
+                )[kind]()
+            )
+        return torch.stack([value.square().mean() for value in values]).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", range(24)), ("inductor", range(100, 104))])
+def test_random_programs(device_under_test: Device, backend: str, seeds: range):
+    moved = 0
+    for seed in seeds:
+
+        def program(run: Run, seed: int = seed):
+            model, x = run.module(lambda: RandomGraph(seed)), run.leaf(32, 32)
+            step = compiled(run, model, backend, fullgraph=True)
+            losses = []
+            for _ in range(2):
+                torch.manual_seed(seed)
+                with run.offload(offload_window_bytes=(seed % 3) << 13):
+                    losses.append(step(x))
+            for loss in losses if seed % 2 else reversed(losses):
+                loss.backward()
+                run.check(loss=loss, x=x.grad, model=model)
+
+        with counted_moves() as counts:
+            assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.01)
+        moved += sum(counts)
+    assert moved > 3 * len(seeds)

@@ -172,6 +172,9 @@ def _partitioner() -> Callable[..., _Graphs]:
             options = _context_options()
             return f"torchoffload {_sources()} {None if options is None else _moves(options, by_inductor=True)!r}"
 
+        def __reduce__(self) -> tuple[Any, ...]:  # the keys of the caches hold a pickle of all options
+            return _partitioner, ()
+
     return Partitioner()
 
 
