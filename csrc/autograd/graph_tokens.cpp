@@ -53,9 +53,9 @@ at::Tensor token_of(SharedValue value, uint64_t storage_bytes) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage_bytes,
                                                        std::move(data), /*allocator=*/nullptr, /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(kReadAsTensor);
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)),
-                                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                   c10::scalarTypeToTypeMeta(kTokenType));
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                           c10::scalarTypeToTypeMeta(kTokenType));
   impl->set_sizes_and_strides(layout.sizes(), layout.strides());
   return at::Tensor(std::move(impl));
 }
@@ -94,8 +94,7 @@ std::unique_ptr<SavedTensor> save(Context* context, const at::Tensor& value) REQ
   const PacksMade packs_made;
   const Operation operation;
   if (context == nullptr) return std::make_unique<SavedTensor>(value);
-  std::unique_ptr<SavedTensor> saved =
-      context->pack(value, Context::TypeKind::Tensor, /*is_view_of_parameter=*/false);
+  std::unique_ptr<SavedTensor> saved = context->pack(value, Context::TypeKind::Tensor, /*is_view_of_parameter=*/false);
   Engine::flush_pending();
   return saved;
 }

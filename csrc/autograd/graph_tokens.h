@@ -2,9 +2,9 @@
 // for these values between the graph of forward and that of backward.
 // Ownership:     the storage of a token shares the saved value. With the last token it is released.
 // Thread safety: the operators take the GIL, and so does the end of a token. is_token(), any thread.
+// Failures:      a token that is read as a tensor raises an error that says what it is.
 // Stream order:  pack begins the copy out behind the current stream; release makes the current stream wait for it (R17);
 //                unpack makes the current stream wait for the copy in.
-// Failures:      a token that is read as a tensor raises an error that says what it is.
 //
 //   torchoffload::pack(x, index) -> token             saves x by the context that is entered
 //   torchoffload::release(token, x, after) -> token   from here on the graph may reuse the memory of x

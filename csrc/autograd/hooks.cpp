@@ -2,8 +2,8 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
