@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "autograd/graph_tokens.h"
 #include "autograd/user_code.h"
 #include "core/mutant.h"
 #include "device/backends.h"
@@ -274,6 +275,7 @@ std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind ki
                                            const c10::VariableVersion* wrapper) {
   Engine::flush_pending();
   ++Statistics::global().handles;
+  if (is_token(tensor)) return std::make_unique<SavedTensor>(tensor);  // it has no memory
   const uint32_t module = on_this_thread().module;
   Reason reason = never_moved(tensor, kind, is_view_of_parameter);
   const bool is_candidate =

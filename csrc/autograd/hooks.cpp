@@ -1,7 +1,9 @@
 #include "autograd/hooks.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -345,6 +347,16 @@ Context* context_of(PyObject* object) {
   PyErr_Format(PyExc_TypeError, "torchoffload: a Context is expected, not %.100s", Py_TYPE(object)->tp_name);
   return nullptr;
 }
+
+PyObject* top_context() {
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
+  if (!hooks) return nullptr;
+  PyObject* const pack_hook = hooks->first.ptr(getPyInterpreter());
+  if (PyCFunction_Check(pack_hook) == 0 || PyCFunction_GET_FUNCTION(pack_hook) != context_pack) return nullptr;
+  return Py_NewRef(PyCFunction_GET_SELF(pack_hook));
+}
+
+bool give_warnings_of(PyObject* context) { return give_warnings(*reinterpret_cast<ContextObject*>(context)); }
 
 std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper) {
   if (context != nullptr) return pack(*context, object, wrapper);

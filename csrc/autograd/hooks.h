@@ -21,6 +21,14 @@ bool add_hooks(PyObject* module, PyObject* parameter_type);
 // The Context that Python holds as `object`; null with a Python error set if it holds something else.
 Context* context_of(PyObject* object);
 
+// The object of the context whose hook autograd calls for the next tensor that the calling thread saves; a new
+// reference. Null if there is no hook, or it is another's.
+PyObject* top_context() REQUIRES(gil);
+
+// Gives the warnings that came up in the context of that object. Runs Python, so only while no operation is open. Returns
+// false with an error set if a warning became one.
+bool give_warnings_of(PyObject* context);
+
 // Saves a tensor by a context, or keeps it if that is null. Inside of an operation.
 std::unique_ptr<Saved> pack_as_is(Context* context, PyObject* object, const c10::VariableVersion* wrapper)
     REQUIRES(gil);

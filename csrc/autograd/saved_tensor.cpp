@@ -14,7 +14,9 @@
 #include <ctime>
 #include <utility>
 
+#include "autograd/graph_tokens.h"
 #include "autograd/held_tensor.h"
+#include "autograd/recorded_operators.h"
 #include "core/mutant.h"
 #include "core/node_pool.h"
 #include "device/torch_memory.h"
@@ -183,7 +185,7 @@ std::optional<LiveSave> SavedTensor::describe() const {
     const c10::IntArrayRef sizes = layout_.sizes();
     return LiveSave{layout_.dtype(), sizes.vec(), c10::multiply_integers(sizes) * layout_.itemsize(), 0};
   }
-  if (!kept_.defined()) return std::nullopt;
+  if (!kept_.defined() || is_token(kept_)) return std::nullopt;
   LiveSave save{kept_.scalar_type(), std::nullopt, 0, 0};
   if (!TensorLayout::is_plain(kept_)) return save;
   save.sizes = kept_.sizes().vec();
@@ -236,6 +238,12 @@ void SavedTensor::move_to(Engine& engine, TensorLayout&& layout, RecordHandle ha
   layout_ = std::move(layout);
   is_itself_ = false;
   kept_ = at::Tensor();
+}
+
+void SavedTensor::release_source(const at::Tensor& tensor) {
+  if (engine_ != nullptr && engine_->release_source(handle_.record)) return;
+  keep(mutated(Mutant::KeptSourceCopied) ? tensor : TensorLayout(tensor).on(copied(tensor.storage())));
+  if (Engine* const engine = std::exchange(engine_, nullptr)) engine->release(handle_);
 }
 
 const std::shared_ptr<SavedTensor*>& SavedTensor::self() {

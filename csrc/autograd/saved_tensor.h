@@ -135,6 +135,13 @@ class SavedTensor final : public Saved {
   // Also of one that was kept.
   void move_to(Engine& engine, TensorLayout&& layout, RecordHandle handle) noexcept;
 
+  // Call it before the program writes to the memory of `tensor`, which was saved and has its storage still. From here on
+  // the saved tensor does without that memory: its bytes are in the tier, or in a copy on the device. May block.
+  void release_source(const at::Tensor& tensor) REQUIRES(gil);
+
+  // As unpack(), without a look at versions, and for a caller that is no node of autograd's graph.
+  at::Tensor unpacked() REQUIRES(gil);
+
   // Points to it for as long as it lives, then to null.
   const std::shared_ptr<SavedTensor*>& self();
 
@@ -142,7 +149,6 @@ class SavedTensor final : public Saved {
 
  private:
   std::optional<LiveSave> describe() const override;
-  at::Tensor unpacked() REQUIRES(gil);
 
   VersionCheck version_check_;
   at::Tensor kept_;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "autograd/graph_tokens.h"
 #include "core/mutant.h"
 
 namespace torchoffload {
@@ -38,7 +39,7 @@ bool TensorLayout::is_plain(const at::Tensor& tensor) {
 bool TensorLayout::is_strided(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return has_plain_keys(impl.key_set()) && impl.has_storage() && !impl.has_symbolic_sizes_strides() &&
-         impl.layout() == c10::kStrided && impl.storage().unsafeGetStorageImpl() != nullptr;
+         impl.layout() == c10::kStrided && impl.storage().unsafeGetStorageImpl() != nullptr && !is_token(tensor);
 }
 
 at::Tensor TensorLayout::on(c10::Storage storage) const {

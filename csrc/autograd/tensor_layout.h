@@ -44,6 +44,7 @@ class TensorLayout {
   uint64_t itemsize() const { return dtype_.itemsize(); }
   at::ScalarType dtype() const { return dtype_.toScalarType(); }
   c10::IntArrayRef sizes() const { return sizes_and_strides_.sizes_arrayref(); }
+  c10::IntArrayRef strides() const { return sizes_and_strides_.strides_arrayref(); }
 
  private:
   c10::DispatchKeySet key_set_;

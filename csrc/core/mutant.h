@@ -13,27 +13,28 @@ namespace torchoffload {
 
 enum class Mutant : uint8_t {
   // Waits (engine/stream_order.h).
-  OffloadWaitsForCompute,        // R2
-  OffloadWaitsForAllocation,     // R2, the stream that the source's memory is from
-  ComputeWaitsForOffload,        // R3, window full
-  OffloadWaitsForGuards,         // R5
-  ReloadWaitsForCompute,         // R6, the buffer's memory
-  ReloadWaitsForOffload,         // R6, the slot's bytes
-  ReloadWaitsForReload,          // R5, one guard for all that read the slot
-  ConsumerWaitsForReload,        // R7
-  LaterConsumerWaitsForReload,   // R7, on another stream than the first
-  ConsumerWaitsForWeak,          // R7, bytes that an earlier consumer still holds
-  DroppedSourceWaitsForOffload,  // R9, graph dropped with a copy out in flight
-  DroppedBufferWaitsForReload,   // R9, buffer dropped with a copy in in flight
-  EncodeWaitsForStaging,         // R15, the lane's former copy out
-  OffloadWaitsForEncode,         // R15
-  ReloadWaitsForStaging,         // R15, the lane's former decoding
-  DecodeWaitsForReload,          // R15
-  SpillWaitsForOffload,          // R16, in storage/tiered_transfers.cpp: a disk's thread waits for the copy out
-  FetchWaitsForGuards,           // R16, likewise: for the former users of memory that it reads into
-  ReloadWaitsForFetch,           // R16, in storage/tiered_store.cpp
-  IoMemoryHeldUntilDone,         // R9, the same if no stream order protects it
-  TrimWaitsForGuards,            // R13, in storage/pinned_arena.cpp
+  OffloadWaitsForCompute,         // R2
+  OffloadWaitsForAllocation,      // R2, the stream that the source's memory is from
+  ComputeWaitsForOffload,         // R3, window full
+  OffloadWaitsForGuards,          // R5
+  ReloadWaitsForCompute,          // R6, the buffer's memory
+  ReloadWaitsForOffload,          // R6, the slot's bytes
+  ReloadWaitsForReload,           // R5, one guard for all that read the slot
+  ConsumerWaitsForReload,         // R7
+  LaterConsumerWaitsForReload,    // R7, on another stream than the first
+  ConsumerWaitsForWeak,           // R7, bytes that an earlier consumer still holds
+  DroppedSourceWaitsForOffload,   // R9, graph dropped with a copy out in flight
+  DroppedBufferWaitsForReload,    // R9, buffer dropped with a copy in in flight
+  ReleasedSourceWaitsForOffload,  // R17, memory that a compiled graph reuses
+  EncodeWaitsForStaging,          // R15, the lane's former copy out
+  OffloadWaitsForEncode,          // R15
+  ReloadWaitsForStaging,          // R15, the lane's former decoding
+  DecodeWaitsForReload,           // R15
+  SpillWaitsForOffload,           // R16, in storage/tiered_transfers.cpp: a disk's thread waits for the copy out
+  FetchWaitsForGuards,            // R16, likewise: for the former users of memory that it reads into
+  ReloadWaitsForFetch,            // R16, in storage/tiered_store.cpp
+  IoMemoryHeldUntilDone,          // R9, the same if no stream order protects it
+  TrimWaitsForGuards,             // R13, in storage/pinned_arena.cpp
   // Guards and notes.
   SlotGuardedByOffload,       // R5, R9
   SlotGuardedByReload,        // R5
@@ -85,6 +86,8 @@ enum class Mutant : uint8_t {
   IdleThreadsMakeRoom,            // Note [Copies that wait for room]
   PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
   DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
+  KeptSourceCopied,               // R17, autograd/graph_tokens.h: a value that stays, before its memory is reused
+  RetainedValueCopied,            // likewise: a compiled backward writes into what it is given
   // Replay (design.md, Planned blocks).
   ReplaySetsSwitches,
   ReplaySetsRandomState,

@@ -103,6 +103,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // free nothing. Throws std::runtime_error when the budget is spent and the user asked for an error.
   std::optional<RecordHandle> pack(const SavedBytes& saved, TapeId tape) REQUIRES(gil);
 
+  // Call it before the program writes to the source of a record that nothing else joins, though it holds the source:
+  // later work on the current stream may do so. Returns whether the record does without its source; if not, the caller
+  // has to keep the bytes elsewhere. May block.
+  bool release_source(RecordId id) REQUIRES(gil) { return offloader_.release_source(id); }
+
   // The record's bytes, ordered for the stream that is current. They stay on the device for as long as the caller holds
   // the returned DeviceBytes. May block.
   DeviceBytes unpack(RecordHandle& handle, bool in_backward) REQUIRES(gil) {

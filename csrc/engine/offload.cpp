@@ -325,6 +325,25 @@ void Offloader::drain_window(uint64_t window_bytes, uint64_t kept_bytes) {
   }
 }
 
+// A compiled graph may hand the memory to another of its values, or return it, while the storage lives on. So the
+// storage says nothing any more of whether the program holds the saved bytes, and the record forgets it.
+bool Offloader::release_source(RecordId id) {
+  flush_pending(nullptr);
+  if (records_.is_inherited()) return false;
+  const Records::Hold hold(records_, id);
+  if (records_.is_offloading(id)) {
+    const DeviceBytes source = held(id).bytes;
+    const StreamId stream = backend_.streams.current_stream();
+    streams_.wait(Rule::ReleasedSourceWaitsForOffload, stream, source.busy_until);
+    if (records_.is_offloading(id)) finish_offload(id);
+  }
+  if (ledger_.record(id).state != RecordState::Offloaded) return false;
+  if (held(id).identity)
+    count(records_.row(ledger_.record(id).tape), &TapeRow::bytes_away, records_.pinned_bytes(id));
+  held(id).identity = {};
+  return true;
+}
+
 void Offloader::finish_offload(RecordId id) {
   HeldRecord& held = this->held(id);
   records_.leave_offload_window(id);

@@ -43,6 +43,9 @@ class Offloader {
   // Waits for copies out, oldest first, until those in flight and the kept bytes fit in the window. May block.
   void drain_window(uint64_t window_bytes, uint64_t kept_bytes) REQUIRES(gil);
 
+  // As Engine::release_source(). May block.
+  bool release_source(RecordId id) REQUIRES(gil);
+
   // Called at each hook event. Drops the retired memory that may be dropped by now. If copies complete in the
   // background, it also finishes the copies out that have ended, and never blocks; otherwise it may block.
   void reap() REQUIRES(gil);

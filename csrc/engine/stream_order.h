@@ -53,6 +53,9 @@ enum class Rule : uint8_t {
   DroppedSourceWaitsForOffload = static_cast<uint8_t>(Mutant::DroppedSourceWaitsForOffload),
   // R9. The stream of a buffer that is dropped waits for the copy in, for the same reason.
   DroppedBufferWaitsForReload = static_cast<uint8_t>(Mutant::DroppedBufferWaitsForReload),
+  // R17. The current stream waits for the copy out of a source that a compiled graph releases: the graph reuses the
+  // memory on that stream by itself, and no allocator is asked.
+  ReleasedSourceWaitsForOffload = static_cast<uint8_t>(Mutant::ReleasedSourceWaitsForOffload),
   // R15. encode_stream waits for the lane's former copy out: the lane's bytes are read until then.
   EncodeWaitsForStaging = static_cast<uint8_t>(Mutant::EncodeWaitsForStaging),
   // R15. offload_stream waits for the encoding: the lane's bytes are complete only then.

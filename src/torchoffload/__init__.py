@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from torchoffload._checkpoint.selective import selective_checkpoint_context_fn
+from torchoffload._compile.partition import compile_options, partition_fn
 from torchoffload._contexts.offload_activations import (
     NoOpManager,
     OffloadActivations,
@@ -88,12 +89,14 @@ __all__ = [
     "Timing",
     "Transfers",
     "__version__",
+    "compile_options",
     "estimate",
     "fit",
     "get_act_offloading_ctx_manager",
     "host_memory",
     "never_offload",
     "offload_modules",
+    "partition_fn",
     "plot_memory",
     "profile",
     "report",

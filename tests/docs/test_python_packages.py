@@ -14,7 +14,7 @@ LAYERS = (
     ("_pytorch",),
     ("_contexts",),
     ("_observe",),
-    ("_modules", "_checkpoint"),
+    ("_modules", "_checkpoint", "_compile"),
     ("_fit",),
     ("_estimate",),
 )

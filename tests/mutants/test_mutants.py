@@ -9,6 +9,7 @@ pytest.importorskip("torchoffload._C_testing", reason="mutants are in the test b
 import checks  # noqa: F401  (each names its scenarios)
 import coding  # noqa: F401
 import generic  # noqa: F401
+import graph_tokens  # noqa: F401
 import identity  # noqa: F401
 import replaying  # noqa: F401
 import spilling  # noqa: F401

@@ -1,0 +1,250 @@
+"""Rewriting the two graphs of a partitioned model, so that values which the forward saves move between them."""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchoffload._compile import operators
+
+__all__ = ["GraphsDiffer", "Moves", "move_saved_values"]
+
+# Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
+# compute themselves have such addresses.
+_ALIGNMENT_BYTES = 16
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+class GraphsDiffer(Exception):
+    """The two graphs do not fit together as those of the known releases of PyTorch do. Neither was changed."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What moves between two graphs.
+
+    Attributes
+    ----------
+    least_bytes : int
+        Smaller values stay. A size that is not known before the graph runs is reckoned by the example that the graph
+        was traced with.
+    window_bytes : int or None
+        The graph waits for the copy of a value behind the pack of so many bytes of later values.
+    window_values : int
+        If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
+    leaves_images : bool
+        In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
+        graph says, and decides that after it was partitioned.
+    """
+
+    least_bytes: int
+    window_bytes: int | None
+    window_values: int = 1
+    leaves_images: bool = False
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One value that moves: its place among the outputs of forward, its node there, and its input of backward."""
+
+    place: int
+    node: fx.Node
+    received: fx.Node
+    nbytes: int
+
+
+def _value(node: object) -> torch.Tensor | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _hint(number: int | torch.SymInt) -> int | None:
+    """The number, or the example that it was traced with; None if there is none. Asking adds no guard."""
+    return number if isinstance(number, int) else number.node.hint
+
+
+def _storage(value: torch.Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError):  # a layout without storage
+        return None
+
+
+def _storages(nodes: Iterable[object]) -> set[StorageWeakRef | None]:
+    values = (_value(node) for node in nodes)
+    return {_storage(value) for value in values if value is not None}
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(iter(graph.find_nodes(op="output")))
+    return node
+
+
+def _nbytes(value: torch.Tensor) -> int | None:
+    """The bytes of a plain tensor that an operator of ours can save; None if it cannot."""
+    if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        return None
+    if value.is_conj() or value.is_neg() or value.is_quantized:
+        return None
+    offset = _hint(value.storage_offset())
+    if not isinstance(value.storage_offset(), int) or offset is None or offset * value.itemsize % _ALIGNMENT_BYTES:
+        return None
+    count = _hint(value.numel())
+    return None if count is None else count * value.itemsize
+
+
+def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[_Saved]:
+    """Return the values that move, in the order in which forward makes them."""
+    outputs = list(_output(forward).args[0])  # type: ignore[arg-type]
+    received = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    order = {node: number for number, node in enumerate(forward.nodes)}
+    inputs = forward.find_nodes(op="placeholder")
+    # The memory of these is not the graph's own, so that nothing is freed by moving them.
+    others = _storages([*inputs, *outputs[:num_fwd_outputs], *_output(backward).args[0]])  # type: ignore[misc]
+    values = [value for value in map(_value, [*order, *backward.nodes]) if value is not None]
+    if any(value.dtype is operators.TOKEN_TYPE for value in values):
+        return []  # a compiler might give the memory of a token, which has none, to one of these
+    leaves_images = moves.leaves_images and any(node.target in _CONVOLUTIONS for node in [*order, *backward.nodes])
+    on_cpu_alone = all(value.device.type == "cpu" for value in values)
+    found = []
+    for place, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
+        value = _value(node)
+        if not isinstance(node, fx.Node) or value is None:
+            continue
+        if node.name not in received:
+            raise GraphsDiffer(f"backward has no input {node.name}")
+        taken = received[node.name]
+        taken_value = _value(taken)
+        if taken_value is None or taken_value.dtype is not value.dtype or taken_value.dim() != value.dim():
+            raise GraphsDiffer(f"the input {taken.name} of backward is another value")
+        nbytes = _nbytes(value)
+        if node.op != "call_function" or not taken.users or _storage(value) in others or nbytes is None:
+            continue
+        if leaves_images and value.dim() == 4:
+            continue
+        if nbytes < max(moves.least_bytes, 1) or (value.device.type == "cpu" and not on_cpu_alone):
+            continue
+        found.append(_Saved(place, node, taken, nbytes))
+    return sorted(found, key=lambda saved: order[saved.node])
+
+
+def _set_value(node: fx.Node, like: fx.Node, value: torch.Tensor) -> None:
+    """Give a node of ours the notes of another one, and its own value."""
+    node.meta = {name: note for name, note in like.meta.items() if name not in ("tensor_meta", "eager_input_vals")}
+    node.meta["val"] = value
+
+
+def _fake(example: torch.Tensor, target: Any, *arguments: Any) -> torch.Tensor:
+    with example.fake_mode:  # type: ignore[attr-defined]
+        made: torch.Tensor = target(*arguments)
+    return made
+
+
+def _window_bytes(saved: list[_Saved], moves: Moves) -> int:
+    if moves.window_bytes is not None:
+        return moves.window_bytes
+    return moves.window_values * max((each.nbytes for each in saved), default=0)
+
+
+def _released_behind(saved: list[_Saved], number: int, window_bytes: int, ends: list[fx.Node]) -> fx.Node | None:
+    """Return the value behind which the graph waits for the copy of value ``number``; None: nothing comes later.
+
+    It is a value that has memory of its own in any case, one that is saved or returned. To ask for another one could
+    change what a compiler fuses, and with that the last bits.
+    """
+    passed_bytes = 0
+    for later in saved[number + 1 :]:
+        passed_bytes += later.nbytes
+        if passed_bytes >= window_bytes:
+            return later.node
+    if ends:
+        return ends[-1]
+    return saved[-1].node if number + 1 < len(saved) else None
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """Return the last of the nodes that take apart what one operator returned and pack it, if ``node`` is one."""
+    while node.next.op == "call_function" and node.next.target in (operator.getitem, operators.pack):
+        node = node.next
+    return node
+
+
+def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], window_bytes: int, num_fwd_outputs: int) -> None:
+    output = _output(graph)
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    returned = [node for node in outputs[:num_fwd_outputs] if _value(node) is not None and node.op == "call_function"]
+    returned.sort(key=lambda node: order[node])
+    packed = []
+    for number, each in enumerate(saved):
+        each.node.meta["inductor_realize_to_strides"] = True  # in one place, as a value that is saved
+        with graph.inserting_after(_behind(each.node)):
+            token = graph.call_function(operators.pack, (each.node, number))
+        value = each.node.meta["val"]
+        _set_value(token, each.node, _fake(value, operators.pack, value, number))
+        token.meta.pop("inductor_realize_to_strides")
+        packed.append(token)
+    for number, (each, token) in enumerate(zip(saved, packed, strict=True)):
+        ends = [node for node in returned if order[node] > order[each.node]]
+        after = _released_behind(saved, number, window_bytes, ends)
+        is_inside = after is not None and after not in ends
+        place = packed[[other.node for other in saved].index(after)] if is_inside else None  # type: ignore[arg-type]
+        with graph.inserting_after(place) if place is not None else graph.inserting_before(output):
+            released = graph.call_function(operators.release, (token, each.node, after))
+        _set_value(released, token, _fake(each.node.meta["val"], operators.pack, each.node.meta["val"], number))
+        outputs[each.place] = released
+    output.args = (tuple(outputs),)
+
+
+def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for number, each in enumerate(saved):
+        old, value = each.received, each.received.meta["val"]
+        with graph.inserting_before(old):
+            token = graph.placeholder(f"{old.name}_token")
+        _set_value(token, old, _fake(value, operators.pack, value, number))
+        first = min(old.users, key=lambda user: order.get(user, 0))
+        with graph.inserting_before(first):
+            unpacked = graph.call_function(operators.unpack, (token, value.device, value.dtype))
+        _set_value(unpacked, old, value)
+        old.replace_all_uses_with(unpacked)
+        graph.erase_node(old)
+
+
+def move_saved_values(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, moves: Moves
+) -> tuple[int, int]:
+    """Rewrite both graphs in place, so that the values which forward saves for backward move between them.
+
+    Parameters
+    ----------
+    forward, backward : torch.fx.GraphModule
+        The graphs that a partitioner has made of one joint graph.
+    num_fwd_outputs : int
+        How many of forward's outputs are those of the model; the saved values follow them.
+    moves : Moves
+        Which values move, and how long their copies may take.
+
+    Returns
+    -------
+    (int, int)
+        How many values move, and their bytes by the example that the graph was traced with.
+
+    Raises
+    ------
+    GraphsDiffer
+        The graphs do not fit together in the known way.
+    """
+    saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves)
+    if saved:
+        _rewrite_forward(forward.graph, saved, _window_bytes(saved, moves), num_fwd_outputs)
+        _rewrite_backward(backward.graph, saved)
+        for module in (forward, backward):
+            module.graph.lint()
+            module.recompile()
+    return len(saved), sum(each.nbytes for each in saved)
