@@ -20,7 +20,6 @@ from torch import nn
 
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
-from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.choosing.choice import SHARE_THAT_STAYS, choose_blocks
 from torchoffload._fit.choosing.named_blocks import blocks_of, computing
 from torchoffload._fit.choosing.scouting import Scouting
@@ -40,9 +39,12 @@ _MOST_TRIES = 4
 class _Fitted(Protocol):
     """The part of a model's driver that is used here."""
 
-    called: CalledBlocks
-    saved_bytes: list[int]
     notes: list[str]
+    is_surveyed: bool
+
+    @property
+    def saves(self) -> list[tuple[nn.Module, int]]: ...
+
     agreement: Agreement | None
 
     @property
@@ -130,7 +132,7 @@ class Chooser:
             driver.notes.append("blocks are chosen by the structure of the model, since they are called one by one")
         elif self._state is _State.NEW:
             self._predict(model, driver, called, args, kwargs)
-        elif self._state is _State.PREDICTED and driver.saved_bytes:
+        elif self._state is _State.PREDICTED:
             self._check(driver)
         if self._state is _State.SCOUTING and (why := _why_no_hooks()) is not None:
             self._state = _State.KNOWN
@@ -203,15 +205,20 @@ class Chooser:
         return blocks_of(model, [*found, *(each for each in others if called.isdisjoint(each.modules()))])
 
     def _check(self, driver: _Fitted) -> None:
-        """Have a scouting call, if calls of blocks save something else than a dry run has said."""
+        """Have a scouting call, if calls of blocks save something else than a dry run has said.
+
+        The first step of the survey shows it for most blocks, and the last one for all.
+        """
         real: dict[nn.Module, int] = {}
-        for module, nbytes in zip(driver.called.modules, driver.saved_bytes, strict=True):
+        for module, nbytes in driver.saves:
             real[module] = max(real.get(module, 0), nbytes)
         both = [(nbytes, self._predicted.get(module, 0)) for module, nbytes in real.items()]
         difference = sum(abs(nbytes - predicted) for nbytes, predicted in both)
         is_right = difference <= _MOST_DIFFERENCE * sum(nbytes for nbytes, _ in both)
-        self._state = _State.KNOWN if is_right or not self._may_scout else _State.SCOUTING
+        if is_right and driver.is_surveyed:
+            self._state = _State.KNOWN
         if not is_right:
+            self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             what = "and so are chosen anew" if self._may_scout else "and cannot be chosen anew"
             driver.notes.append(f"blocks save other bytes than a dry run of the model has said, {what}")
 

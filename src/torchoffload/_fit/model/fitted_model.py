@@ -74,8 +74,10 @@ class FittedModel(abc.ABC):
         The surveyed step, with the times that the trials have shown.
     trials : list of Trial
         The plans that are or were tried.
-    called, saved_bytes : CalledBlocks, list of int
-        The blocks that the surveyed step called, and the bytes that each of these calls saved.
+    called : CalledBlocks
+        The blocks that the surveyed step called.
+    is_surveyed : bool
+        Whether a survey was done. If so, ``saves`` tells of all calls of the surveyed step.
     notes : list of str
         The events that did not go as planned.
     allocator : str
@@ -103,7 +105,8 @@ class FittedModel(abc.ABC):
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
         self._planned_keys: list[Any] = []  # of the kinds, in the same order; none if the plan was read from a file
         self._was_refused = False  # a block could not be computed again, and the plan is still followed
-        self.saved_bytes: list[int] = []
+        self.is_surveyed = False
+        self._saved_bytes: list[int] = []  # by each call of the surveyed step
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
         self._survey_reserved_bytes = 0
@@ -325,9 +328,19 @@ class FittedModel(abc.ABC):
         self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
-        self.saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
+        self._saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
+        self.is_surveyed = True
         survey.forget_tensors()
         self.choose()
+
+    @property
+    def saves(self) -> list[tuple[nn.Module, int]]:
+        """The blocks that the surveyed step called, or the latest step of the survey, and the bytes each call saved."""
+        match self.state:
+            case Surveying(survey) if not self.is_surveyed:
+                return survey.saves
+            case _:
+                return list(zip(self.called.modules, self._saved_bytes, strict=True))
 
     def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
         """Note the blocks that fit leaves alone, and warn of them once."""

@@ -424,6 +424,16 @@ class Survey:
         """The block of each call that ``measured`` tells of."""
         return [call.module for call in self._known_calls()]
 
+    @property
+    def saves(self) -> list[tuple[nn.Module, int]]:
+        """The block of each call of the latest step and the bytes that it saved; nothing before that step has ended.
+
+        Blocks are left out that turned out to be of another kind than they seemed, or that do not exist any more.
+        """
+        calls = [] if self._ended is None else self._known_calls()
+        found = [(call._module(), self.kinds[call.key].all_saved_bytes) for call in calls]
+        return [(block, nbytes) for block, nbytes in found if block is not None and block not in self._different]
+
     def _known_calls(self) -> list[SurveyedCall]:
         return [call for call in self.calls if call.returned is not None and call.key in self.kinds]
 
