@@ -12,7 +12,7 @@ namespace torchoffload {
 
 namespace {
 
-struct Known {
+struct KnownCopy {
   c10::weak_intrusive_ptr<c10::StorageImpl> original;
   c10::weak_intrusive_ptr<c10::StorageImpl> copy;
   VersionMark original_version;
@@ -24,23 +24,24 @@ struct Known {
 };
 
 // By the addresses of the originals.
-std::unordered_map<const void*, Known>& table() REQUIRES(gil) {
-  static auto* const leaked = new std::unordered_map<const void*, Known>;
+std::unordered_map<const void*, KnownCopy>& known_copies() REQUIRES(gil) {
+  static auto* const leaked = new std::unordered_map<const void*, KnownCopy>;
   return *leaked;
 }
 
 }  // namespace
 
 InputCopy copy_of_input(const c10::Storage& storage, const VersionMark& version) {
-  std::erase_if(table(), [](const auto& each) { return each.second.copy.expired(); });
+  std::erase_if(known_copies(), [](const auto& each) { return each.second.copy.expired(); });
   const void* const address = storage.unsafeGetStorageImpl();
-  if (const auto found = table().find(address); found != table().end() && found->second.is_of(version)) {
+  if (const auto found = known_copies().find(address); found != known_copies().end() && found->second.is_of(version)) {
     if (c10::intrusive_ptr<c10::StorageImpl> copy = found->second.copy.lock())
       return {c10::Storage(std::move(copy)), found->second.version};
   }
   c10::Storage copy = copied(storage);
   const c10::VariableVersion of_copy(/*version=*/0);
-  table().insert_or_assign(address, Known{storage.getWeakStorageImpl(), copy.getWeakStorageImpl(), version, of_copy});
+  known_copies().insert_or_assign(address,
+                                  KnownCopy{storage.getWeakStorageImpl(), copy.getWeakStorageImpl(), version, of_copy});
   return {std::move(copy), of_copy};
 }
 
