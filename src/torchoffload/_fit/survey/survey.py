@@ -278,7 +278,7 @@ class Survey:
     def copies_inputs(self, key: tuple[Any, ...]) -> bool:
         """Return whether blocks of the kind are known to need copies of their arguments."""
         kind = self.kinds.get(key)
-        return kind is not None and kind.are_inputs_known and kind.copies_inputs
+        return kind is not None and kind.copies_inputs
 
     def inputs_were_written(self, key: tuple[Any, ...]) -> None:
         """Note that the program writes to the arguments of blocks of the kind after their forward."""
