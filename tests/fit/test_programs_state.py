@@ -146,7 +146,7 @@ def test_a_residual_stream_that_is_added_to_in_place_is_copied(device_under_test
 
     outcome = assert_as_stock(in_place, device_under_test, way)
     assert COPIED.format(block.__name__) in outcome.reports[0]
-    assert COPIED.format(block.__name__) not in assert_as_stock(program, device_under_test, way).reports[0]
+    assert "after its forward" not in assert_as_stock(program, device_under_test, way).reports[0]
 
 
 class GivesMask(AddsInPlace):

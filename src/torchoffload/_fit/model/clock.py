@@ -70,6 +70,9 @@ class _Step:
     was_open: bool = False  # a call of it has waited for its backward
     blocks_bytes: int = 0
     block_count: int = 0
+    # As the latest call of the model began.
+    blocks_bytes_before: int = 0
+    block_count_before: int = 0
     allocated_bytes: int = 0
 
     def has_lost(self, now: Counts) -> bool:
@@ -117,6 +120,11 @@ class Clock:
         """Whether a call with gradients was seen."""
         return self._was_called
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no step has begun, or a backward of the latest one is over."""
+        return self._step is None or self._step.ended_counts is not None
+
     def forget(self) -> None:
         """Begin a step with the next call."""
         self._step = None
@@ -150,6 +158,7 @@ class Clock:
                 self._meter.take_peak()
                 self._step.began = self._meter.now()
         self._step.size = max(self._step.size, size)
+        self._step.blocks_bytes_before, self._step.block_count_before = self._step.blocks_bytes, self._step.block_count
         self._is_in_call = True
         return size
 
@@ -178,6 +187,12 @@ class Clock:
         """Take notice of a block's output, if the model itself returns nothing that has a backward."""
         if self._follows_blocks and self._is_in_call:
             self._backwards.follow(output)
+
+    def call_raised(self) -> None:
+        """Take notice of a call that has raised: its blocks are not a part of the step."""
+        step = self._step
+        if step is not None:
+            step.blocks_bytes, step.block_count = step.blocks_bytes_before, step.block_count_before
 
     def call_ends(self, output: Any) -> None:
         """Take notice of the model's output."""

@@ -31,10 +31,18 @@ class Driver(FittedModel):
             self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
         elif self._is_too_large(size) or (self._was_refused and self.agreement is None):
             self._begin_survey()  # beside calls that wait for their backward, or since one had an error in it
+        if isinstance(self.state, Surveying):
+            self.state.survey.call_begins()
         if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
         self._follow_size(self.largest_size if self.clock.has_open_calls else size)
+
+    def call_raised(self) -> None:
+        """Take notice of a call of the model that has raised: programs make another one in its place."""
+        self.clock.call_raised()
+        if isinstance(self.state, Surveying):
+            self.state.survey.call_raised()
 
     def call_ends(self, output: Any) -> None:
         """Take notice of the model's output."""

@@ -110,7 +110,8 @@ class ModelCalls:
         self._warn_of_context()
         for block in self._names:
             keep_call_hooks(block)
-        if module is not model and self._of_parts.has_open_calls:
+        # If the program keeps the output of a part, that output's backward may never come.
+        if module is not model and self._of_parts.has_open_calls and not self.driver.clock.is_between_steps:
             return
         chooser = self._chooser
         if chooser is None:
@@ -142,6 +143,8 @@ class ModelCalls:
         if module is not model:
             self._of_parts.follow(output)
         if self._chooser is None or not self._chooser.has_taken_call(self.driver, has_returned=has_returned):
+            if module is model and not has_returned:
+                self.driver.call_raised()
             self.driver.call_ends(output)
         elif self._names is not self.driver.names:
             self._install(model)

@@ -91,8 +91,8 @@ class Kind:
 
     @property
     def copies_inputs(self) -> bool:
-        """Whether calls that are computed again hold copies of the arguments that autograd does not save."""
-        return self.least is not None and self.least.copies_inputs
+        """Whether the program is known to write to arguments, of which calls that are computed again hold copies."""
+        return self.are_inputs_known and self.least is not None and self.least.copies_inputs
 
     def note_inputs(self, *, are_written: bool) -> None:
         """Note whether the program writes to the arguments of a block after its forward."""

@@ -226,6 +226,7 @@ class Survey:
 
     def _clear(self) -> None:
         self.calls = []
+        self._earlier_calls = 0  # of blocks, as the latest call of the model began
         self.last_again = None
         self._new_kinds = False
         self._had_no_room: set[tuple[Any, ...]] = set()  # kinds of which this step could not verify a call
@@ -258,6 +259,14 @@ class Survey:
         kind = self.kinds.get(key)
         return None if kind is None or not self._may_compute_again(kind) else kind.least
 
+    def call_begins(self) -> None:
+        """Take notice of a call of the model."""
+        self._earlier_calls = len(self.calls)
+
+    def call_raised(self) -> None:
+        """Forget the blocks of a call of the model that has raised. Kinds that they have shown stay known."""
+        del self.calls[self._earlier_calls :]
+
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
         peak = self.meter.take_peak()
@@ -278,7 +287,7 @@ class Survey:
     def copies_inputs(self, key: tuple[Any, ...]) -> bool:
         """Return whether blocks of the kind are known to need copies of their arguments."""
         kind = self.kinds.get(key)
-        return kind is not None and kind.are_inputs_known and kind.copies_inputs
+        return kind is not None and kind.copies_inputs
 
     def inputs_were_written(self, key: tuple[Any, ...]) -> None:
         """Note that the program writes to the arguments of blocks of the kind after their forward."""
