@@ -160,7 +160,7 @@ py::list end_profile() REQUIRES(gil) {
   return devices;
 }
 
-py::dict host_memory() {
+py::dict host_memory() REQUIRES(gil) {
   const HostMemory memory = read_host_memory();
   return py::dict("total"_a = memory.total_bytes, "available"_a = memory.available_bytes,
                   "limit"_a = memory.limit_bytes, "limit_used"_a = memory.limit_used_bytes,
@@ -462,7 +462,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
       py::arg("code"), py::pos_only());
   m.def("stats", stats);
   m.def("module_rows", module_rows, py::arg("context"), py::pos_only());
-  m.def("reset_stats", [] {
+  m.def("reset_stats", []() REQUIRES(gil) {
     Statistics::global().reset();
     reset_spill_counts();
   });

@@ -154,11 +154,13 @@ Saved*& Saved::newest() {
 Saved::Saved() : older_(newest()), born_s_(coarse_now_s()) {
   if (older_ != nullptr) older_->newer_ = this;
   newest() = this;
+  gil.assert_held();
   ++Statistics::global().live_handles;
 }
 
 Saved::~Saved() {
   leave_list();
+  gil.assert_held();
   --Statistics::global().live_handles;
 }
 

@@ -4,6 +4,9 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "engine/program.h"
 
 namespace torchoffload {
 

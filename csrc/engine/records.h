@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 #include "core/chunked_vector.h"
@@ -25,7 +26,6 @@
 #include "engine/held_record.h"
 #include "engine/held_tape.h"
 #include "engine/lessons.h"
-#include "engine/operation.h"
 #include "engine/saved_bytes.h"
 #include "engine/slot_budget.h"
 #include "engine/statistics.h"

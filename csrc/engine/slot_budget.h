@@ -53,8 +53,8 @@ class SlotBudget {
   bool is_within_budget(ContextState& context, uint64_t nbytes);
 
   // Charges a slot of `nbytes` to the context's budget. Returns the charged bytes, for uncharge().
-  uint64_t charge(ContextState& context, uint64_t nbytes);
-  void uncharge(ContextState& context, uint64_t charged_bytes);
+  uint64_t charge(ContextState& context, uint64_t nbytes) REQUIRES(gil);
+  void uncharge(ContextState& context, uint64_t charged_bytes) REQUIRES(gil);
 
   // Call it when a slot is refused because of `why`. Notes a warning, once for each context, or throws
   // std::runtime_error if the user asked for an error. `remedy` is the advice in the message.

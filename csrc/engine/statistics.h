@@ -8,6 +8,7 @@
 #include <deque>
 
 #include "core/ledger.h"
+#include "system/gil.h"
 
 namespace torchoffload {
 
@@ -47,7 +48,7 @@ struct Statistics {
   std::deque<TapeRow> finished;
 
   // Process-wide; leaked on purpose.
-  static Statistics& global();
+  static Statistics& global() REQUIRES(gil);
 
   void tape_finished(const TapeRow& row);
   void slot_acquired(uint64_t nbytes);
@@ -59,11 +60,11 @@ struct Statistics {
 
 // Adds `amount` to one field of a row, and to the same field of the totals.
 template <typename Field>
-void count(TapeRow& row, Field field, uint64_t amount) {
+void count(TapeRow& row, Field field, uint64_t amount) REQUIRES(gil) {
   row.*field += amount;
   Statistics::global().totals.*field += amount;
 }
 // Counts a kept record for a row, for the totals, and for `module` unless that is null.
-void count_kept(TapeRow& row, ModuleRow* module, Reason reason, uint64_t nbytes);
+void count_kept(TapeRow& row, ModuleRow* module, Reason reason, uint64_t nbytes) REQUIRES(gil);
 
 }  // namespace torchoffload

@@ -226,7 +226,7 @@ void bind_plan_testing(py::module_& module) {
     for (const auto& engine : all_engines()) count += engine->lessons().learner().structure_count();
     return count;
   });
-  module.def("tapes_left_behind", [] { return Statistics::global().tapes_left_behind; });
+  module.def("tapes_left_behind", []() REQUIRES(gil) { return Statistics::global().tapes_left_behind; });
   module.def("shapes_learned", [] {
     size_t count = 0;
     for (const auto& engine : all_engines()) count += engine->lessons().learner().shape_count();
