@@ -160,7 +160,7 @@ py::list end_profile() REQUIRES(gil) {
   return devices;
 }
 
-py::dict host_memory() {
+py::dict host_memory() REQUIRES(gil) {
   const HostMemory memory = read_host_memory();
   return py::dict("total"_a = memory.total_bytes, "available"_a = memory.available_bytes,
                   "limit"_a = memory.limit_bytes, "limit_used"_a = memory.limit_used_bytes,
