@@ -322,14 +322,14 @@ std::map<c10::Device, GenericDevice*, bool (*)(const c10::Device&, const c10::De
 }
 
 // Between two questions whether a point was reached: short beside a copy, and long beside a question.
-constexpr std::chrono::microseconds kBetweenQuestions{50};
-constexpr int kMostQuestions = 100;
+constexpr std::chrono::microseconds kPause{50};
+constexpr int kMostPauses = 100;
 
 // The memory that came from allocators of host memory, by address.
-class HostMemory {
+class LockedHostMemory {
  public:
-  static HostMemory& instance() {
-    static auto* const leaked = new HostMemory;
+  static LockedHostMemory& instance() {
+    static auto* const leaked = new LockedHostMemory;
     return *leaked;
   }
 
@@ -411,10 +411,10 @@ bool generic_wait_in_background(Point point) {
   bool is_reached = true;
   if (stream == nullptr || mutated(Mutant::GenericDiskWaits)) return is_reached;
   stream->with_event_of(point.serial, [&](const c10::Event& event) {
-    for (int question = 0; question < kMostQuestions; ++question) {
+    for (int question = 0; question < kMostPauses; ++question) {
       is_reached = event.query();
       if (is_reached) return;
-      std::this_thread::sleep_for(kBetweenQuestions);
+      std::this_thread::sleep_for(kPause);
     }
   });
   return is_reached;
@@ -429,11 +429,11 @@ HostRegistration generic_host_registration(c10::DeviceType type) {
   if (allocator == nullptr) return {};
   HostRegistration registration;
   registration.allocate = [allocator](size_t nbytes, std::string& refusal) {
-    return HostMemory::instance().allocate(*allocator, nbytes, refusal);
+    return LockedHostMemory::instance().allocate(*allocator, nbytes, refusal);
   };
   // The allocator would keep the memory for later requests, and the caller is giving it back to the system.
   registration.free = [allocator](std::byte* address) {
-    HostMemory::instance().free(address);
+    LockedHostMemory::instance().free(address);
     allocator->empty_cache();
   };
   return registration;

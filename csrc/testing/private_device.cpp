@@ -28,21 +28,19 @@ namespace {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
-SimWorld& world() { return SimWorld::instance(); }
-
 std::atomic<bool> is_simulating = false;
 std::atomic<bool> guard_has_streams = true;
 std::atomic<bool> guard_has_events = true;
 
 // ---- memory of the device ----
 
-void free_device_memory(void* address) { world().free(address); }
+void free_device_memory(void* address) { private_world().free(address); }
 
 class PrivateAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    const int device = world().current_device();
-    void* const address = nbytes == 0 ? nullptr : world().allocate(nbytes, device, MemoryOwner::Source);
+    const int device = private_world().current_device();
+    void* const address = nbytes == 0 ? nullptr : private_world().allocate(nbytes, device, MemoryOwner::Source);
     return {address, address, &free_device_memory, c10::Device(kType, static_cast<c10::DeviceIndex>(device))};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device_memory; }
@@ -54,13 +52,13 @@ class PrivateAllocator final : public c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}
   // As caching allocators do: only memory with their own deleter is known to be theirs.
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    if (data.get_deleter() == &free_device_memory) world().note_use(data.get(), simulated_stream_of(stream));
+    if (data.get_deleter() == &free_device_memory) private_world().note_use(data.get(), simulated_stream_of(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     c10::CachingDeviceAllocator::DeviceStats statistics;
     auto& allocated = statistics.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-    allocated.current = static_cast<int64_t>(world().allocated_bytes(device));
-    allocated.peak = static_cast<int64_t>(world().peak_bytes(device));
+    allocated.current = static_cast<int64_t>(private_world().allocated_bytes(device));
+    allocated.peak = static_cast<int64_t>(private_world().peak_bytes(device));
     return statistics;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -91,7 +89,7 @@ class PrivateHostAllocator final : public at::HostAllocator {
     const uint64_t rounded = round_up(nbytes, kAlignmentBytes);
     auto* const address = static_cast<std::byte*>(std::aligned_alloc(kAlignmentBytes, rounded));
     if (address == nullptr) throw std::bad_alloc();
-    world().register_host_memory(address, rounded);
+    private_world().register_host_memory(address, rounded);
     const MutexLock lock(mutex_);
     blocks_[address] = {rounded, {}};
     return {address, address, &release, cpu};
@@ -140,8 +138,8 @@ class PrivateHostAllocator final : public at::HostAllocator {
       users = std::move(blocks_.at(address).users);
       blocks_.erase(address);
     }
-    for (const StreamId user : users) world().synchronize(world().record(user));
-    world().unregister_host_memory(address);
+    for (const StreamId user : users) private_world().synchronize(private_world().record(user));
+    private_world().unregister_host_memory(address);
     std::free(address);
   }
 
@@ -169,17 +167,17 @@ struct PrivateGuard final : public c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::Device getDevice() const override {
-    return c10::Device(kType, static_cast<c10::DeviceIndex>(world().current_device()));
+    return c10::Device(kType, static_cast<c10::DeviceIndex>(private_world().current_device()));
   }
   void setDevice(c10::Device device) const override {
-    if (device.has_index()) world().set_current_device(device.index());
+    if (device.has_index()) private_world().set_current_device(device.index());
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override { setDevice(device); }
   c10::DeviceIndex deviceCount() const noexcept override { return kPrivateDevices; }
 
   c10::Stream getStream(c10::Device device) const override {
     const int index = index_of(device);
-    return torch_stream_of(world().current_stream(index), index);
+    return torch_stream_of(private_world().current_stream(index), index);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kType, static_cast<c10::DeviceIndex>(index_of(device))));
@@ -187,40 +185,40 @@ struct PrivateGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     if (!guard_has_streams) return getDefaultStream(device);
     const int index = index_of(device);
-    return torch_stream_of(world().make_side_stream(index), index);
+    return torch_stream_of(private_world().make_side_stream(index), index);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = getStream(stream.device());
-    const int device = world().current_device();
-    world().set_current_stream(simulated_stream_of(stream));
-    world().set_current_device(device);
+    const int device = private_world().current_device();
+    private_world().set_current_stream(simulated_stream_of(stream));
+    private_world().set_current_device(device);
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override {
-    world().synchronize(world().record(simulated_stream_of(stream)));
+    private_world().synchronize(private_world().record(simulated_stream_of(stream)));
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override { (void)queryStream(stream); }
-  void synchronizeDevice(c10::DeviceIndex index) const override { world().synchronize_device(index); }
+  void synchronizeDevice(c10::DeviceIndex index) const override { private_world().synchronize_device(index); }
 
   // An event's object is another one each time that it is recorded, as some devices have it: a user of the former one
   // would touch freed memory.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     TORCH_CHECK(guard_has_events, "the simulated device has no events now");
     auto* const before = static_cast<Point*>(*event);
-    *event = new Point(world().record(simulated_stream_of(stream)));
+    *event = new Point(private_world().record(simulated_stream_of(stream)));
     destroy(before);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    world().wait(simulated_stream_of(stream), *static_cast<Point*>(event));
+    wait(simulated_stream_of(stream), *static_cast<Point*>(event));
   }
   // The device has gone on until there when it is asked: nothing else lets a thread that asks go on.
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
     return true;
   }
-  void synchronizeEvent(void* event) const override { world().synchronize(*static_cast<Point*>(event)); }
+  void synchronizeEvent(void* event) const override { private_world().synchronize(*static_cast<Point*>(event)); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { destroy(static_cast<Point*>(event)); }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -228,7 +226,10 @@ struct PrivateGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  static int index_of(c10::Device device) { return device.has_index() ? device.index() : world().current_device(); }
+  static void wait(StreamId waiter, Point point) { private_world().wait(waiter, point); }
+  static int index_of(c10::Device device) {
+    return device.has_index() ? device.index() : private_world().current_device();
+  }
   static void destroy(Point* point) {
     if (point == nullptr) return;
     *point = {};  // names no stream: a later use is reported
@@ -243,8 +244,10 @@ struct PrivateHooks final : public at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return is_simulating; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kPrivateDevices; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { world().set_current_device(index); }
-  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(world().current_device()); }
+  void setCurrentDevice(c10::DeviceIndex index) const override { private_world().set_current_device(index); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(private_world().current_device());
+  }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
     const c10::DeviceIndex before = getCurrentDevice();
     if (index >= 0) setCurrentDevice(index);
@@ -254,7 +257,7 @@ struct PrivateHooks final : public at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override { return PrivateHostAllocator::instance().has(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &PrivateHostAllocator::instance(); }
   at::Device getDeviceFromPtr(void* data) const override {
-    const auto index = world().device_index_of(data);
+    const auto index = private_world().device_index_of(data);
     TORCH_CHECK(index, "this memory belongs to no simulated device");
     return at::Device(kType, static_cast<c10::DeviceIndex>(*index));
   }
@@ -272,12 +275,13 @@ struct PrivateHooks final : public at::PrivateUse1HooksInterface {
 
 StreamId simulated_stream_of(c10::Stream stream) {
   if (stream.id() != 0) return static_cast<StreamId>(stream.id() - 1);
-  return world().stream_of(stream.device_index(), StreamRole::Compute);
+  return private_world().stream_of(stream.device_index(), StreamRole::Compute);
 }
 
 c10::Stream torch_stream_of(StreamId stream, int device_index) {
   const c10::Device device(kType, static_cast<c10::DeviceIndex>(device_index));
-  if (stream == world().stream_of(device_index, StreamRole::Compute)) return c10::Stream(c10::Stream::DEFAULT, device);
+  if (stream == private_world().stream_of(device_index, StreamRole::Compute))
+    return c10::Stream(c10::Stream::DEFAULT, device);
   return c10::Stream(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream) + 1);
 }
 
@@ -287,8 +291,8 @@ void register_private_devices() {
     SimOptions options;
     options.device_count = kPrivateDevices;
     options.sequence_number = &at::sequence_number::peek;
-    world().start(options);  // makes the devices
-    world().stop();
+    private_world().start(options);  // makes the devices
+    private_world().stop();
     c10::SetAllocator(kType, &device_allocator());
     at::setHostAllocator(kType, &PrivateHostAllocator::instance());
     at::RegisterPrivateUse1HooksInterface(new PrivateHooks);
@@ -300,13 +304,13 @@ void start_private_simulation(SimOptions options) {
   register_private_devices();
   options.device_count = kPrivateDevices;
   if (options.sequence_number == nullptr) options.sequence_number = &at::sequence_number::peek;
-  world().start(options);
+  private_world().start(options);
   is_simulating = true;
 }
 
 void stop_private_simulation() {
   is_simulating = false;
-  world().stop();
+  private_world().stop();
 }
 
 void set_private_streams(bool has_streams) { guard_has_streams = has_streams; }

@@ -20,6 +20,8 @@ namespace torchoffload {
 
 inline constexpr int kPrivateDevices = 2;
 
+inline SimWorld& private_world() { return SimWorld::instance(); }
+
 // From here on PyTorch knows the devices. Called before the process's first backward, which asks each device type for
 // its number of devices. Once in a process; later calls do nothing.
 void register_private_devices();

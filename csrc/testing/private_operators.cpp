@@ -33,8 +33,6 @@ namespace torchoffload {
 
 namespace {
 
-SimWorld& world() { return SimWorld::instance(); }
-
 // Inside an operator that runs on the CPU: copies to it and from it are the operator's own accesses, on its stream, and
 // the host does not wait for them.
 thread_local int operator_depth = 0;
@@ -48,10 +46,10 @@ struct InsideOperator {
 
 bool is_private(const at::Tensor& tensor) { return tensor.device().type() == c10::DeviceType::PrivateUse1; }
 
-StreamId current_stream_of(const at::Tensor& tensor) { return world().current_stream(tensor.device().index()); }
+StreamId current_stream_of(const at::Tensor& tensor) { return private_world().current_stream(tensor.device().index()); }
 
 // The bytes from the tensor's first element to its last.
-Span bytes_of(const at::Tensor& tensor) {
+Span reach_of(const at::Tensor& tensor) {
   const auto begin = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
   if (tensor.numel() == 0) return {begin, begin};
   int64_t last = 0;
@@ -59,10 +57,11 @@ Span bytes_of(const at::Tensor& tensor) {
   return {begin, begin + (static_cast<uint64_t>(last) + 1) * tensor.itemsize()};
 }
 
-void note(const at::Tensor& tensor, bool writes) {
-  const Span span = bytes_of(tensor);
+void note_access(const at::Tensor& tensor, bool writes) {
+  const Span span = reach_of(tensor);
   if (!is_private(tensor) || span.nbytes() == 0) return;
-  world().saw_operator(writes, reinterpret_cast<const void*>(span.begin), span.nbytes(), current_stream_of(tensor));
+  private_world().saw_operator(writes, reinterpret_cast<const void*>(span.begin), span.nbytes(),
+                               current_stream_of(tensor));
 }
 
 // The same bytes as a tensor of the CPU.
@@ -111,9 +110,9 @@ void enqueue(const at::Tensor& source, const at::Tensor& target) {
   auto* const to = static_cast<std::byte*>(const_cast<void*>(target.const_data_ptr()));
   const auto* const from = static_cast<const std::byte*>(source.const_data_ptr());
   if (is_out) {
-    world().copy_out(to, from, source.nbytes(), stream);
+    private_world().copy_out(to, from, source.nbytes(), stream);
   } else {
-    world().copy_in(to, from, source.nbytes(), stream);
+    private_world().copy_in(to, from, source.nbytes(), stream);
   }
   const int index = (is_out ? source : target).device().index();
   const at::Tensor& host = is_out ? target : source;
@@ -128,11 +127,12 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     enqueue(source, target);
     return target;
   }
-  note(source, /*writes=*/false);
-  note(target, /*writes=*/true);
+  note_access(source, /*writes=*/false);
+  note_access(target, /*writes=*/true);
   on_cpu(target).copy_(on_cpu(source));
   const bool host_waits = operator_depth == 0 && is_private(source) != is_private(target);
-  if (host_waits) world().synchronize(world().record(current_stream_of(is_private(source) ? source : target)));
+  if (host_waits)
+    private_world().synchronize(private_world().record(current_stream_of(is_private(source) ? source : target)));
   return target;
 }
 
@@ -142,8 +142,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) {
-  note(tensor, /*writes=*/false);
-  world().synchronize(world().record(current_stream_of(tensor)));
+  note_access(tensor, /*writes=*/false);
+  private_world().synchronize(private_world().record(current_stream_of(tensor)));
   return at::native::_local_scalar_dense_cpu(on_cpu(tensor));
 }
 
