@@ -60,7 +60,7 @@ at::Tensor token_of(SharedValue value, uint64_t storage_bytes) {
   return at::Tensor(std::move(impl));
 }
 
-const c10::DataPtr& data_of(const at::Tensor& token) {
+const c10::DataPtr& token_data(const at::Tensor& token) {
   return token.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
 }
 
@@ -68,12 +68,12 @@ const SharedValue& value_of(const at::Tensor& token) {
   TORCH_CHECK(is_token(token), "torchoffload: a compiled backward got a tensor of the sizes ", token.sizes(),
               " in place of the token that its forward had saved. Saved-tensor hooks of others have copied the token: "
               "leave them out around what was compiled with torchoffload.compile_options().");
-  return *static_cast<const SharedValue*>(data_of(token).get_context());
+  return *static_cast<const SharedValue*>(token_data(token).get_context());
 }
 
 // The same memory, with a version counter of its own: a compiler that reuses a buffer raises no version, so nothing may
 // join a record of what the buffer held before.
-at::Tensor alias_of(const at::Tensor& tensor) {
+at::Tensor fresh_alias(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
                                                                           /*allow_tensor_metadata_change=*/true));
 }
@@ -90,7 +90,7 @@ void while_interrupted(const Call& call) REQUIRES(gil) {
   }
 }
 
-std::unique_ptr<SavedTensor> save(Context* context, const at::Tensor& value) REQUIRES(gil) {
+std::unique_ptr<SavedTensor> save_value(Context* context, const at::Tensor& value) REQUIRES(gil) {
   const PacksMade packs_made;
   const Operation operation;
   if (context == nullptr) return std::make_unique<SavedTensor>(value);
@@ -100,7 +100,7 @@ std::unique_ptr<SavedTensor> save(Context* context, const at::Tensor& value) REQ
 }
 
 // `index` tells the values of a graph apart, so that no compiler takes two packs for one.
-at::Tensor pack(const at::Tensor& x, int64_t /*index*/) {
+at::Tensor pack_value(const at::Tensor& x, int64_t /*index*/) {
   const WithGil with_gil;
   if (!look_for_graph_trees()) throw python_error();
   const ProfilerRange range("torchoffload::pack");
@@ -108,12 +108,12 @@ at::Tensor pack(const at::Tensor& x, int64_t /*index*/) {
   auto value = std::make_shared<GraphValue>();
   value->layout = TensorLayout(x);
   value->address = x.const_data_ptr();
-  value->saved = save(context ? context_of(context.get()) : nullptr, alias_of(x));
+  value->saved = save_value(context ? context_of(context.get()) : nullptr, fresh_alias(x));
   if (context && !give_warnings_of(context.get())) throw python_error();
   return token_of(std::move(value), x.storage().nbytes());
 }
 
-at::Tensor release(const at::Tensor& token, const at::Tensor& x, const std::optional<at::Tensor>& /*after*/) {
+at::Tensor release_value(const at::Tensor& token, const at::Tensor& x, const std::optional<at::Tensor>& /*after*/) {
   const WithGil with_gil;
   const SharedValue value = value_of(token);
   // A compiler may make a cheap value twice. Then the memory of x is not what is being copied, and nothing holds that.
@@ -128,9 +128,9 @@ at::Tensor release(const at::Tensor& token, const at::Tensor& x, const std::opti
   return token_of(value, token.storage().nbytes());
 }
 
-at::Tensor copy_of(const at::Tensor& tensor) { return TensorLayout(tensor).on(copied(tensor.storage())); }
+at::Tensor copied_value(const at::Tensor& tensor) { return TensorLayout(tensor).on(copied(tensor.storage())); }
 
-at::Tensor unpack(const at::Tensor& token, c10::Device /*device*/, at::ScalarType /*dtype*/) {
+at::Tensor unpack_value(const at::Tensor& token, c10::Device /*device*/, at::ScalarType /*dtype*/) {
   const WithGil with_gil;
   const SharedValue value = value_of(token);
   TORCH_CHECK(value->saved != nullptr,
@@ -145,7 +145,7 @@ at::Tensor unpack(const at::Tensor& token, c10::Device /*device*/, at::ScalarTyp
     Engine::flush_pending();
   });
   if (torch::autograd::get_current_graph_task_keep_graph())
-    return mutated(Mutant::RetainedValueCopied) ? tensor : copy_of(tensor);
+    return mutated(Mutant::RetainedValueCopied) ? tensor : copied_value(tensor);
   value->saved.reset();
   return tensor;
 }
@@ -157,9 +157,9 @@ TORCH_LIBRARY(torchoffload, library) {
 }
 
 TORCH_LIBRARY_IMPL(torchoffload, CompositeExplicitAutograd, library) {
-  library.impl("pack", pack);
-  library.impl("release", release);
-  library.impl("unpack", unpack);
+  library.impl("pack", pack_value);
+  library.impl("release", release_value);
+  library.impl("unpack", unpack_value);
 }
 
 }  // namespace

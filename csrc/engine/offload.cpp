@@ -333,13 +333,18 @@ bool Offloader::release_source(RecordId id) {
   const Records::Hold hold(records_, id);
   if (records_.is_offloading(id)) {
     const DeviceBytes source = held(id).bytes;
-    const StreamId stream = backend_.streams.current_stream();
-    streams_.wait(Rule::ReleasedSourceWaitsForOffload, stream, source.busy_until);
+    if (streams_.is_lasting(source.stream)) {
+      const StreamId current = backend_.streams.current_stream();
+      streams_.wait(Rule::ReleasedSourceWaitsForOffload, current, source.busy_until);
+      streams_.wait(Rule::ReleasedSourceWaitsForOffload, source.stream,
+                    source.busy_until);  // of the memory's allocator
+    } else {                             // see Note [Streams that may be destroyed]
+      streams_.synchronize(source.busy_until);
+    }
     if (records_.is_offloading(id)) finish_offload(id);
   }
   if (ledger_.record(id).state != RecordState::Offloaded) return false;
-  if (held(id).identity)
-    count(records_.row(ledger_.record(id).tape), &TapeRow::bytes_away, records_.pinned_bytes(id));
+  if (held(id).identity) count(records_.row(ledger_.record(id).tape), &TapeRow::bytes_away, records_.pinned_bytes(id));
   held(id).identity = {};
   return true;
 }

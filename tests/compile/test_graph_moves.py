@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from torchoffload._compile import partition
 
 PROGRAM = Path(__file__).parent.parent / "support" / "cached_graph_program.py"
 
-pytestmark = [pytest.mark.devices("disk", "simulated-late", "simulated-seeded", "cuda")]
+pytestmark = [pytest.mark.slow, pytest.mark.devices("disk", "simulated-late", "simulated-seeded", "cuda")]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def layers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", "inductor"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -231,7 +232,6 @@ def test_a_graph_is_retained(device_under_test: Device, backend: str):
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
 
 
-@pytest.mark.slow
 def test_a_graph_with_donated_buffers_is_retained(device_under_test: Device):
     def program(run: Run):
         x, weight = run.leaf(32, 32), run.parameter(32, 32)
@@ -398,6 +398,39 @@ def test_views_that_a_block_saves(device_under_test: Device):
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
 
 
+def test_steps_that_learn(device_under_test: Device):
+    """What earlier steps teach may keep values, each of which has memory of its own then."""
+
+    def program(run: Run):
+        x, weight = run.leaf(32, 32), run.parameter(32, 32)
+        step = compiled(run, reused_memory, fullgraph=True)
+        for _ in range(6):
+            with run.offload(learn=True, offload_window_bytes=None, reload_window_bytes=None):
+                loss = step(x, weight).sum()
+            loss.backward()
+            run.check(loss=loss, x=x.grad, weight=weight.grad)
+        return x.grad, weight.grad
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_compiled_autograd_takes_values_that_moved(device_under_test: Device, backend: str):
+    def program(run: Run):
+        x, weight = run.leaf(32, 32), run.parameter(32, 32)
+        step = compiled(run, layers, backend)
+        for _ in range(2):
+            with run.offload():
+                loss = step(x, weight).sum()
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+                loss.backward()
+            run.check(x=x.grad, weight=weight.grad)
+        return x.grad, weight.grad
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
+
+
 # ---- where nothing is rewritten ----
 
 
@@ -514,45 +547,6 @@ def test_graphs_that_do_not_fit_together_stay_as_they_are(monkeypatch: pytest.Mo
         assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.5)
 
 
-# ---- tokens ----
-
-
-@pytest.mark.devices("disk")
-def test_a_token_has_no_memory_and_says_so(device_under_test: Device):
-    with device_under_test.context():
-        token = torch.ops.torchoffload.pack(torch.rand(16, 16), 0)
-    assert (token.shape, token.stride(), token.dtype) == ((16, 16), (16, 1), torch.float8_e5m2fnuz)
-    for read in (token.data_ptr, lambda: token.view(torch.uint8) + 1, lambda: torch.zeros(16, 16).copy_(token)):
-        with pytest.raises(RuntimeError, match="this tensor is a token"):
-            read()
-
-
-@pytest.mark.devices("disk")
-def test_a_released_value_must_be_the_one_that_was_packed(device_under_test: Device):
-    x = torch.rand(16, 16)
-    with device_under_test.context():
-        token = torch.ops.torchoffload.pack(x, 0)
-        with pytest.raises(RuntimeError, match="made one value in two places"):
-            torch.ops.torchoffload.release(token, x.clone(), None)
-
-
-@pytest.mark.devices("disk")
-def test_a_copied_token_is_no_token(device_under_test: Device):
-    with pytest.raises(RuntimeError, match="in place of the token"):
-        torch.ops.torchoffload.unpack(torch.zeros(4, dtype=torch.uint8), torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.devices("disk")
-def test_a_dropped_token_releases_its_slot(device_under_test: Device):
-    before = torchoffload.stats().live_slots
-    with device_under_test.context():
-        x = torch.rand(64, 64)
-        token = torch.ops.torchoffload.release(torch.ops.torchoffload.pack(x, 0), x, None)
-    assert torchoffload.stats().live_slots == before + 1
-    del token
-    assert torchoffload.stats().live_slots == before
-
-
 # ---- caches ----
 
 
@@ -570,7 +564,6 @@ def cached_run(directory: Path, window_bytes: int) -> tuple[str, int, int]:
     return digest, int(moved_bytes), int(partition_count)
 
 
-@pytest.mark.slow
 @pytest.mark.devices("disk")
 def test_a_second_process_partitions_nothing_and_moves_the_same(device_under_test: Device, tmp_path: Path):
     first = cached_run(tmp_path, 0)
@@ -614,7 +607,6 @@ class RandomGraph(nn.Module):
         return torch.stack([value.square().mean() for value in values]).sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", range(24)), ("inductor", range(100, 104))])
 def test_random_programs(device_under_test: Device, backend: str, seeds: range):
     moved = 0
