@@ -28,6 +28,7 @@ namespace torchoffload {
 
 namespace {
 
+constexpr uint64_t kMostOfStorage = 4;    // times the bytes that are read of it, for an input to be copied
 constexpr uint64_t kCopiedBytes = 65536;  // tensors from outside up to this size are copied when they are read
 
 // Locks a mutex whose holder may want the GIL, and so waits for it without the GIL.
@@ -662,7 +663,7 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
     for (VersionMark& each : storage.versions) each.mark_again();
   }
   if (copies_inputs_ && storage.pinned == 0 && storage.is_movable && !storage.is_leaf && !storage.is_saved)
-    copy_input(storage);
+    copy_input(number);
   const bool moves =
       context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
@@ -674,9 +675,17 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
 }
 
 // Holds a copy of a tensor instead of the tensor. If autograd has saved it as well, a write to it is an error without
-// us, so that no program makes one.
-void RecordedCall::copy_input(RecordedStorage& storage) {
-  if (storage.versions.empty() || storage.nbytes == 0) return;
+// us, so that no program makes one. A small part of a storage, such as a batch of a data set that is on the device, is
+// no value that the program goes on computing with.
+void RecordedCall::copy_input(StorageNumber number) {
+  RecordedStorage& storage = record_.storages[number];
+  uint64_t read_bytes = 0;
+  for (const TensorRef& ref : record_.refs) {
+    if (ref.from != TensorRef::From::Storage || ref.number != number) continue;
+    const Span span = ref.layout.span();
+    read_bytes = std::max<uint64_t>(read_bytes, span.end - span.begin);
+  }
+  if (storage.versions.empty() || storage.nbytes > kMostOfStorage * read_bytes) return;
   const InputCopy copy = copy_of_input(storage.strong, storage.versions.front());
   std::ranges::move(storage.versions, std::back_inserter(copied_inputs_));
   storage.versions.assign(1, VersionMark(copy.version));

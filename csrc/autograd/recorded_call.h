@@ -123,7 +123,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
                                     const c10::VariableVersion& version, bool is_filled) REQUIRES(gil);
 
   void finish_storage(StorageNumber number, const Replay& needs) REQUIRES(gil);
-  void copy_input(RecordedStorage& storage) REQUIRES(gil);
+  void copy_input(StorageNumber number) REQUIRES(gil);
   void tell_written_inputs() REQUIRES(gil);
   void give_to_context(StorageNumber number) REQUIRES(gil);
   BlockActions::Action planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const;

@@ -182,6 +182,23 @@ class SharesMask(Net):
 
 
 @pytest.mark.devices("cpu")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_batch_of_a_large_data_set_is_not_copied_with_all_of_it(compiles: bool):
+    data = torch.randn(400, 8, WIDTH, dtype=torch.bfloat16)
+    model = nn.Sequential(*(CastNormed() for _ in range(3))).bfloat16()
+    if compiles:
+        for block in model:
+            block.compile(backend="aot_eager")
+    fitted = torchoffload.fit(model, 1 << 40, move=False, blocks=CastNormed)
+    shape = [[data.nbytes]] * 2
+    for step in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+            model(data[step : step + 4]).square().mean().backward()
+        assert not [each for each in profiler.events() if each.name == "aten::copy_" and each.input_shapes[:2] == shape]
+    fitted.remove()
+
+
+@pytest.mark.devices("cpu")
 def test_blocks_that_are_given_the_same_tensor_share_its_copy():
     """The first step of the survey copies what autograd does not save; many layers may be given one mask."""
     model = SharesMask(CastNormed, depth=8)

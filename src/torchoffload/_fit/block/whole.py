@@ -29,6 +29,7 @@ __all__ = ["COMPILED_CALL", "WholeRecorder", "call_again", "can_checkpoint", "wh
 
 _checkpoint: Any = getattr(torch_checkpoint, "_checkpoint_without_reentrant_generator", None)
 _PARAMETERS = ("fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args")
+_MOST_OF_STORAGE = 4  # times the bytes of a tensor, for its storage to be copied
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 
@@ -212,7 +213,9 @@ def _may_be_written(leaf: object) -> bool:
     """Return whether an argument is a plain tensor that the program may write to, and no parameter."""
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_inference() or not leaf.numel():
         return False
-    return not (leaf.is_leaf and leaf.requires_grad)
+    # A batch of a data set that is on the device is a small part of a large storage.
+    is_part = leaf.untyped_storage().nbytes() > _MOST_OF_STORAGE * leaf.numel() * leaf.element_size()
+    return not is_part and not (leaf.is_leaf and leaf.requires_grad)
 
 
 def whole_call(
