@@ -295,15 +295,17 @@ def test_no_room_to_verify_a_block_is_one_note_and_no_wrong_gradient(monkeypatch
     model = nn.Sequential(*(Wide(4, 2) for _ in range(4)))
     stock = copy.deepcopy(model)
     with torchoffload.fit(model, 1 << 40, move=False, blocks=Wide) as handle:
-        for step in range(16):
+        for step in range(30):
             torch.manual_seed(step)
             for each in (model, stock):
                 each.zero_grad()
                 each(torch.randn(8, 8, WIDTH)).square().mean().backward()
                 torch.manual_seed(step)
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), stock.parameters(), strict=True))
-            if step == 13:
+            if step == 15:
+                assert handle.phase == "settled", handle.report()
                 handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+        assert handle.phase == "settled", handle.report()
         report = handle.report()
     calls.clear()
     told = [line for line in report.splitlines() if "there was no memory to compute it again" in line]
