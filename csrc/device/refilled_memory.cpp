@@ -15,9 +15,9 @@ namespace torchoffload {
 namespace {
 
 // Stands in for one allocator in the storages that are watched.
-class CountingAllocator final : public c10::Allocator {
+class RefillCountingAllocator final : public c10::Allocator {
  public:
-  explicit CountingAllocator(c10::Allocator* counted) : counted_(counted) {}
+  explicit RefillCountingAllocator(c10::Allocator* counted) : counted_(counted) {}
 
   c10::DataPtr allocate(size_t nbytes) override {
     c10::DataPtr data = counted_->allocate(nbytes);
@@ -54,12 +54,12 @@ class CountingAllocators {
   }
 
   // The one that is, or that counts, `allocator`.
-  CountingAllocator& of(c10::Allocator* allocator) {
+  RefillCountingAllocator& of(c10::Allocator* allocator) {
     const MutexLock lock(mutex_);
     if (const auto own = own_.find(allocator); own != own_.end()) return *own->second;
-    std::unique_ptr<CountingAllocator>& made = of_[allocator];
+    std::unique_ptr<RefillCountingAllocator>& made = of_[allocator];
     if (made == nullptr) {
-      made = std::make_unique<CountingAllocator>(allocator);
+      made = std::make_unique<RefillCountingAllocator>(allocator);
       own_[made.get()] = made.get();
     }
     return *made;
@@ -67,8 +67,8 @@ class CountingAllocators {
 
  private:
   Mutex mutex_;
-  std::map<c10::Allocator*, std::unique_ptr<CountingAllocator>> of_ GUARDED_BY(mutex_);
-  std::map<c10::Allocator*, CountingAllocator*> own_ GUARDED_BY(mutex_);
+  std::map<c10::Allocator*, std::unique_ptr<RefillCountingAllocator>> of_ GUARDED_BY(mutex_);
+  std::map<c10::Allocator*, RefillCountingAllocator*> own_ GUARDED_BY(mutex_);
 };
 
 }  // namespace
@@ -77,9 +77,9 @@ uint64_t number_of_allocation(c10::StorageImpl& storage) {
   c10::Allocator* const allocator = storage.allocator();
   if (allocator == nullptr) return 0;
   if (mutated(Mutant::GenericSeesRefill)) return 1;
-  thread_local std::pair<c10::Allocator*, CountingAllocator*> latest{nullptr, nullptr};
+  thread_local std::pair<c10::Allocator*, RefillCountingAllocator*> latest{nullptr, nullptr};
   if (latest.first != allocator) latest = {allocator, &CountingAllocators::instance().of(allocator)};
-  CountingAllocator& counting = *latest.second;
+  RefillCountingAllocator& counting = *latest.second;
   if (allocator != &counting) storage.set_allocator(&counting);
   return counting.number_of(storage.data());
 }

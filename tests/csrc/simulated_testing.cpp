@@ -32,7 +32,7 @@ thread_local std::optional<uint64_t> scripted_sequence_number;
 
 uint64_t sequence_number() { return scripted_sequence_number.value_or(at::sequence_number::peek()); }
 
-SimWorld& world() { return SimWorld::instance(); }
+SimWorld& world_of_tests() { return SimWorld::instance(); }
 
 SimMode mode_of(const std::string& name) {
   if (name == "early") return SimMode::Early;
@@ -69,7 +69,7 @@ std::vector<std::string> mutant_names() {
 void limit_device_memory(std::optional<uint64_t> limit_bytes) {
   if (!limit_bytes) return set_allocation_hook(nullptr);
   set_allocation_hook([limit_bytes] {
-    const uint64_t allocated_bytes = world().allocated_bytes(0);
+    const uint64_t allocated_bytes = world_of_tests().allocated_bytes(0);
     TORCH_CHECK_WITH(OutOfMemoryError, allocated_bytes <= *limit_bytes,
                      "simulated device out of memory: ", allocated_bytes, " bytes are allocated, and the limit is ",
                      *limit_bytes);
@@ -132,13 +132,13 @@ std::pair<std::set<std::string>, std::set<std::string>> seam_calls_by_gil() {
 
 // torch.cuda.Stream.wait_stream: a call that a program makes between operators.
 void make_stream_wait_stream(StreamId waiter, StreamId waited) {
-  world().end_operators();
-  world().wait(waiter, world().record(waited));
+  world_of_tests().end_operators();
+  world_of_tests().wait(waiter, world_of_tests().record(waited));
 }
 
 void set_current_stream(StreamId stream) {
-  world().end_operators();
-  world().set_current_stream(stream);
+  world_of_tests().end_operators();
+  world_of_tests().set_current_stream(stream);
 }
 
 // Memory with one holder, as a storage has it.
@@ -219,26 +219,26 @@ void bind_simulated_testing(py::module_& m) {
   m.def("start_simulation", &start);
   m.def("stop_simulation", &stop_simulation);
   m.def("simulation_is_running", [] { return active_simulation() != nullptr; });
-  m.def("races", [] { return world().races(); });
-  m.def("clear_races", [] { world().clear_races(); });
-  m.def("allocated_bytes", [](int device) { return world().allocated_bytes(device); });
-  m.def("peak_bytes", [](int device) { return world().peak_bytes(device); });
-  m.def("queued_count", [] { return world().queued_count(); });
-  m.def("access_count", [] { return world().access_count(); });
+  m.def("races", [] { return world_of_tests().races(); });
+  m.def("clear_races", [] { world_of_tests().clear_races(); });
+  m.def("allocated_bytes", [](int device) { return world_of_tests().allocated_bytes(device); });
+  m.def("peak_bytes", [](int device) { return world_of_tests().peak_bytes(device); });
+  m.def("queued_count", [] { return world_of_tests().queued_count(); });
+  m.def("access_count", [] { return world_of_tests().access_count(); });
   m.def("device_index_of",
-        [](uint64_t address) { return world().device_index_of(reinterpret_cast<const void*>(address)); });
+        [](uint64_t address) { return world_of_tests().device_index_of(reinterpret_cast<const void*>(address)); });
 
   m.def("fill", [](uint64_t address, uint64_t nbytes, StreamId stream) {
-    world().fill(reinterpret_cast<const void*>(address), nbytes, stream);
+    world_of_tests().fill(reinterpret_cast<const void*>(address), nbytes, stream);
   });
-  m.def("set_tells_origins", [](bool tells) { world().set_tells_origins(tells); });
-  m.def("make_compute_stream", [](int device) { return world().make_compute_stream(device); });
-  m.def("make_external_stream", [](int device) { return world().make_external_stream(device); });
-  m.def("destroy_stream", [](StreamId stream) { world().destroy_stream(stream); });
-  m.def("current_stream", [](int device) { return world().current_stream(device); });
+  m.def("set_tells_origins", [](bool tells) { world_of_tests().set_tells_origins(tells); });
+  m.def("make_compute_stream", [](int device) { return world_of_tests().make_compute_stream(device); });
+  m.def("make_external_stream", [](int device) { return world_of_tests().make_external_stream(device); });
+  m.def("destroy_stream", [](StreamId stream) { world_of_tests().destroy_stream(stream); });
+  m.def("current_stream", [](int device) { return world_of_tests().current_stream(device); });
   m.def("set_current_stream", &set_current_stream);
-  m.def("current_device", [] { return world().current_device(); });
-  m.def("set_current_device", [](int device) { world().set_current_device(device); });
+  m.def("current_device", [] { return world_of_tests().current_device(); });
+  m.def("set_current_device", [](int device) { world_of_tests().set_current_device(device); });
   m.def("make_stream_wait_stream", &make_stream_wait_stream);
 
   m.def("set_allocation_hook", &set_allocation_hook, py::arg("hook").none(true));

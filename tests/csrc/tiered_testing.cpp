@@ -83,7 +83,7 @@ std::optional<Slot> acquire_slot(TestedStore& tested, uint64_t nbytes, int value
   return slot;
 }
 
-py::bytes bytes_at(uintptr_t address, uint64_t nbytes) {
+py::bytes slot_bytes_at(uintptr_t address, uint64_t nbytes) {
   return {reinterpret_cast<const char*>(address), static_cast<size_t>(nbytes)};
 }
 
@@ -150,7 +150,7 @@ void bind_tiered_testing(py::module_& m) {
         return self.waited;
       });
   m.def("advance_clock_of_stores", [](double seconds) { now_s = now_s + seconds; });
-  m.def("bytes_at", bytes_at);
+  m.def("bytes_at", slot_bytes_at);
   m.def("spill_memory_bytes", spill_memory_bytes);
   m.def("set_transfers_wait", set_transfers_wait);
   m.def("set_disk_threads", set_disk_threads);
