@@ -24,7 +24,10 @@ from torchoffload._compile import partition
 
 PROGRAM = Path(__file__).parent.parent / "support" / "cached_graph_program.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.devices("disk", "simulated-late", "simulated-seeded", "cuda")]
+LONG = "TORCHOFFLOAD_TEST_LONG" in os.environ
+SIMULATED = ("disk", "simulated-late", "simulated-seeded")
+pytestmark = [pytest.mark.slow, pytest.mark.devices(*SIMULATED)]
+on_cuda_too = pytest.mark.devices(*SIMULATED, "cuda")  # where a graph takes seconds to compile
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +79,15 @@ def layers(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 BACKENDS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def _inductor_takes_seconds(request: pytest.FixtureRequest) -> None:
+    """It compiles for one device, unless TORCHOFFLOAD_TEST_LONG is set."""
+    name = request.node.name
+    is_chosen = "simulated-late" in name or "cuda" in name or LONG
+    if "inductor" in name and not is_chosen:
+        pytest.skip("inductor takes seconds for each graph")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -214,6 +226,7 @@ def test_a_graph_that_was_compiled_to_move_runs_under_other_hooks(device_under_t
 # ---- graphs that are used more than once, or never ----
 
 
+@on_cuda_too
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_is_retained(device_under_test: Device, backend: str):
     def program(run: Run):
@@ -283,6 +296,7 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.second(hidden), 0.2).sin() + torch.rand_like(x)
 
 
+@on_cuda_too
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_numbers_are_those_of_stock(device_under_test: Device, backend: str):
     def program(run: Run):
@@ -299,6 +313,7 @@ def test_random_numbers_are_those_of_stock(device_under_test: Device, backend: s
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.3)
 
 
+@on_cuda_too
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_a_language_model_trains(device_under_test: Device, backend: str, how: str):
@@ -607,7 +622,7 @@ class RandomGraph(nn.Module):
         return torch.stack([value.square().mean() for value in values]).sum()
 
 
-@pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", range(24)), ("inductor", range(100, 104))])
+@pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", range(24 if LONG else 6)), ("inductor", range(100, 104))])
 def test_random_programs(device_under_test: Device, backend: str, seeds: range):
     moved = 0
     for seed in seeds:

@@ -2,15 +2,29 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from devices import Device
 from gradients import Run, assert_same_gradients
+from torchoffload._fit.machine import allocator
 
 ROWS = 1024
 DELAY_CYCLES = 20_000_000  # about 10 ms
+
+
+@pytest.fixture(autouse=True)
+def _segments_that_do_not_grow() -> Iterator[None]:
+    """Before PyTorch gives an expandable segment back, it waits for the segment's stream, also for one that is gone."""
+    is_expandable = "expandable_segments:True" in allocator._settings()
+    if is_expandable:  # a test of fit in this process has turned them on
+        allocator._set("expandable_segments:False")
+        torch.cuda.empty_cache()
+    yield
+    if is_expandable:
+        allocator._set("expandable_segments:True")
 
 
 @pytest.mark.cuda

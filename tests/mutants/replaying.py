@@ -9,6 +9,7 @@ from torch import nn
 
 from torchoffload._fit.block.blocks import plan_block
 from torchoffload._fit.block.graph import BlockPlan
+from torchoffload._fit.block.record import Recorder
 
 AS_STOCK, OTHERWISE = "as stock", "other gradients"
 LARGE = (64, 300, 16)  # not copied as it is read
@@ -153,11 +154,15 @@ class _Saving(nn.Module):
 def what_a_collective_fills_is_saved_before_somebody_waits(stage: Stage) -> str:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        before = torch._C._distributed_c10d._get_work_registry_size()
         linear = nn.Linear(16, 16)
         block = nn.Sequential(linear, nn.Tanh(), _Saving())
-        plan_block(block, BlockPlan(operators=()))
-        summed = block(torch.ones(4, 16))
+        x = torch.ones(4, 16)
+        # Only a collective that a plan has is called again.
+        with Recorder(block, ((x,), {})) as recorder:
+            torch.ops._c10d_functional.wait_tensor(block(x).detach())
+        plan_block(block, BlockPlan(operators=tuple(call.operator for call in recorder.record.operators)))
+        before = torch._C._distributed_c10d._get_work_registry_size()
+        summed = block(x)
         torch.ops._c10d_functional.wait_tensor(summed.detach())
         summed.sum().backward()
         left = torch._C._distributed_c10d._get_work_registry_size() - before

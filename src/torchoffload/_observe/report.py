@@ -113,7 +113,7 @@ def _saved_at_once_lines(tapes: tuple[TapeStats, ...]) -> list[str]:
         "as the forward of a model that is compiled as a whole does when it ends, and backward asks for it right",
         "after. Compile it as in `torch.compile(model, options=torchoffload.compile_options())`, and take the first",
         "step inside of the context: then its values move while it computes. Or compile the blocks instead, as in",
-        "`for layer in model.model.layers: layer.compile()`: the values that one of them saves move while the others compute.",
+        "`for layer in model.model.layers: layer.compile()`: each one's saved values move while the others compute.",
     ]
 
 
