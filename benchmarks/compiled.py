@@ -40,7 +40,7 @@ BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)
 
 @dataclass
 class Row:
-    """What one way took. Memory in GiB; ``loss_gib`` without weights and gradients."""
+    """The time and memory of one way. Memory in GiB; ``loss_gib`` without weights and gradients."""
 
     workload: str
     way: str

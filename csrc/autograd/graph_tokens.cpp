@@ -28,7 +28,7 @@ namespace {
 
 constexpr const char* kReadAsTensor =
     "torchoffload: this tensor is a token, which stands for a saved value that a compiled graph has moved, and has no "
-    "memory. Saved-tensor hooks of others cannot copy it: leave them out around what was compiled with "
+    "memory. Saved-tensor hooks of others cannot copy it: leave them out around graphs that were compiled with "
     "torchoffload.compile_options().";
 
 // A value that a compiled graph has saved.
@@ -67,12 +67,12 @@ const c10::DataPtr& token_data(const at::Tensor& token) {
 const SharedValue& value_of(const at::Tensor& token) {
   TORCH_CHECK(is_token(token), "torchoffload: a compiled backward got a tensor of the sizes ", token.sizes(),
               " in place of the token that its forward had saved. Saved-tensor hooks of others have copied the token: "
-              "leave them out around what was compiled with torchoffload.compile_options().");
+              "leave them out around graphs that were compiled with torchoffload.compile_options().");
   return *static_cast<const SharedValue*>(token_data(token).get_context());
 }
 
 // The same memory, with a version counter of its own: a compiler that reuses a buffer raises no version, so nothing may
-// join a record of what the buffer held before.
+// join a record of the former contents of the buffer.
 at::Tensor fresh_alias(const at::Tensor& tensor) {
   return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
                                                                           /*allow_tensor_metadata_change=*/true));
@@ -116,7 +116,7 @@ at::Tensor pack_value(const at::Tensor& x, int64_t /*index*/) {
 at::Tensor release_value(const at::Tensor& token, const at::Tensor& x, const std::optional<at::Tensor>& /*after*/) {
   const WithGil with_gil;
   const SharedValue value = value_of(token);
-  // A compiler may make a cheap value twice. Then the memory of x is not what is being copied, and nothing holds that.
+  // A compiler may make a cheap value twice. Then the copy reads other memory than that of x, and nothing holds it.
   TORCH_CHECK(x.const_data_ptr() == value->address && x.sizes() == value->layout.sizes() &&
                   x.strides() == value->layout.strides(),
               "torchoffload: a compiled graph has made one value in two places, so that the copy of it cannot be "

@@ -2,7 +2,7 @@
 // for these values between the graph of forward and that of backward.
 // Ownership:     the storage of a token shares the saved value. With the last token it is released.
 // Thread safety: the operators take the GIL, and so does the end of a token. is_token(), any thread.
-// Failures:      a token that is read as a tensor raises an error that says what it is.
+// Failures:      a token that is read as a tensor raises an error that names it.
 // Stream order:  pack begins the copy out behind the current stream; release makes the current stream wait for it (R17);
 //                unpack makes the current stream wait for the copy in.
 //
@@ -17,7 +17,7 @@
 // which the argument `after` says: it is a value that has to be there first, and is not looked at. A value that its
 // context keeps on the device is copied there by `release`, for the same reason.
 // A token is a CPU tensor that has the sizes and strides of x, so that AOTAutograd learns from it the layout and the
-// symbolic sizes of what backward gets; but it has no memory. A compiler that reuses memory does so for values of the
+// symbolic sizes of the tensors that backward gets; but it has no memory. A compiler that reuses memory does so for values of the
 // same device, dtype and size, so the dtype of a token is one that is of no use on a CPU, and a graph that computes with
 // that one is left alone.
 // `unpack` gives memory that nothing else holds, since compiled backwards write into their inputs: in a backward that

@@ -82,7 +82,8 @@ void RandomStates::keep_changed() {
   std::erase_if(states_, [](auto& each) { return at::equal(state_of(each.first), each.second); });
 }
 
-RandomStates::Scope::Scope(const RandomStates& states) {
+// The destructor runs also if this throws, since the other constructor has ended by then.
+RandomStates::Scope::Scope(const RandomStates& states) : Scope() {
   if (mutated(Mutant::ReplaySetsRandomState)) return;
   for (const auto& [generator, state] : states.states_) {
     at::Generator shared = generator;
@@ -96,17 +97,21 @@ RandomStates::Scope::Scope(const RandomStates& states) {
 }
 
 RandomStates::Scope::~Scope() {
-  for (auto& [generator, before] : exchanged_) {
-    const std::lock_guard lock(generator.mutex());
-    generator.graphsafe_set_state(before);
-  }
-  for (auto& [generator, state] : before_) {
+  const auto try_to = [](const auto& set_back) {
     try {
-      set_state(generator, state);
+      set_back();
     } catch (const std::exception& error) {
       program::warn(std::string("torchoffload: the state of a generator could not be set back: ") + error.what());
     }
+  };
+  for (auto& [generator, before] : exchanged_) {
+    try_to([&generator = generator, &before = before] {
+      const std::lock_guard lock(generator.mutex());
+      generator.graphsafe_set_state(before);
+    });
   }
+  for (auto& [generator, state] : before_)
+    try_to([&generator = generator, &state = state] { set_state(generator, state); });
 }
 
 }  // namespace torchoffload

@@ -30,12 +30,14 @@ class RandomStates {
   // Sets the states for its scope, and sets back those that it found. See Note [States of CUDA generators].
   class Scope {
    public:
-    explicit Scope(const RandomStates& states);
+    explicit Scope(const RandomStates& states);  // one that throws sets back the states that it has set
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
+    Scope() = default;
+
     std::vector<std::pair<at::Generator, at::Tensor>> before_;
     std::vector<std::pair<at::Generator, at::Generator>> exchanged_;  // with one that has the state it had
   };

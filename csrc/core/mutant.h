@@ -87,7 +87,7 @@ enum class Mutant : uint8_t {
   PartCountsItsStorage,           // engine/offload.cpp, Note [Parts in the offload window]
   DroppedEngineAwaitsOperations,  // engine/registry.h, Note [Ends of engines]
   KeptSourceCopied,               // R17, autograd/graph_tokens.h: a value that stays, before its memory is reused
-  RetainedValueCopied,            // likewise: a compiled backward writes into what it is given
+  RetainedValueCopied,            // likewise: a compiled backward writes into its inputs
   // Replay (design.md, Planned blocks).
   ReplaySetsSwitches,
   ReplaySetsRandomState,

@@ -86,17 +86,6 @@ class TimedEvents {
   std::vector<uint32_t> free_ GUARDED_BY(mutex_);
 };
 
-// The deleter of memory that begins some bytes behind the start of its allocation, for the sake of its address modulo
-// kAlignmentBytes. The memory's context owns the allocation.
-void delete_shifted(void* context) { delete static_cast<c10::DataPtr*>(context); }
-
-// The allocation that the memory lies in.
-const c10::DataPtr& allocated_data(MemoryRef memory) {
-  const c10::DataPtr& data = storage_impl(memory).data_ptr();
-  const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted);
-  return shifted != nullptr ? *shifted : data;
-}
-
 class CudaDevice final : public DeviceMemory, public Streams, public Link {
  public:
   explicit CudaDevice(c10::DeviceIndex device)
@@ -133,9 +122,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
     const c10::cuda::CUDAGuard guard(device_);
     c10::DataPtr base = c10::cuda::CUDACachingAllocator::get()->allocate(nbytes + address_modulo);
     if (address_modulo == 0) return make_memory(std::move(base), nbytes);
-    auto* const first = static_cast<std::byte*>(base.get()) + address_modulo;
-    const c10::Device device = base.device();
-    return make_memory({first, new c10::DataPtr(std::move(base)), &delete_shifted, device}, nbytes);
+    return make_memory(shifted(std::move(base), address_modulo), nbytes);
   }
 
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override {
@@ -153,7 +140,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
   // Recognises the memory by its deleter, as the native allocator does. Tensors that came through DLPack, the CUDA
   // array interface or from another process have deleters of their own. Those of a MemPool have the allocator's.
   bool owns(MemoryRef memory) const override {
-    const c10::DeleterFnPtr deleter = allocated_data(memory).get_deleter();
+    const c10::DeleterFnPtr deleter = whole_allocation(memory).get_deleter();
     return deleter == c10::cuda::CUDACachingAllocator::get()->raw_deleter() || is_marked(deleter);
   }
 
@@ -161,7 +148,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
     const auto& torch_stream = StreamTable::instance().at(stream).torch_stream();
     // cudaMallocAsync's allocator raises an error for memory that is not its own.
     if (!torch_stream || !owns(memory)) return;
-    c10::cuda::CUDACachingAllocator::get()->recordStream(allocated_data(memory), *torch_stream);
+    c10::cuda::CUDACachingAllocator::get()->recordStream(whole_allocation(memory), *torch_stream);
   }
 
   // The stream of memory that was allocated on an external stream is not returned, since its owner may have destroyed
@@ -171,7 +158,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
       auto* const allocator = c10::cuda::CUDACachingAllocator::get();
       return {mark_memory(storage_impl(memory), allocator->raw_deleter()), kNoStream};
     }
-    const auto found = find_cuda_allocation(device_, allocated_data(memory).get());
+    const auto found = find_cuda_allocation(device_, whole_allocation(memory).get());
     if (!found) return {};
     const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(device_);
     if (found->raw_stream == current.stream()) return {found->number, current_stream()};
@@ -182,7 +169,7 @@ class CudaDevice final : public DeviceMemory, public Streams, public Link {
 
   uint64_t allocation_of(MemoryRef memory) override {
     if (!listen_to_cuda_allocator()) return origin_of(memory).allocation;
-    const auto found = find_cuda_allocation(device_, allocated_data(memory).get());
+    const auto found = find_cuda_allocation(device_, whole_allocation(memory).get());
     return found ? found->number : 0;
   }
 

@@ -62,17 +62,6 @@ at::Tensor bytes_at(const void* address, uint64_t nbytes, c10::Device device) {
   return tensor;
 }
 
-// The deleter of memory that begins some bytes behind the start of its allocation, for the sake of its address modulo
-// kAlignmentBytes. The memory's context owns the allocation.
-void delete_shifted_memory(void* context) { delete static_cast<c10::DataPtr*>(context); }
-
-// The allocation that the memory lies in.
-const c10::DataPtr& whole_allocation(MemoryRef memory) {
-  const c10::DataPtr& data = storage_impl(memory).data_ptr();
-  const auto* const shifted = data.cast_context<c10::DataPtr>(&delete_shifted_memory);
-  return shifted != nullptr ? *shifted : data;
-}
-
 template <typename Guard>
 bool is_capturing_stream(const Guard& guard, c10::Stream stream) {
   if constexpr (requires { guard.isStreamCapturing(stream); }) return guard.isStreamCapturing(stream);
@@ -179,7 +168,7 @@ class GenericDevice final : public DeviceMemory, public Streams, public Link {
       return allocate(nbytes, address_modulo);
     }
     if (shift == 0) return storage_of(std::move(base), nbytes);
-    return storage_of({first + shift, new c10::DataPtr(std::move(base)), &delete_shifted_memory, device_}, nbytes);
+    return storage_of(shifted(std::move(base), shift), nbytes);
   }
 
   // Recognises the memory by the deleter that the allocator's memory has.
@@ -226,7 +215,7 @@ class GenericDevice final : public DeviceMemory, public Streams, public Link {
     return probe.get_deleter();
   }
 
-  // Makes the streams of ours. Returns what the device lacks; empty: nothing.
+  // Makes the streams of ours. Returns the obstacle; empty: there is none.
   std::string find_streams() {
     try {
       const c10::Stream offload = new_stream(guard_, device_);

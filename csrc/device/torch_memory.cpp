@@ -35,6 +35,8 @@ void put_off(std::vector<c10::StorageImpl*>& list, c10::StorageImpl* share) noex
   }
 }
 
+void delete_allocation(void* context) { delete static_cast<c10::DataPtr*>(context); }
+
 void drop_share(c10::StorageImpl* share) { (void)Strong::reclaim(share); }
 void drop_weak_share(c10::StorageImpl* share) { (void)Weak::reclaim(share); }
 
@@ -95,6 +97,18 @@ size_t WeakMemory::share_count() const {
 
 Memory WeakMemory::lock() const {
   return Memory::of_share(with_weak(storage_, [](const Weak& weak) { return weak.lock().release(); }));
+}
+
+c10::DataPtr shifted(c10::DataPtr allocation, uint64_t shift) {
+  auto* const first = static_cast<std::byte*>(allocation.get()) + shift;
+  const c10::Device device = allocation.device();
+  return {first, new c10::DataPtr(std::move(allocation)), &delete_allocation, device};
+}
+
+const c10::DataPtr& whole_allocation(MemoryRef memory) {
+  const c10::DataPtr& data = storage_impl(memory).data_ptr();
+  const auto* const whole = data.cast_context<c10::DataPtr>(&delete_allocation);
+  return whole != nullptr ? *whole : data;
 }
 
 Memory make_memory(c10::DataPtr data, uint64_t nbytes) {

@@ -21,6 +21,12 @@ inline c10::Storage storage_from(Memory memory) {
   return c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim(memory.release()));
 }
 
+// The allocation from `shift` bytes behind its start, for the sake of an address modulo kAlignmentBytes. The result owns
+// the allocation.
+c10::DataPtr shifted(c10::DataPtr allocation, uint64_t shift);
+// The allocation that the memory lies in.
+const c10::DataPtr& whole_allocation(MemoryRef memory);
+
 // A resizable storage of `nbytes` at `data`, whose memory came from the allocator of its device.
 Memory make_memory(c10::DataPtr data, uint64_t nbytes);
 

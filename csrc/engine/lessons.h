@@ -18,7 +18,7 @@
 
 namespace torchoffload {
 
-// What Lessons remembers of one tape: its caller keeps it with the tape.
+// The memory that Lessons has of one tape. Its caller keeps it with the tape.
 struct TapeLessons {
   WindowOptions options;
   bool learns = false;

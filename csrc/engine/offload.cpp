@@ -334,11 +334,11 @@ bool Offloader::release_source(RecordId id) {
   if (records_.is_offloading(id)) {
     const DeviceBytes source = held(id).bytes;
     if (streams_.is_lasting(source.stream)) {
-      const StreamId current = backend_.streams.current_stream();
-      streams_.wait(Rule::ReleasedSourceWaitsForOffload, current, source.busy_until);
-      streams_.wait(Rule::ReleasedSourceWaitsForOffload, source.stream,
-                    source.busy_until);  // of the memory's allocator
-    } else {                             // see Note [Streams that may be destroyed]
+      // The current stream runs the graph, which reuses the memory. The source's stream gets it once the graph has
+      // dropped it.
+      for (const StreamId stream : {backend_.streams.current_stream(), source.stream})
+        streams_.wait(Rule::ReleasedSourceWaitsForOffload, stream, source.busy_until);
+    } else {  // see Note [Streams that may be destroyed]
       streams_.synchronize(source.busy_until);
     }
     if (records_.is_offloading(id)) finish_offload(id);

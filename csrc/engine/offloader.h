@@ -2,8 +2,8 @@
 // its source is dropped.
 // Ownership:     none: the records and the parts of their engine outlive it. Each thread lists its own pending copies
 //                (ThreadState).
-// Thread safety: needs the GIL. A call that may block releases it for that time; see Note [Copies that others come
-//                between].
+// Thread safety: needs the GIL. A call that may block releases it for that time.
+//                See Note [Copies that others come between].
 // Failures:      a copy that cannot be enqueued leaves its record as it was, or kept if its store has no room.
 // Stream order:  R1 to R5.
 // Shutdown:      part of its engine.

@@ -1,8 +1,8 @@
 // Reloader: the copies in of one engine, because a consumer asks for a record or ahead of it (reload.cpp, prefetch.cpp),
-// what an unpack does in each state of a record (unpack.cpp), and the ends of graph tasks (graph_tasks.cpp).
+// the work of an unpack in each state of a record (unpack.cpp), and the ends of graph tasks (graph_tasks.cpp).
 // Ownership:     tokens of the graph tasks that asked for bytes. The records and the parts of their engine outlive it.
-// Thread safety: needs the GIL. A call that may block releases it for that time; see Note [Copies that others come
-//                between].
+// Thread safety: needs the GIL. A call that may block releases it for that time.
+//                See Note [Copies that others come between].
 // Failures:      an unpack that throws leaves its record as it was, and can be tried again.
 // Stream order:  R6 to R8, R11, R14.
 // Shutdown:      part of its engine.

@@ -30,10 +30,9 @@ void register_private_devices();
 void start_private_simulation(SimOptions options);
 void stop_private_simulation();
 
-// What PyTorch's calls find from here on: false: the guard has no streams but the default one, as that of a device
-// which computes at once.
+// From here on the guard has streams, or none but the default one, as that of a device that computes at once.
 void set_private_streams(bool has_streams);
-// The same for events.
+// The same for events: the guard has them, or none.
 void set_private_events(bool has_events);
 // The reason for which page-locked memory is refused from here on; empty: it is not.
 void refuse_private_host_memory(std::string why);

@@ -208,7 +208,7 @@ void SimWorld::free(void* address) noexcept {
   Stream& allocating = stream(block->stream);
   VectorClock clock = allocating.clock;
   clock.join(host_clock_);
-  // What is queued on the stream itself would run before the memory's next user.
+  // The commands that are queued on the stream itself would run before the memory's next user.
   SimHeap::Reuse reuse = allocating.queue.empty() ? SimHeap::Reuse::AtOnce : SimHeap::Reuse::Never;
   for (const StreamId user : block->users) {
     clock.join(used(user).clock);

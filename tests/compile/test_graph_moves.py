@@ -139,7 +139,7 @@ def written_behind(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Inductor chooses other strides for convolutions and what is around them."""
+    """Inductor chooses other strides for convolutions and the operators around them."""
     image = x.reshape(1, 4, 16, 16)
     kernel = weight.reshape(-1)[: 4 * 4 * 9].reshape(4, 4, 3, 3)
     image = torch.nn.functional.conv2d(image, kernel, padding=1).relu()
@@ -164,7 +164,7 @@ def views_of_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_memory_that_a_compiler_uses_again(
     device_under_test: Device, backend: str, function: Callable, window_bytes: int
 ):
-    """Copies are late on the simulated device: each sees what stands in its source when it is waited for."""
+    """Copies are late on the simulated device: each sees the contents of its source as it is waited for."""
 
     def program(run: Run):
         x, weight = run.leaf(32, 32), run.parameter(32, 32)
@@ -381,7 +381,7 @@ def test_a_graph_breaks(device_under_test: Device, backend: str):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_checkpoint_inside_of_a_graph(device_under_test: Device, backend: str):
-    """Its input moves, and what it computes again in backward is no saved value."""
+    """Its input moves, and the values that it computes again in backward are no saved values."""
 
     def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = (x.exp() @ weight).sin()
@@ -414,7 +414,7 @@ def test_views_that_a_block_saves(device_under_test: Device):
 
 
 def test_steps_that_learn(device_under_test: Device):
-    """What earlier steps teach may keep values, each of which has memory of its own then."""
+    """Lessons of earlier steps may keep values, each of which has memory of its own then."""
 
     def program(run: Run):
         x, weight = run.leaf(32, 32), run.parameter(32, 32)

@@ -1,4 +1,4 @@
-"""Tokens: what stands between two compiled graphs for a value that moves. The graphs are those of test_graph_moves."""
+"""Tokens, which stand for the values that move between two compiled graphs, as those of test_graph_moves.py."""
 
 import pytest
 import torch
@@ -60,3 +60,19 @@ def test_a_graph_moves_its_values(device_under_test: Device):
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert torchoffload.stats().bytes_offloaded - before >= 2 * 32 * 32 * 4
+
+
+@pytest.mark.devices("simulated-late")
+def test_a_value_that_another_stream_releases_is_safe_from_the_stream_that_made_it(device_under_test: Device):
+    """Its memory goes back to the stream that made it, which waits for nothing that the other stream does."""
+    with device_under_test.scope() as simulation:
+        side = simulation.new_stream()
+        x = torch.linspace(0, 1, 1024)
+        expected = x.clone()
+        with device_under_test.context(offload_window_bytes=1 << 20):
+            token = torch.ops.torchoffload.pack(x, 0)
+            with simulation.stream(side):
+                token = torch.ops.torchoffload.release(token, x, None)
+            simulation.fill(x, simulation.current_stream())
+            x.zero_()
+        assert torch.equal(torch.ops.torchoffload.unpack(token, x.device, x.dtype), expected)

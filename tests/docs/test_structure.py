@@ -131,7 +131,7 @@ def test_what_python_calls_turns_exceptions_into_those_of_python():
 
 def test_what_the_engine_and_the_hooks_remember_of_a_thread_is_in_one_place():
     users = [name_of(path) for path in of_floors("engine", "autograd") if "thread_local" in path.read_text()]
-    # The other one is a thread's copy of what all threads know, by which it finds most of it without the lock.
+    # The other one is a thread's copy of a table that all threads share, which it reads without the lock.
     assert users == ["csrc/autograd/operator_traits.cpp", "csrc/engine/thread_state.cpp"]
 
 

@@ -1,4 +1,4 @@
-"""What a program changes between forward and backward: a recomputation is of what forward did, or it is refused."""
+"""Changes between forward and backward: a recomputation is of the values of forward, or it is refused."""
 
 import contextlib
 import contextvars
@@ -200,7 +200,7 @@ def test_a_batch_of_a_large_data_set_is_not_copied_with_all_of_it(compiles: bool
 
 @pytest.mark.devices("cpu")
 def test_blocks_that_are_given_the_same_tensor_share_its_copy():
-    """The first step of the survey copies what autograd does not save; many layers may be given one mask."""
+    """The first step of the survey copies the inputs that autograd does not save; many layers may be given one mask."""
     model = SharesMask(CastNormed, depth=8)
     fitted = torchoffload.fit(model, 1 << 40, move=False, blocks=CastNormed)
     shape = [[128 * 8 * WIDTH * 4]] * 2

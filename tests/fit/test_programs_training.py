@@ -138,7 +138,7 @@ def transforms_in_the_loss(loop: Loop) -> None:
         optimizer.step()
 
 
-# What programs do between steps, or between forward and backward.
+# Actions of programs between steps, or between forward and backward.
 
 
 @program
@@ -161,7 +161,7 @@ def an_evaluation_between_forward_and_backward(loop: Loop) -> None:
 
 
 class Cached(Mlp):
-    """Keeps what it has seen, while it is evaluated."""
+    """Keeps its inputs, while it is evaluated."""
 
     cache: torch.Tensor | None = None
 
@@ -322,7 +322,7 @@ class Streams(Mlp):
 
 
 class TwoStreams(Net):
-    """Writes to what blocks have returned, and gives it to the next ones."""
+    """Writes to the outputs of blocks, and gives them to the next ones."""
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
         one, other = x, x * 1.0

@@ -42,7 +42,7 @@ def race(earlier: str, later: str, how: str = "is not ordered before") -> str:
 
 
 class Stage:
-    """Where a program plays: a simulated device, also as one of PyTorch's, or the disk tier in its own directory."""
+    """The stage of a program: a simulated device, also as one of PyTorch's, or the disk tier in its own directory."""
 
     def __init__(
         self, directory: pathlib.Path, simulation: Simulation | None = None, torch_device: str = "cpu"

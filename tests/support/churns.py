@@ -36,7 +36,7 @@ class Churn:
         self.train(self.device.context())
 
     def warm_up(self) -> None:
-        """Fill what has a fixed size, which the first 1,000 steps or more would fill.
+        """Fill the tables of a fixed size, which the first 1,000 steps or more would fill.
 
         On CUDA each stream keeps an event for each of its latest 1,024 points, and makes them as they are needed.
         """

@@ -1,4 +1,4 @@
-"""What a compiler has to know of the operators by which compiled graphs save: the layouts of their results.
+"""The layouts of the results of the operators by which compiled graphs save, as a compiler has to know them.
 
 The operators are in the compiled core, and Note [Operators of compiled graphs] there explains them.
 """

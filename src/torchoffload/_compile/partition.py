@@ -35,7 +35,7 @@ def _warn_of(difference: str) -> None:
 
 
 def _difference() -> str | None:
-    """Say in what the private functions of PyTorch differ that a partitioner depends on; None if in nothing."""
+    """Return the difference in PyTorch's private functions that a partitioner depends on; None if there is none."""
     try:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor import config
@@ -144,7 +144,7 @@ def partition_fn(joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_out
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the sources that decide what a rewritten graph looks like."""
+    """Return a digest of the sources that rewrite graphs."""
     digest = hashlib.sha256(build_info.version.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -168,7 +168,7 @@ def _partitioner() -> Callable[..., _Graphs]:
             return _partition(gm, joint_inputs, keywords.pop("num_fwd_outputs"), by_inductor=True, **keywords)
 
         def uuid(self) -> str:
-            """Return what the graphs depend on beside the joint graph; inductor's caches have it in their keys."""
+            """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
             options = _context_options()
             return f"torchoffload {_sources()} {None if options is None else _moves(options, by_inductor=True)!r}"
 

@@ -26,7 +26,7 @@ class GraphsDiffer(Exception):
 
 @dataclass(frozen=True)
 class Moves:
-    """What moves between two graphs.
+    """The choice of the values that move between two graphs.
 
     Attributes
     ----------
@@ -155,7 +155,7 @@ def _released_behind(saved: list[_Saved], number: int, window_bytes: int, ends: 
     """Return the value behind which the graph waits for the copy of value ``number``; None: nothing comes later.
 
     It is a value that has memory of its own in any case, one that is saved or returned. To ask for another one could
-    change what a compiler fuses, and with that the last bits.
+    change the fusions of a compiler, and with them the last bits.
     """
     passed_bytes = 0
     for later in saved[number + 1 :]:
@@ -168,7 +168,7 @@ def _released_behind(saved: list[_Saved], number: int, window_bytes: int, ends: 
 
 
 def _behind(node: fx.Node) -> fx.Node:
-    """Return the last of the nodes that take apart what one operator returned and pack it, if ``node`` is one."""
+    """Return the last of the nodes that take apart and pack the results of one operator, if ``node`` is one."""
     while node.next.op == "call_function" and node.next.target in (operator.getitem, operators.pack):
         node = node.next
     return node

@@ -48,8 +48,8 @@ def quiet() -> Iterator[None]:
     """Return a context in which PyTorch does not log that an operator of a dry run has failed.
 
     It logs each failure of an operator on fake tensors as an error, with a traceback, before it raises. In a dry run
-    these are no errors of the program's: forward may catch them, and blocks are chosen otherwise. What PyTorch logs of
-    the program's own fake tensors is not touched.
+    these are no errors of the program's: forward may catch them, and blocks are chosen otherwise. Messages about the
+    program's own fake tensors are not touched.
     """
     logger = logging.getLogger(FakeTensorMode.__module__)
     logger.addFilter(_is_of_program)
