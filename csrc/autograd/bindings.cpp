@@ -298,13 +298,16 @@ Compress parse_compress(const py::handle& given) {
 // ---- planned blocks ----
 
 std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::string, std::string>>& operators,
-                                            const std::string& actions, bool keeps_if_left) {
+                                            const std::string& actions, const std::vector<uint64_t>& rewritten,
+                                            bool keeps_if_left) {
   auto parsed = std::make_shared<BlockActions>();
   parsed->keeps_if_left = keeps_if_left;
   for (const auto& [name, overload] : operators)
     parsed->operators.push_back(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
   for (const char action : actions) parsed->actions.push_back(static_cast<BlockActions::Action>(action));
+  parsed->rewritten = rewritten;
   if (parsed->actions.size() != parsed->operators.size()) throw py::value_error("one action for each operator");
+  if (rewritten.size() != parsed->operators.size()) throw py::value_error("one mask for each operator");
   return parsed;
 }
 
@@ -378,8 +381,8 @@ py::list read_moments(RecordedCall& call) {
 
 void add_recorded_calls(py::module_& m) {
   py::class_<BlockActions, std::shared_ptr<BlockActions>>(m, "BlockActions")
-      .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("keeps_if_left"),
-           py::pos_only());
+      .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("rewritten"),
+           py::arg("keeps_if_left"), py::pos_only());
   py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
       .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
            py::arg("clock"), py::arg("verifies"), py::arg("times_replay"), py::arg("copies_inputs"))
@@ -479,6 +482,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
     stop_threads();
   }));
 #ifdef TORCHOFFLOAD_TESTING
+  ask_whether_gil_is_held = [] { return PyGILState_Check() == 1; };
   bind_testing(m);
 #endif
 }

@@ -416,15 +416,20 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     watch(storage, tensor);
   }
   note_writes(recording);
+  uint64_t rewritten = 0;
   if (!may_be_remembered) {
     const auto number = static_cast<size_t>(counted_);
     const bool is_planned = plan_ && number < plan_->operators.size() && plan_->operators[number] == *op.handle;
+    if (is_planned) rewritten = plan_->rewritten[number];
     if (plan_ && !is_planned && !left_at_) left_at_ = counted_;
     op.counted = counted_++;
   }
   if (action == BlockActions::Action::Keep || action == BlockActions::Action::Move) {
     const bool moves = action == BlockActions::Action::Move && context_;
-    for (const RecordedOperator::Made& made : op.makes) keep(made.storage, tensor_of(made), moves, op);
+    for (size_t place = 0; place < op.makes.size(); ++place) {
+      const bool is_rewritten = place < 64 && ((rewritten >> place) & 1) != 0;
+      if (!is_rewritten) keep(op.makes[place].storage, tensor_of(op.makes[place]), moves, op);
+    }
     for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
   }
   if (clock_ && !times_replay_ && context_) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "core/mutant.h"
+#include "engine/operation.h"
 #include "engine/version_counter.h"
 #include "system/mutex.h"
 
@@ -14,6 +15,11 @@ namespace torchoffload {
 
 bool VersionMark::is_of(const c10::VariableVersion& other) const {
   return VersionRef(&version_).address() == VersionRef(&other).address();
+}
+
+void DeleteWithGil::operator()(Saved* saved) const {
+  const WithGil with_gil;
+  delete saved;
 }
 
 bool KeptValue::has_changed() const {

@@ -61,11 +61,18 @@ class VersionMark {
   uint32_t marked_;
 };
 
+// Operators drop values while PyTorch has let go of the GIL, which a Saved needs.
+struct DeleteWithGil {
+  DeleteWithGil() = default;
+  explicit(false) DeleteWithGil(const std::default_delete<Saved>&) {}
+  void operator()(Saved* saved) const;
+};
+
 // A storage that a plan keeps: itself, or the handle that a context gave for it.
 struct KeptValue {
   Epoch epoch = 0;
   c10::Storage storage;
-  std::unique_ptr<Saved> packed;
+  std::unique_ptr<Saved, DeleteWithGil> packed;
   std::vector<VersionMark> versions;
 
   bool is_there() const { return static_cast<bool>(storage) || packed != nullptr; }

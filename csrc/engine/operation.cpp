@@ -19,6 +19,7 @@ uint64_t latest_operation GUARDED_BY(gil) = 0;
 }  // namespace
 
 Operation::Operation() : now_(ThreadState::current()), is_inside_another_(now_.operation_began != 0) {
+  gil.assert_held();
   if (++now_.operation_depth > 1) return;
   if (!is_inside_another_) now_.operation_began = ++latest_operation;
   (void)PutOffDrops::put_in_force(&now_.dropped);

@@ -141,9 +141,19 @@ def storage_addresses(value: object, /) -> set[int] | None:
     """
 
 class BlockActions:
-    """The actions of a plan: for each counted operator of a block its name, its overload, and a byte."""
+    """The actions of a plan: for each counted operator of a block its name, its overload, a byte, and a mask.
 
-    def __init__(self, operators: Sequence[tuple[str, ...]], actions: bytes, keeps_if_left: bool, /) -> None: ...
+    The mask has a bit for each storage that the operator makes and a later one writes to.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[tuple[str, ...]],
+        actions: bytes,
+        rewritten: Sequence[int],
+        keeps_if_left: bool,
+        /,
+    ) -> None: ...
 
 class CopiedInput:
     """A copy of a tensor that a block is given. See ``input_copies.h``."""

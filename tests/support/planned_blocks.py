@@ -100,6 +100,13 @@ class Normalised(nn.Module):
         return x + torch.relu(self.norm(self.up(x).flatten(0, -2)).view(x.shape))
 
 
+class Rectified(Normalised):
+    """Writes to one result of an operator that has several."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu_(self.norm(self.up(x).flatten(0, -2))).view(x.shape)
+
+
 class Counts(nn.Module):
     """Writes to a buffer and reads it, and to a temporary that is no operator's output as far as autograd knows."""
 
@@ -163,6 +170,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "switched wires": SwitchedWires,
     "in place": InPlace,
     "batch norm": Normalised,
+    "batch norm and a write": Rectified,
     "counts": Counts,
     "own checkpoint": OwnCheckpoint,
     "reads numbers": ReadsNumbers,

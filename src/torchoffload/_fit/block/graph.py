@@ -13,6 +13,7 @@ from torchoffload._fit.block.record import BlockRecord
 __all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "frontier", "group_operators"]
 
 MOST_OPERATORS = 4096  # of a block that can be planned; kMostGroups of the core
+_MASK_BITS = 64  # of ``BlockActions.rewritten``; an output behind them is kept although a later operator writes to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,10 @@ class BlockPlan:
     skipped : frozenset of int
         Those whose outputs nobody needs.
     between : frozenset of int
-        Those kept operators to whose outputs a later one writes: the value that is kept is there after that one.
+        Those kept operators to all of whose outputs a later one writes: the value that is kept is there after that one.
+    rewritten : frozenset of (int, int)
+        The other outputs to which a later operator writes: the operator, and the place of the output among the storages
+        that the operator makes.
     final : frozenset of int
         Those that are not called again, since their outputs come out differently.
     copies_inputs : bool
@@ -78,6 +82,7 @@ class BlockPlan:
     moved: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
     between: frozenset[int] = frozenset()
+    rewritten: frozenset[tuple[int, int]] = frozenset()
     final: frozenset[int] = frozenset()
     copies_inputs: bool = False
 
@@ -85,7 +90,11 @@ class BlockPlan:
     def actions(self) -> Any:
         """The plan as the core reads it."""
         names = [tuple(each.name().partition(".")[::2]) for each in self.operators]
-        return core.BlockActions(names, bytes(map(self._action, range(len(names)))), bool(self.final))
+        masks = [0] * len(names)
+        for number, place in self.rewritten:
+            if place < _MASK_BITS:
+                masks[number] |= 1 << place
+        return core.BlockActions(names, bytes(map(self._action, range(len(names)))), masks, bool(self.final))
 
     def _action(self, number: int) -> int:
         if number in self.final:
@@ -213,11 +222,18 @@ def _plan(
     last: dict[int, int] = {}  # for each storage the last operator that writes to it
     for number, call in enumerate(record.operators):
         last |= dict.fromkeys(call.makes | call.writes, number)
+    between = kept_numbers - set(last.values())
     return BlockPlan(
         operators=tuple(call.operator for call in record.operators),
         kept=frozenset(kept_numbers),
         skipped=frozenset(in_groups - kept_numbers - run),
-        between=frozenset(kept_numbers - set(last.values())),
+        between=frozenset(between),
+        rewritten=frozenset(
+            (number, place)
+            for number in kept_numbers - between
+            for place, storage in enumerate(sorted(record.operators[number].makes))
+            if last[storage] != number
+        ),
         final=frozenset(
             number
             for group in groups

@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, Step
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 9"
+_FORMAT = "torchoffload plan 10"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,12 @@ def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:
     if given is None:
         return None
     sets = {name: frozenset(given[name]) for name in ("kept", "moved", "skipped", "between", "final")}
-    return BlockPlan(operators=tuple(map(_operator, given["operators"])), copies_inputs=given["copies_inputs"], **sets)
+    return BlockPlan(
+        operators=tuple(map(_operator, given["operators"])),
+        rewritten=frozenset((number, place) for number, place in given["rewritten"]),
+        copies_inputs=given["copies_inputs"],
+        **sets,
+    )
 
 
 def _operator(name: str) -> Any:
