@@ -135,6 +135,7 @@ class Training:
             row["predicted_ms"] = fitted.plan.predicted_s * 1e3 if fitted.plan is not None else None
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:400]}"
+            row["trace"] = traceback.format_exc()[-4000:]
         row["first_ms"] = [round(each, 1) for each in taken]
         row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
         if fitted is not None:

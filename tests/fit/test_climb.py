@@ -167,6 +167,26 @@ def test_a_plan_that_waited_for_memory_is_followed_by_one_that_takes_less():
     assert allowed_bytes(ROOM, ran) <= int(900 * MIB * 0.94)
 
 
+def test_a_plan_that_waits_for_memory_in_its_first_step_gets_no_second_one():
+    device = SimulatedDevice.random(random.Random(3))
+    room = Room(1 << 60, 1 << 60, is_measured=True)
+    climb = Climb(device.step, survey_plan(device.step), room, STEPS)
+
+    def note(trial: Trial) -> bool:
+        return climb.note_step(
+            device.step_s(trial), allocated_bytes=device.allocated_bytes(trial),
+            reserved_bytes=device.reserved_bytes(trial), waits_for_memory=True,
+        )  # fmt: skip
+
+    own = climb.take_next()
+    assert own is climb.own
+    assert [note(own), note(own)] == [False, True]  # the survey's own plan is known to run
+    other = climb.take_next()
+    assert other is not None
+    assert note(other)
+    assert other.waits_for_memory
+
+
 def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once():
     room = Room(1000 * MIB, 960 * MIB, is_measured=False)
     assert allowed_bytes(room, [of_bytes(100 * MIB, 0)]) == 960 * MIB

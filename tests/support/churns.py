@@ -23,6 +23,7 @@ class Churn:
     """
 
     devices: tuple[str, ...] = ("disk", "simulated", "cuda")
+    malloc_limit_bytes = 64  # that each new thing may leave behind, beside what it leaves behind without offloading
 
     def __init__(self, device: Any, seed: int) -> None:
         import torch
@@ -34,6 +35,10 @@ class Churn:
 
     def step(self, number: int) -> None:
         self.train(self.device.context())
+
+    def new_things(self, steps: int) -> int:
+        """How many things the steps so far have made that no step had before: one each, if nothing else is said."""
+        return steps
 
     def warm_up(self) -> None:
         """Fill the tables of a fixed size, which the first 1,000 steps or more would fill.
@@ -122,11 +127,18 @@ class Streams(Churn):
     """A stream of the program's own for each step, which it destroys some steps later."""
 
     devices = ("simulated", "cuda")
+    # A handle that no stream had before is in the tables of streams for good, with 350 bytes. PyTorch and the driver keep
+    # 3,400 bytes and a segment of device memory for it.
+    malloc_limit_bytes = 512
 
     def __init__(self, device: Any, seed: int) -> None:
         super().__init__(device, seed)
         self.living: list[Any] = []
+        self.handles: set[int] = set()
         self.context = device.context()
+
+    def new_things(self, steps: int) -> int:
+        return len(self.handles) if self.device.name == "cuda" else steps
 
     def step(self, number: int) -> None:
         (self._on_cuda if self.device.name == "cuda" else self._simulated)()
@@ -154,6 +166,7 @@ class Streams(Churn):
         with torch.cuda.stream(stream):
             self.train(self.context)
         torch.cuda.current_stream().wait_stream(stream)
+        self.handles.add(int(handle[0]))
         self.living.append(int(handle[0]))  # for a while, so that the next ones have other handles
         if len(self.living) > 64:
             torch.cuda.synchronize()

@@ -17,9 +17,9 @@ each 100 steps.
 
 With ``--churn`` (see churns.py) the memory that malloc has given out is compared, too, and from 10,000 steps on the
 processor's time of a step: of each 100 steps those with the least of it, in the second fifth and in the last one. The
-time may grow by a half, and the memory by 64 bytes a step. On CUDA the driver and PyTorch's allocator grow by
-themselves: ``--stock`` runs the same steps without offloading and says by how much, which ``--stock-growth`` adds to
-the 64 bytes.
+time may grow by a half, and the memory by 64 bytes for each thing that no step had before (``malloc_limit_bytes``). On
+CUDA the driver and PyTorch's allocator grow by themselves: ``--stock`` runs the same steps without offloading and says
+by how much, which ``--stock-growth`` adds to the limit.
 """
 
 import argparse
@@ -44,7 +44,6 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 PHASE_STEPS = 100
 CHECKED_EVERY = 50
 GROWTH_LIMIT_BYTES = 8 << 20
-MALLOC_LIMIT_BYTES_PER_STEP = 64
 SLOWDOWN_LIMIT = 1.5
 TIMED_STEPS = 10_000  # in shorter runs the machine's load changes the time of a step more than a leak would
 CAPACITIES = ("pinned_bytes", "spill_bytes")  # a churn gives them back now and then
@@ -66,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stock", action="store_true", help="with a churn: the same steps without offloading")
-    parser.add_argument("--stock-growth", type=float, default=0.0, help="bytes a step that stock grows by")
+    parser.add_argument("--stock-growth", type=float, default=0.0, help="the malloc_growth of stock")
     parser.add_argument("--quiet", action="store_true", help="no progress, the result alone")
     options = parser.parse_args(arguments)
     if options.steps < 3 * PHASE_STEPS:
@@ -257,6 +256,7 @@ def run(options: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
             soak.offloaded_bytes += torchoffload.stats().bytes_offloaded
             torchoffload.reset_stats()
         measured[numbers.stop]["malloc_bytes"] = malloc_bytes()  # without the pools of the simulated device
+        measured[numbers.stop]["new_things"] = soak.new_things(numbers.stop) if isinstance(soak, Churn) else 0
         if not options.quiet and (numbers.stop * 10) % options.steps < 10 * PHASE_STEPS:
             now = measured[numbers.stop]["resident_bytes"]
             print(f"step {numbers.stop}: {now / 2**20:.1f} MiB resident, {time.monotonic() - begin:.0f} s", flush=True)
@@ -286,7 +286,7 @@ def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | C
         early = fifth
     leaks = {
         name: [early[name], last[name]]
-        for name in early.keys() - {"resident_bytes", "malloc_bytes", "step_us"}
+        for name in early.keys() - {"resident_bytes", "malloc_bytes", "new_things", "step_us"}
         if not (options.churn and name in CAPACITIES) and early[name] != last[name]
     }
     malloc_growth = 0.0
@@ -298,8 +298,8 @@ def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | C
         leaks["resident_bytes"] = [fifth["resident_bytes"], last["resident_bytes"]]
     if options.churn:
         malloc_bytes, step_us = (least_of_fifths(measured, name, options.steps) for name in ("malloc_bytes", "step_us"))
-        malloc_growth = (malloc_bytes[1] - malloc_bytes[0]) / (options.steps - first_step)
-        if malloc_growth > MALLOC_LIMIT_BYTES_PER_STEP + max(0.0, options.stock_growth):
+        malloc_growth = (malloc_bytes[1] - malloc_bytes[0]) / max(1, last["new_things"] - fifth["new_things"])
+        if malloc_growth > CHURNS[options.churn].malloc_limit_bytes + max(0.0, options.stock_growth):
             leaks["malloc_bytes"] = malloc_bytes
         if options.steps >= TIMED_STEPS and step_us[1] > SLOWDOWN_LIMIT * step_us[0]:
             leaks["step_us"] = step_us

@@ -278,7 +278,14 @@ class Interpreter:
             raise Missing
         for name in sorted(dir(node)):
             if name.startswith("_saved_") or name == "saved_tensors":
-                value = getattr(node, name)
+                try:
+                    value = getattr(node, name)
+                except RuntimeError as error:
+                    # PyTorch itself refuses to unpack an argument of a checkpoint there. If there are any hooks, it
+                    # does so earlier, with another text.
+                    if torch.is_inference_mode_enabled():
+                        raise RuntimeError("not unpacked in inference mode") from error
+                    raise
                 if isinstance(value, torch.Tensor | tuple):
                     self.note(step, [name, value])
 

@@ -302,7 +302,9 @@ class Climb:
         self._taken += 1
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
-        if self._taken < _STEPS_OF_PLAN:
+        # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
+        is_at_risk = waits_for_memory and trial is not self._own
+        if self._taken < _STEPS_OF_PLAN and not is_at_risk:
             return False
         trial.waits_for_memory = waits_for_memory
         trial.step_s = step_s if trial.step_s is None else min(trial.step_s, step_s)
