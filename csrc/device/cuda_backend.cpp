@@ -45,6 +45,7 @@ class TimedEvents {
   }
 
   std::optional<double> seconds_between(TimedPoint from, TimedPoint to) {
+    const OnDevice on_device(device_);
     float milliseconds = 0;
     const cudaError_t error = cudaEventElapsedTime(&milliseconds, event(from), event(to));
     if (error == cudaErrorNotReady) {
@@ -251,9 +252,12 @@ StreamId make_urgent_cuda_stream(int device_index) {
 
 cudaStream_t raw_cuda_stream(StreamId stream) { return StreamTable::instance().at(stream).raw(); }
 
+// CUDA would make a context on the device that is current, which the program may not use.
 bool cuda_has_reached(Point point) {
-  const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
+  const TrackedStream& stream = StreamTable::instance().at(point.stream);
+  const cudaEvent_t event = stream.event_of(point.serial);
   if (event == nullptr) return true;
+  const OnDevice on_device(stream.device());
   const cudaError_t status = cudaEventQuery(event);
   if (status != cudaErrorNotReady) C10_CUDA_CHECK(status);
   return status == cudaSuccess;
@@ -261,8 +265,11 @@ bool cuda_has_reached(Point point) {
 
 void cuda_synchronize(Point point) {
   if (point.is_beginning()) return;
-  const cudaEvent_t event = StreamTable::instance().at(point.stream).event_of(point.serial);
-  if (event != nullptr) C10_CUDA_CHECK(cudaEventSynchronize(event));
+  const TrackedStream& stream = StreamTable::instance().at(point.stream);
+  const cudaEvent_t event = stream.event_of(point.serial);
+  if (event == nullptr) return;
+  const OnDevice on_device(stream.device());
+  C10_CUDA_CHECK(cudaEventSynchronize(event));
 }
 
 }  // namespace torchoffload
