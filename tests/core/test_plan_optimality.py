@@ -26,8 +26,18 @@ from plan_oracle import (
 )
 from random_steps import AGAIN, MIB, coded, llama_record, llama_step, random_groups, random_step
 from torchoffload._core import core
-from torchoffload._fit.block.graph import OperatorGroup, frontier, group_operators
-from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.block.graph import OperatorGroup, block_frontier, group_operators
+from torchoffload._fit.plan.step import (
+    BlockCall,
+    BlockKind,
+    CallPlan,
+    Output,
+    Step,
+    StepPlan,
+    Way,
+    least_plan,
+    plan_step,
+)
 
 NEAR = 0.03  # how much longer than the best plan's a plan's step may take, as a part of it
 
@@ -86,7 +96,7 @@ def test_the_corners_of_a_recorded_block_are_the_best_choices():
     grouped = group_operators(made)
     assert grouped is not None
     assert assert_best_choices(grouped, []) >= 5
-    corners = [(corner.kept_bytes, corner.recompute_ns) for corner in frontier(made)]
+    corners = [(corner.kept_bytes, corner.recompute_ns) for corner in block_frontier(made)]
     assert corners == [(nbytes, ns) for nbytes, ns, _, _ in core.block_frontier(grouped, [])]
 
 
@@ -126,12 +136,12 @@ def distance(step: Step, memory_bytes: int, best_s: float | None) -> float:
     return found
 
 
-def small_kind(saved_ms: Sequence[float], mib: int) -> Kind:
+def small_kind(saved_ms: Sequence[float], mib: int) -> BlockKind:
     """Takes 5 ms and 10 ms. Each output that is kept saves so much more time."""
     count = len(saved_ms)
     outputs = tuple(Output((mib * MIB,), 5e-3 * (number + 1) / count) for number in range(count))
     ways = [Way(1e-3 * sum(saved_ms[kept:]), tuple(range(kept)), 0, AGAIN) for kept in range(count)]
-    return Kind(5e-3, 10e-3, outputs, (*ways, Way(0.0, tuple(range(count)), 0)))
+    return BlockKind(5e-3, 10e-3, outputs, (*ways, Way(0.0, tuple(range(count)), 0)))
 
 
 # ---- steps in which nothing moves ----
@@ -160,7 +170,7 @@ def test_where_nothing_moves_there_is_a_plan_if_any_choice_fits():
 
 def test_a_call_before_which_nothing_may_be_kept_does_not_hold_back_those_behind_it():
     """In the second call's backward there is no room for anything that the first call keeps."""
-    calls = tuple(Call(0, 1000 * MIB, nbytes * MIB) for nbytes in (1000, 1500, 1000, 1000))
+    calls = tuple(BlockCall(0, 1000 * MIB, nbytes * MIB) for nbytes in (1000, 1500, 1000, 1000))
     step = Step(kinds=(small_kind((2, 1.9), 64),), calls=calls, may_move=False)
     best_s = best_without_moving(step, 1500 * MIB)
     assert best_s == pytest.approx(4 * 15e-3 + 3.9e-3)
@@ -169,7 +179,7 @@ def test_a_call_before_which_nothing_may_be_kept_does_not_hold_back_those_behind
 
 def test_a_block_too_large_to_be_kept_does_not_hold_back_the_others():
     """What the first block may keep saves the most time a byte, but is larger than the room that there is."""
-    calls = tuple(Call(kind, 1000 * MIB, 1000 * MIB) for kind in (0, 1, 1))
+    calls = tuple(BlockCall(kind, 1000 * MIB, 1000 * MIB) for kind in (0, 1, 1))
     kinds = (small_kind((5,), 600), small_kind((4.9,), 590))
     step = Step(kinds=kinds, calls=calls, loss_bytes=1000 * MIB, may_move=False)
     best_s = best_without_moving(step, 1599 * MIB)
@@ -180,7 +190,7 @@ def test_a_block_too_large_to_be_kept_does_not_hold_back_the_others():
 # ---- steps in which something moves ----
 
 
-def choices_of(kind: Kind) -> Iterator[CallPlan]:
+def choices_of(kind: BlockKind) -> Iterator[CallPlan]:
     """All that one call may do."""
     for number, way in enumerate(kind.ways):
         yield CallPlan(number, (), False)
@@ -250,8 +260,8 @@ def test_where_things_move_there_is_a_plan_if_any_fits():
 
 def test_what_cannot_move_has_room_before_what_could():
     """Each call has to keep 32 MiB, and could keep 64 MiB more."""
-    kind = Kind(5e-3, 10e-3, (Output((32 * MIB,), 5e-3, may_move=False),), (Way(1e-3, (0,), 64 * MIB, AGAIN),))
-    calls = (Call(0, 1000 * MIB, 1000 * MIB),) * 4
+    kind = BlockKind(5e-3, 10e-3, (Output((32 * MIB,), 5e-3, may_move=False),), (Way(1e-3, (0,), 64 * MIB, AGAIN),))
+    calls = (BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4
     step = Step(kinds=(kind,), calls=calls, loss_bytes=1000 * MIB, out_bytes_per_s=55e9, in_bytes_per_s=55e9)
     assert least_of_all(step) == 1128 * MIB
     for memory in range(1128, 1400, 32):
@@ -284,7 +294,8 @@ def test_a_window_may_be_a_record_and_a_part_of_another():
     """With a window of one record each copy is waited for; 8 MiB more and none is."""
     outputs = (Output((8 * MIB,), 3e-3), Output((32 * MIB,), 6e-3))
     step = Step(
-        kinds=(Kind(6e-3, 12e-3, outputs, (Way(0.0, (0, 1), 0),)),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 3,
+        kinds=(BlockKind(6e-3, 12e-3, outputs, (Way(0.0, (0, 1), 0),)),),
+        calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 3,
         loss_bytes=1500 * MIB, out_bytes_per_s=7e9, in_bytes_per_s=7e9,
     )  # fmt: skip
     best_s = best_of_all(step, 1540 * MIB)
@@ -295,7 +306,7 @@ def test_a_window_may_be_a_record_and_a_part_of_another():
 def test_a_block_that_stays_may_stand_between_blocks_that_move():
     """The link takes longer to move a block than the block takes; it has two blocks' time if each other block moves."""
     step = Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 4, loss_bytes=1000 * MIB,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4, loss_bytes=1000 * MIB,
         out_bytes_per_s=8e9, in_bytes_per_s=8e9,
     )  # fmt: skip
     best_s = best_of_all(step, 1192 * MIB)
@@ -309,7 +320,7 @@ def test_a_block_that_stays_may_stand_between_blocks_that_move():
 def loss_step(loss_mib: int) -> Step:
     """Four blocks that have room for what moves, and a loss that takes so much more than they do."""
     return Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 4,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4,
         loss_bytes=(1000 + loss_mib) * MIB, out_bytes_per_s=16e9, in_bytes_per_s=16e9,
     )  # fmt: skip
 
@@ -338,7 +349,7 @@ def in_blocks(step: Step, plan: StepPlan) -> int:
 def test_windows_are_no_larger_than_is_of_use():
     """The loss leaves room for eight times what suffices to keep the link busy."""
     step = Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 16, loss_bytes=3000 * MIB,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 16, loss_bytes=3000 * MIB,
         out_bytes_per_s=20e9, in_bytes_per_s=20e9,
     )  # fmt: skip
     plan = planned(step, 3000 * MIB)
