@@ -199,18 +199,35 @@ def choices_of(kind: BlockKind) -> Iterator[CallPlan]:
                 yield CallPlan(number, moved, True)
 
 
+def computing_s(step: Step, plans: Sequence[CallPlan]) -> float:
+    """How long a step computes under these plans; it takes that long, or longer if it waits."""
+    calls = ((step.kinds[call.kind], plan) for call, plan in zip(step.calls, plans, strict=True))
+    of_calls = (kind.forward_s + kind.backward_s + kind.ways[plan.way].recompute_s for kind, plan in calls)
+    return step.head_s + step.loss_s + sum(of_calls)
+
+
 def best_of_all(step: Step, memory_bytes: int) -> float:
-    """The least time of all plans, with each window that makes a difference."""
+    """The least time of all plans, with each window that makes a difference.
+
+    Plans that compute for longer than the best one takes are left out.
+    """
     best_s = float("inf")
-    for plans in itertools.product(*(list(choices_of(step.kinds[call.kind])) for call in step.calls)):
+    all_plans = itertools.product(*(list(choices_of(step.kinds[call.kind])) for call in step.calls))
+    for least_s, plans in sorted(((computing_s(step, each), each) for each in all_plans), key=lambda pair: pair[0]):
+        if least_s >= best_s:
+            return best_s
+        if windows_of(step, plans, 0, memory_bytes) is None:  # and so with any other window
+            continue
         calls = zip(step.calls, plans, strict=True)
         moved = [each.nbytes for call, plan in calls for each in moved_of(step, step.kinds[call.kind], plan)]
         # What is on its way are records that follow each other, so a window between two sums of such is as the lower.
         sums = {sum(moved[begin:end]) for begin, end in itertools.combinations(range(len(moved) + 1), 2)}
         for window in (0, *sorted(sums)):
             windows = windows_of(step, plans, window, memory_bytes)
-            if windows is not None:
-                best_s = min(best_s, seconds(step, plans, windows))
+            assert windows is not None
+            step_s = seconds(step, plans, windows)
+            assert step_s >= least_s - 1e-9
+            best_s = min(best_s, step_s)
     return best_s
 
 
