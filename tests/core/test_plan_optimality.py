@@ -237,20 +237,18 @@ def test_a_small_step_is_near_the_best_of_all_plans(number: int, codes: bool):
     step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
     step = coded(step) if codes else step
     for memory in budgets(step, (0.1, 0.5)):
-        assert distance(step, memory, best_of_all(step, memory)) <= NEAR
+        best_s = best_of_all(step, memory)
+        assert distance(step, memory, best_s) <= NEAR
+        assert best_s / bound_with_moving(step, memory) - 1 >= -1e-6, "the bound is above a plan"
 
 
-def test_the_bound_is_below_all_plans_of_a_small_step():
+def test_the_bound_is_not_far_below_the_best_of_all_plans_of_a_small_step():
     """With a few calls it is far below them, since it may take parts of ways and of outputs."""
     distances = []
-    for number in range(40):
+    for number in range(16):
         step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
         step = coded(step) if number % 2 else step
-        for memory in budgets(step, (0.1, 0.5)):
-            bound_s = bound_with_moving(step, memory)
-            assert bound_s is not None
-            distances.append(best_of_all(step, memory) / bound_s - 1)
-    assert min(distances) >= -1e-6
+        distances += [best_of_all(step, each) / bound_with_moving(step, each) - 1 for each in budgets(step, (0.1, 0.5))]
     assert sum(distances) / len(distances) <= 0.1
 
 
