@@ -18,7 +18,7 @@ def test_a_budget_below_1_draws_other_random_numbers_in_backward(tmp_path: Path)
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     rows = re.findall(r"^budget ([\d.]+): (\d+) of 1000 gradients are wrong$", done.stdout, flags=re.MULTILINE)
     wrong = {float(budget): int(count) for budget, count in rows}
-    assert wrong.keys() == {1.0, 0.9, 0.5, 0.1, 0.0}
+    assert wrong.keys() == {1.0, 0.9, 0.0}
     assert wrong.pop(1.0) == 0
     is_mended = not any(wrong.values())
     if is_mended and not torch.__version__.startswith("2.13."):

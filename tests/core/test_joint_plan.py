@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from torchoffload._core import core
 from torchoffload._fit.block.graph import BlockPlan
-from torchoffload._fit.plan.step import Call, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, StepPlan, Way, least_plan, plan_step
 from torchoffload._fit.survey.kinds import hull
 
 MIB = 1 << 20
 AGAIN = BlockPlan(operators=())
 
 
-def kind(*, forward_s: float = 1.0, backward_s: float = 2.0, input_mib: int = 1) -> Kind:
+def kind(*, forward_s: float = 1.0, backward_s: float = 2.0, input_mib: int = 1) -> BlockKind:
     """Keeps its input alone, or one output of two, or both."""
     outputs = (Output((4 * MIB,), 0.25), Output((8 * MIB,), 0.75))
     ways = (
@@ -24,13 +24,13 @@ def kind(*, forward_s: float = 1.0, backward_s: float = 2.0, input_mib: int = 1)
         Way(0.4, (0,), input_mib * MIB, AGAIN),
         Way(0.0, (0, 1), input_mib * MIB),
     )
-    return Kind(forward_s, backward_s, outputs, ways)
+    return BlockKind(forward_s, backward_s, outputs, ways)
 
 
 def step(count: int = 4, **more: object) -> Step:
     chosen = {
         "kinds": (kind(),),
-        "calls": tuple(Call(0, 100 * MIB, 120 * MIB) for _ in range(count)),
+        "calls": tuple(BlockCall(0, 100 * MIB, 120 * MIB) for _ in range(count)),
         "head_s": 0.5, "loss_s": 0.5, "loss_bytes": 110 * MIB, "may_move": False, "least_moved_bytes": 1,
     }  # fmt: skip
     return Step(**(chosen | more))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_near_the_best_of_all_choices(sizes: list[int], times: list[int], count:
     left = sorted(times[: len(sizes) + 1], reverse=True)
     ways = [Way(float(left[number]), tuple(range(number)), MIB, AGAIN) for number in range(len(left))]
     ways = hull([*ways[:-1], dataclasses.replace(ways[-1], recompute_s=0.0, plan=None)], outputs)
-    of = step(count, kinds=(Kind(1.0, 2.0, outputs, tuple(ways)),))
+    of = step(count, kinds=(BlockKind(1.0, 2.0, outputs, tuple(ways)),))
     memory = least_plan(of).peak_bytes + room * MIB
     plan, best = plan_step(of, memory), best_of_all(of, memory)
     assert plan is not None
@@ -173,7 +173,7 @@ def with_shares(of: Step, share: float) -> Step:
 @pytest.mark.parametrize("memory", [133, 136, 140])
 def test_where_the_link_carries_less_a_step_is_faster_and_more_moves(memory: int):
     """What a block saves takes the link 1.95 s, and 1.46 s coded. It has a second in forward, and two in backward."""
-    raw = moving(7e6, calls=(Call(0, 100 * MIB, 120 * MIB),) * 12)
+    raw = moving(7e6, calls=(BlockCall(0, 100 * MIB, 120 * MIB),) * 12)
     before, after = plan_step(raw, memory * MIB), plan_step(with_shares(raw, 0.75), memory * MIB)
     assert before is not None
     assert after is not None
@@ -236,7 +236,7 @@ def test_two_kinds_have_one_price():
     dear = dataclasses.replace(
         cheap, ways=tuple(dataclasses.replace(w, recompute_s=9 * w.recompute_s) for w in cheap.ways)
     )
-    calls = tuple(Call(number % 2, 100 * MIB, 120 * MIB) for number in range(4))
+    calls = tuple(BlockCall(number % 2, 100 * MIB, 120 * MIB) for number in range(4))
     plan = plan_step(step(kinds=(cheap, dear), calls=calls), 136 * MIB)
     assert plan is not None
     assert min(call.way for call in plan.calls[1::2]) >= max(call.way for call in plan.calls[::2])
@@ -244,11 +244,11 @@ def test_two_kinds_have_one_price():
 
 def test_a_kind_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="no such kind"):
-        plan_step(step(calls=(Call(1, 0, 0),)), MIB)
+        plan_step(step(calls=(BlockCall(1, 0, 0),)), MIB)
     with pytest.raises(ValueError, match="no way to run"):
-        plan_step(step(kinds=(Kind(1.0, 2.0, (), ()),)), MIB)
+        plan_step(step(kinds=(BlockKind(1.0, 2.0, (), ()),)), MIB)
     with pytest.raises(ValueError, match="no such output"):
-        plan_step(step(kinds=(Kind(1.0, 2.0, (), (Way(0.0, (3,), 0),)),)), MIB)
+        plan_step(step(kinds=(BlockKind(1.0, 2.0, (), (Way(0.0, (3,), 0),)),)), MIB)
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="link"):
             core.joint_plan(moving(rate), MIB)
@@ -273,7 +273,7 @@ def test_a_time_that_is_none_is_refused(seconds: float):
 
 
 def test_times_of_zero_are_times():
-    nothing = Kind(0.0, 0.0, (Output((4 * MIB,), 0.0),), (Way(0.0, (), MIB, AGAIN), Way(0.0, (0,), MIB)))
+    nothing = BlockKind(0.0, 0.0, (Output((4 * MIB,), 0.0),), (Way(0.0, (), MIB, AGAIN), Way(0.0, (0,), MIB)))
     of = step(kinds=(nothing,), head_s=0.0, loss_s=0.0, may_move=True, out_bytes_per_s=1e9, in_bytes_per_s=1e9)
     for memory in (120, 125, 1 << 20):
         plan = plan_step(of, memory * MIB)
@@ -288,8 +288,8 @@ def test_bytes_that_cannot_be_added_up_are_refused(nbytes: int):
         {"kinds": (dataclasses.replace(first, outputs=(Output((nbytes,), 0.1), *first.outputs[1:])),)},
         {"kinds": (dataclasses.replace(first, outputs=(Output((nbytes // 2,) * 3, 0.1), *first.outputs[1:])),)},
         {"kinds": (dataclasses.replace(first, ways=(Way(0.0, (), nbytes),)),)},
-        {"calls": (Call(0, nbytes, 0),)},
-        {"calls": (Call(0, 0, nbytes),)},
+        {"calls": (BlockCall(0, nbytes, 0),)},
+        {"calls": (BlockCall(0, 0, nbytes),)},
         {"loss_bytes": nbytes},
     ]
     for more in of_step:
@@ -300,7 +300,7 @@ def test_bytes_that_cannot_be_added_up_are_refused(nbytes: int):
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 40])
 def test_bytes_of_any_size_have_a_plan(nbytes: int):
     outputs = (Output((nbytes,), 0.1), Output((), 0.2))
-    of = moving(1e9, kinds=(Kind(1.0, 2.0, outputs, (Way(1.0, (), nbytes, AGAIN), Way(0.0, (0, 1), nbytes))),))
+    of = moving(1e9, kinds=(BlockKind(1.0, 2.0, outputs, (Way(1.0, (), nbytes, AGAIN), Way(0.0, (0, 1), nbytes))),))
     assert plan_step(of, 1 << 60) is not None
     least = least_plan(of)
     assert plan_step(of, least.peak_bytes) is not None
@@ -315,13 +315,13 @@ def test_the_least_memory_is_the_least():
 
 
 def test_a_plan_is_timed_in_a_step_of_other_times_and_refused_in_another_step():
-    first = step(calls=(Call(0, 100 * MIB, 120 * MIB),) * 3)
+    first = step(calls=(BlockCall(0, 100 * MIB, 120 * MIB),) * 3)
     plan = plan_step(first, 1 << 40)
     assert plan is not None
     twice = plan.timed_as(first.with_times(pace=2.0))
     assert twice.step_s == pytest.approx(2 * plan.step_s)
     assert twice.calls == plan.calls
-    other = step(calls=(Call(0, 100 * MIB, 120 * MIB),) * 2)
+    other = step(calls=(BlockCall(0, 100 * MIB, 120 * MIB),) * 2)
     with pytest.raises(ValueError, match="another number of calls"):
         plan.timed_as(other)
     for wrong in ({"way": 99}, {"moved": (99,)}):

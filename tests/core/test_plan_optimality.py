@@ -26,8 +26,18 @@ from plan_oracle import (
 )
 from random_steps import AGAIN, MIB, coded, llama_record, llama_step, random_groups, random_step
 from torchoffload._core import core
-from torchoffload._fit.block.graph import OperatorGroup, frontier, group_operators
-from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.block.graph import OperatorGroup, block_frontier, group_operators
+from torchoffload._fit.plan.step import (
+    BlockCall,
+    BlockKind,
+    CallPlan,
+    Output,
+    Step,
+    StepPlan,
+    Way,
+    least_plan,
+    plan_step,
+)
 
 NEAR = 0.03  # how much longer than the best plan's a plan's step may take, as a part of it
 
@@ -86,7 +96,7 @@ def test_the_corners_of_a_recorded_block_are_the_best_choices():
     grouped = group_operators(made)
     assert grouped is not None
     assert assert_best_choices(grouped, []) >= 5
-    corners = [(corner.kept_bytes, corner.recompute_ns) for corner in frontier(made)]
+    corners = [(corner.kept_bytes, corner.recompute_ns) for corner in block_frontier(made)]
     assert corners == [(nbytes, ns) for nbytes, ns, _, _ in core.block_frontier(grouped, [])]
 
 
@@ -126,12 +136,12 @@ def distance(step: Step, memory_bytes: int, best_s: float | None) -> float:
     return found
 
 
-def small_kind(saved_ms: Sequence[float], mib: int) -> Kind:
+def small_kind(saved_ms: Sequence[float], mib: int) -> BlockKind:
     """Takes 5 ms and 10 ms. Each output that is kept saves so much more time."""
     count = len(saved_ms)
     outputs = tuple(Output((mib * MIB,), 5e-3 * (number + 1) / count) for number in range(count))
     ways = [Way(1e-3 * sum(saved_ms[kept:]), tuple(range(kept)), 0, AGAIN) for kept in range(count)]
-    return Kind(5e-3, 10e-3, outputs, (*ways, Way(0.0, tuple(range(count)), 0)))
+    return BlockKind(5e-3, 10e-3, outputs, (*ways, Way(0.0, tuple(range(count)), 0)))
 
 
 # ---- steps in which nothing moves ----
@@ -160,7 +170,7 @@ def test_where_nothing_moves_there_is_a_plan_if_any_choice_fits():
 
 def test_a_call_before_which_nothing_may_be_kept_does_not_hold_back_those_behind_it():
     """In the second call's backward there is no room for anything that the first call keeps."""
-    calls = tuple(Call(0, 1000 * MIB, nbytes * MIB) for nbytes in (1000, 1500, 1000, 1000))
+    calls = tuple(BlockCall(0, 1000 * MIB, nbytes * MIB) for nbytes in (1000, 1500, 1000, 1000))
     step = Step(kinds=(small_kind((2, 1.9), 64),), calls=calls, may_move=False)
     best_s = best_without_moving(step, 1500 * MIB)
     assert best_s == pytest.approx(4 * 15e-3 + 3.9e-3)
@@ -169,7 +179,7 @@ def test_a_call_before_which_nothing_may_be_kept_does_not_hold_back_those_behind
 
 def test_a_block_too_large_to_be_kept_does_not_hold_back_the_others():
     """What the first block may keep saves the most time a byte, but is larger than the room that there is."""
-    calls = tuple(Call(kind, 1000 * MIB, 1000 * MIB) for kind in (0, 1, 1))
+    calls = tuple(BlockCall(kind, 1000 * MIB, 1000 * MIB) for kind in (0, 1, 1))
     kinds = (small_kind((5,), 600), small_kind((4.9,), 590))
     step = Step(kinds=kinds, calls=calls, loss_bytes=1000 * MIB, may_move=False)
     best_s = best_without_moving(step, 1599 * MIB)
@@ -180,7 +190,7 @@ def test_a_block_too_large_to_be_kept_does_not_hold_back_the_others():
 # ---- steps in which something moves ----
 
 
-def choices_of(kind: Kind) -> Iterator[CallPlan]:
+def choices_of(kind: BlockKind) -> Iterator[CallPlan]:
     """All that one call may do."""
     for number, way in enumerate(kind.ways):
         yield CallPlan(number, (), False)
@@ -189,18 +199,35 @@ def choices_of(kind: Kind) -> Iterator[CallPlan]:
                 yield CallPlan(number, moved, True)
 
 
+def computing_s(step: Step, plans: Sequence[CallPlan]) -> float:
+    """How long a step computes under these plans; it takes that long, or longer if it waits."""
+    calls = ((step.kinds[call.kind], plan) for call, plan in zip(step.calls, plans, strict=True))
+    of_calls = (kind.forward_s + kind.backward_s + kind.ways[plan.way].recompute_s for kind, plan in calls)
+    return step.head_s + step.loss_s + sum(of_calls)
+
+
 def best_of_all(step: Step, memory_bytes: int) -> float:
-    """The least time of all plans, with each window that makes a difference."""
+    """The least time of all plans, with each window that makes a difference.
+
+    Plans that compute for longer than the best one takes are left out.
+    """
     best_s = float("inf")
-    for plans in itertools.product(*(list(choices_of(step.kinds[call.kind])) for call in step.calls)):
+    all_plans = itertools.product(*(list(choices_of(step.kinds[call.kind])) for call in step.calls))
+    for least_s, plans in sorted(((computing_s(step, each), each) for each in all_plans), key=lambda pair: pair[0]):
+        if least_s >= best_s:
+            return best_s
+        if windows_of(step, plans, 0, memory_bytes) is None:  # and so with any other window
+            continue
         calls = zip(step.calls, plans, strict=True)
         moved = [each.nbytes for call, plan in calls for each in moved_of(step, step.kinds[call.kind], plan)]
         # What is on its way are records that follow each other, so a window between two sums of such is as the lower.
         sums = {sum(moved[begin:end]) for begin, end in itertools.combinations(range(len(moved) + 1), 2)}
         for window in (0, *sorted(sums)):
             windows = windows_of(step, plans, window, memory_bytes)
-            if windows is not None:
-                best_s = min(best_s, seconds(step, plans, windows))
+            assert windows is not None
+            step_s = seconds(step, plans, windows)
+            assert step_s >= least_s - 1e-9
+            best_s = min(best_s, step_s)
     return best_s
 
 
@@ -210,20 +237,18 @@ def test_a_small_step_is_near_the_best_of_all_plans(number: int, codes: bool):
     step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
     step = coded(step) if codes else step
     for memory in budgets(step, (0.1, 0.5)):
-        assert distance(step, memory, best_of_all(step, memory)) <= NEAR
+        best_s = best_of_all(step, memory)
+        assert distance(step, memory, best_s) <= NEAR
+        assert best_s / bound_with_moving(step, memory) - 1 >= -1e-6, "the bound is above a plan"
 
 
-def test_the_bound_is_below_all_plans_of_a_small_step():
+def test_the_bound_is_not_far_below_the_best_of_all_plans_of_a_small_step():
     """With a few calls it is far below them, since it may take parts of ways and of outputs."""
     distances = []
-    for number in range(40):
+    for number in range(16):
         step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
         step = coded(step) if number % 2 else step
-        for memory in budgets(step, (0.1, 0.5)):
-            bound_s = bound_with_moving(step, memory)
-            assert bound_s is not None
-            distances.append(best_of_all(step, memory) / bound_s - 1)
-    assert min(distances) >= -1e-6
+        distances += [best_of_all(step, each) / bound_with_moving(step, each) - 1 for each in budgets(step, (0.1, 0.5))]
     assert sum(distances) / len(distances) <= 0.1
 
 
@@ -250,8 +275,8 @@ def test_where_things_move_there_is_a_plan_if_any_fits():
 
 def test_what_cannot_move_has_room_before_what_could():
     """Each call has to keep 32 MiB, and could keep 64 MiB more."""
-    kind = Kind(5e-3, 10e-3, (Output((32 * MIB,), 5e-3, may_move=False),), (Way(1e-3, (0,), 64 * MIB, AGAIN),))
-    calls = (Call(0, 1000 * MIB, 1000 * MIB),) * 4
+    kind = BlockKind(5e-3, 10e-3, (Output((32 * MIB,), 5e-3, may_move=False),), (Way(1e-3, (0,), 64 * MIB, AGAIN),))
+    calls = (BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4
     step = Step(kinds=(kind,), calls=calls, loss_bytes=1000 * MIB, out_bytes_per_s=55e9, in_bytes_per_s=55e9)
     assert least_of_all(step) == 1128 * MIB
     for memory in range(1128, 1400, 32):
@@ -284,7 +309,8 @@ def test_a_window_may_be_a_record_and_a_part_of_another():
     """With a window of one record each copy is waited for; 8 MiB more and none is."""
     outputs = (Output((8 * MIB,), 3e-3), Output((32 * MIB,), 6e-3))
     step = Step(
-        kinds=(Kind(6e-3, 12e-3, outputs, (Way(0.0, (0, 1), 0),)),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 3,
+        kinds=(BlockKind(6e-3, 12e-3, outputs, (Way(0.0, (0, 1), 0),)),),
+        calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 3,
         loss_bytes=1500 * MIB, out_bytes_per_s=7e9, in_bytes_per_s=7e9,
     )  # fmt: skip
     best_s = best_of_all(step, 1540 * MIB)
@@ -295,7 +321,7 @@ def test_a_window_may_be_a_record_and_a_part_of_another():
 def test_a_block_that_stays_may_stand_between_blocks_that_move():
     """The link takes longer to move a block than the block takes; it has two blocks' time if each other block moves."""
     step = Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 4, loss_bytes=1000 * MIB,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4, loss_bytes=1000 * MIB,
         out_bytes_per_s=8e9, in_bytes_per_s=8e9,
     )  # fmt: skip
     best_s = best_of_all(step, 1192 * MIB)
@@ -309,7 +335,7 @@ def test_a_block_that_stays_may_stand_between_blocks_that_move():
 def loss_step(loss_mib: int) -> Step:
     """Four blocks that have room for what moves, and a loss that takes so much more than they do."""
     return Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 4,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 4,
         loss_bytes=(1000 + loss_mib) * MIB, out_bytes_per_s=16e9, in_bytes_per_s=16e9,
     )  # fmt: skip
 
@@ -338,7 +364,7 @@ def in_blocks(step: Step, plan: StepPlan) -> int:
 def test_windows_are_no_larger_than_is_of_use():
     """The loss leaves room for eight times what suffices to keep the link busy."""
     step = Step(
-        kinds=(small_kind((4.9,), 64),), calls=(Call(0, 1000 * MIB, 1000 * MIB),) * 16, loss_bytes=3000 * MIB,
+        kinds=(small_kind((4.9,), 64),), calls=(BlockCall(0, 1000 * MIB, 1000 * MIB),) * 16, loss_bytes=3000 * MIB,
         out_bytes_per_s=20e9, in_bytes_per_s=20e9,
     )  # fmt: skip
     plan = planned(step, 3000 * MIB)

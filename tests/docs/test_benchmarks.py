@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from places import BENCHMARKS, DOCS, ROOT
+from refusals import refusal
 
 TINY = "A:hidden=128,intermediate=256,layers=2,batch=4,tokens=512,heads=4,kv_heads=2,vocabulary=256"
 COMMITTED = sorted((BENCHMARKS / "results").glob("*train-step*.json"))
@@ -129,9 +130,9 @@ def test_on_a_gpu_torchoffload_holds_no_more_than_the_peer_asked_for(tmp_path: P
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_measured(options: list[str], message: str):
-    done = run("train_step.py", "--tier", "disk", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
+    status, errors = refusal("train_step.py", "--tier", "disk", *options)
+    assert status == 2
+    assert message in errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -277,18 +278,18 @@ def test_tables_are_rewritten_in_place(tmp_path: Path):
 def test_a_document_without_room_for_a_table_stays_as_it_is(tmp_path: Path, text: str, message: str):
     document = tmp_path / "page.md"
     document.write_text(text)
-    done = run("report.py", str(COMMITTED[-1]), "--into", str(document))
-    assert done.returncode == 1
-    assert message in done.stderr
+    status, errors = refusal("report.py", str(COMMITTED[-1]), "--into", str(document))
+    assert status == 1
+    assert message in errors
     assert document.read_text() == text
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path):
     path = tmp_path / "other.json"
     path.write_text("{}")
-    done = run("report.py", str(path))
-    assert done.returncode == 1
-    assert "nothing in there is a result" in done.stderr
+    status, errors = refusal("report.py", str(path))
+    assert status == 1
+    assert "nothing in there is a result" in errors
 
 
 def test_the_links_rates_become_tables(module):

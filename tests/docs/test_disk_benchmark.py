@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from places import BENCHMARKS
+from refusals import refusal
 
 
-def run(*options: str, script: str = "disk.py") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *options]
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "disk.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
 
 
@@ -32,19 +33,19 @@ def test_rates_to_a_disk_stand_beside_its_own(tmp_path: Path):
 
 
 def test_the_step_beside_a_disk_needs_a_gpu():
-    done = run("--device", "cpu", "--gib", "0.125", "--workload", "D")
-    assert done.returncode == 2
-    assert "needs a GPU" in done.stderr
+    status, errors = refusal("disk.py", "--device", "cpu", "--gib", "0.125", "--workload", "D")
+    assert status == 2
+    assert "needs a GPU" in errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_comparison_of_what_fits_on_a_gpu_needs_one():
-    done = run(script="beyond_memory.py")
-    assert done.returncode == 2
-    assert "a GPU is needed" in done.stderr
+    status, errors = refusal("beyond_memory.py")
+    assert status == 2
+    assert "a GPU is needed" in errors
 
 
 def test_what_fits_on_a_gpu_is_compared_with_sensible_numbers():
-    done = run("--steps", "0", script="beyond_memory.py")
-    assert done.returncode == 2
-    assert "at least 1" in done.stderr
+    status, errors = refusal("beyond_memory.py", "--steps", "0")
+    assert status == 2
+    assert "at least 1" in errors

@@ -13,6 +13,7 @@ import torch
 
 import torchoffload
 from places import BENCHMARKS
+from refusals import refusal
 
 SITE = Path(torchoffload.__file__).parent.parent
 SMALL = ["--count", "20", "100", "--rounds", "1", "--repeats", "1", "--tensor-bytes", "64"]
@@ -52,9 +53,9 @@ def test_each_class_and_count_has_a_row_beside_another_build(device: str, tmp_pa
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_measured(options: list[str], message: str):
-    done = benchmark(*options)
-    assert done.returncode == 1
-    assert message in done.stderr
+    status, errors = refusal("hooks.py", *options)
+    assert status == 1
+    assert message in errors
 
 
 SHAPE = "hidden=128,intermediate=256,layers=2,batch=1,tokens=128,heads=4,kv_heads=2,vocabulary=256"
@@ -86,6 +87,6 @@ def test_a_whole_step_has_a_row_for_each_kind_of_hooks(device: str, tmp_path: Pa
     [(["--repeats", "0"], "are at least 1"), (["--tier", "disk", "--workload", "E"], "no workload 'E'")],
 )
 def test_a_whole_step_refuses_wrong_options(options: list[str], message: str):
-    done = benchmark(*options, script="hooks_in_step.py")
-    assert done.returncode == 1
-    assert message in done.stderr
+    status, errors = refusal("hooks_in_step.py", *options)
+    assert status == 1
+    assert message in errors

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from subjects import _DiT
+from t5 import t5_model
 from workloads import WORKLOADS, Workload, llama_config
 
 __all__ = ["MEASURED", "Made", "Measured"]
@@ -178,6 +179,11 @@ def whisper() -> Made:
     return Made(model, (), kwargs, ("WhisperEncoderLayer", "WhisperDecoderLayer"), {})
 
 
+def t5() -> Made:
+    model = built(lambda: t5_model(d_model=1024, d_ff=4096, num_layers=16, num_heads=16, d_kv=64), torch.bfloat16)
+    return Made(model, (), {"input_ids": tokens(16, 1024), "labels": tokens(16, 512)}, ("T5Block",), {})
+
+
 _RESULTS = "benchmarks/results/2026-11-{}-h200-fit-{}.json"
 _LARGE_HEAD = Workload(hidden=4096, intermediate=14336, layers=6, batch=2, tokens=8192, vocabulary=128_256)
 _BY_HAND = "measured on 2026-11-25 on an H200 with torch 2.11, as benchmarks/zoo.py measures"
@@ -194,5 +200,6 @@ MEASURED: dict[str, Measured] = {
     "DiT": Measured(dit, 35.23, 39.84, 1057.0, None, None, True, _RESULTS.format(23, "dit")),
     "ConvNeXt": Measured(convnext, None, 21.8, 113.0, 3.7, 144.0, True, _BY_HAND),
     "ResNet": Measured(resnet, None, 16.3, 79.0, 6.8, 110.0, True, _BY_HAND),
+    "T5": Measured(t5, None, 72.6, 393.0, 6.9, 571.0, True, _BY_HAND),
     "Whisper": Measured(whisper, None, 34.0, 267.0, 7.1, 345.0, False, _BY_HAND),
 }

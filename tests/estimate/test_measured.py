@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from measured import MEASURED  # noqa: E402
 
 GIB = float(2**30)
-SLOW = {"A", "ConvNeXt", "GPT-2", "ViT", "Whisper", "mixture"}  # 5 to 15 s each, on a busy machine with two cores
+SLOW = {"A", "ConvNeXt", "GPT-2", "T5", "ViT", "Whisper", "mixture"}  # 5 to 15 s each, on a busy machine with two cores
 CASES = [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in MEASURED]
 
 
@@ -55,6 +55,6 @@ def test_steps_under_fit_are_near_what_was_measured(name: str, file: str):
         assert found.low_ms <= row["step_ms"] <= found.high_ms
 
 
-def test_half_of_the_measured_steps_were_not_tuned_on():
+def test_six_of_the_measured_steps_were_not_tuned_on():
     held_out = {name for name, each in MEASURED.items() if not each.is_tuned_on}
     assert held_out == {"B", "D", "GPT-2", "Whisper", "large head", "mixture"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from planned_blocks import WIDTH, Dropouts, Normalised, record
-from torchoffload._fit.block.graph import OperatorGroup, frontier, group_operators
+from torchoffload._fit.block.graph import OperatorGroup, block_frontier, group_operators
 from torchoffload._fit.block.record import BlockRecord
 
 X = torch.ones(4, 8, WIDTH)
@@ -163,17 +163,17 @@ def draw_into_a_buffer(block: Calls, x: torch.Tensor) -> torch.Tensor:
 def test_a_write_to_what_is_not_the_blocks_own_is_made_once(function):
     recorded = record_of(function)
     assert [call.runs_once for call in recorded.operators] == [True, False]
-    assert frontier(recorded)
+    assert block_frontier(recorded)
 
 
 def test_a_number_for_the_program_is_no_operator_of_the_record():
     recorded = record_of(lambda block, x: x.exp() * x.sum().item())
     assert aten._local_scalar_dense.default not in operators_of(recorded)
-    assert frontier(recorded)[0].kept_bytes == 0
+    assert block_frontier(recorded)[0].kept_bytes == 0
 
 
 def test_the_least_memory_keeps_nothing_and_the_least_time_runs_nothing():
-    corners = frontier(record_of(lambda block, x: (x.exp() + 1).sin().cos()))
+    corners = block_frontier(record_of(lambda block, x: (x.exp() + 1).sin().cos()))
     assert corners[0].kept_bytes == 0
     assert not corners[0].plan.kept
     assert corners[-1].recompute_ns == 0

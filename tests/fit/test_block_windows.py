@@ -9,8 +9,7 @@ from torch import nn
 import torchoffload
 from devices import Device
 from torchoffload._core import core
-from torchoffload._fit.block.following import Following
-from torchoffload._fit.block.following import Windows as BlockWindows
+from torchoffload._fit.block.following import BlockWindows, Following
 from torchoffload._modules.selection import Chosen
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing

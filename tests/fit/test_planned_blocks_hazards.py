@@ -14,7 +14,7 @@ from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import WIDTH, Corner, Normalised, corners, record
 from torchoffload._fit.block.blocks import plan_block, unplan_block
-from torchoffload._fit.block.graph import BlockPlan, frontier
+from torchoffload._fit.block.graph import BlockPlan, block_frontier
 
 pytestmark = pytest.mark.devices("disk", "simulated-late", "cuda")
 Use = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -42,7 +42,7 @@ def every_plan(block: nn.Module, x: torch.Tensor) -> list[Corner]:
     for guess in range(4):
         for number, call in enumerate(recorded.operators):
             call.duration_ns = 1 + (number * 7919 + guess * 104729) % 1000 ** (guess % 2 + 1)
-        plans |= {corner.plan: corner for corner in frontier(recorded)}
+        plans |= {corner.plan: corner for corner in block_frontier(recorded)}
     return list(plans.values())
 
 

@@ -10,7 +10,7 @@ import torch
 import torchoffload
 from random_blocks import RandomNet, differences, outcome
 from torchoffload._fit.block.blocks import plan_block, unplan_block
-from torchoffload._fit.block.graph import BlockPlan, frontier
+from torchoffload._fit.block.graph import BlockPlan, block_frontier
 from torchoffload._fit.block.record import Recorder
 
 CHUNK = 25  # blocks in a test
@@ -28,7 +28,7 @@ def plans_of(seed: int) -> list[BlockPlan]:
     for _ in range(3):
         for call in record.operators:
             call.duration_ns = choice.randrange(1, 1000)
-        plans += [corner.plan for corner in frontier(record)]
+        plans += [corner.plan for corner in block_frontier(record)]
     anything = frozenset(number for number in range(len(record.operators)) if choice.random() < 0.5)
     plans.append(BlockPlan(operators=tuple(call.operator for call in record.operators), kept=anything))
     return [plans[0], plans[-1], *choice.sample(plans, min(2, len(plans)))]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchoffload._fit.block.blocks import plan_block, unplan_block
-from torchoffload._fit.block.graph import BlockPlan, frontier
+from torchoffload._fit.block.graph import BlockPlan, block_frontier
 from torchoffload._fit.block.record import Recorder
 
 WIDTH = 16
@@ -284,7 +284,7 @@ def test_batch_normalization_with_an_activation_in_place_has_plans_and_updates_i
     block = make()
     with Recorder(block, ((x,), {})) as recorder:
         block(x)
-    corners = frontier(recorder.record)
+    corners = block_frontier(recorder.record)
     assert len(corners) > 1
     assert corners[0].kept_bytes == 0
     stock = make()

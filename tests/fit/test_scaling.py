@@ -12,16 +12,16 @@ from gradients import Run, execute
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.plan.scaling import OtherSizes, scaled
-from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way, plan_step
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way, plan_step
 from torchoffload._fit.plan.trials import Trial
 
 MIB = 1 << 20
 AGAIN = BlockPlan(operators=())
 OUTPUTS = (Output((4 * MIB, 4 * MIB), 0.5),)
-BLOCK = Kind(1.0, 2.0, OUTPUTS, (Way(0.5, (), MIB, AGAIN), Way(0.0, (0,), MIB)))
+BLOCK = BlockKind(1.0, 2.0, OUTPUTS, (Way(0.5, (), MIB, AGAIN), Way(0.0, (0,), MIB)))
 STEP = Step(
     kinds=(BLOCK,),
-    calls=(Call(0, 40 * MIB, 60 * MIB),) * 4,
+    calls=(BlockCall(0, 40 * MIB, 60 * MIB),) * 4,
     loss_bytes=40 * MIB,
     fixed={"weights": 20 * MIB},
     may_move=False,
@@ -36,14 +36,14 @@ def settled(memory_bytes: int) -> Trial:
 
 def test_what_the_link_carries_is_the_same_part_of_less():
     output = Output((4 * MIB,), 0.5, link_share=0.75)
-    kind = Kind(1.0, 2.0, (output,), (Way(0.0, (0,), MIB),), input_link_share=0.5)
+    kind = BlockKind(1.0, 2.0, (output,), (Way(0.0, (0,), MIB),), input_link_share=0.5)
     half = scaled(Step(kinds=(kind,), calls=()), 0.5).kinds[0]
     assert (half.outputs[0].link_share, half.input_link_share) == (0.75, 0.5)
 
 
 def test_what_is_fixed_does_not_shrink():
     half = scaled(STEP, 0.5)
-    assert half.calls[0] == Call(0, 30 * MIB, 40 * MIB)
+    assert half.calls[0] == BlockCall(0, 30 * MIB, 40 * MIB)
     assert half.loss_bytes == 30 * MIB
     assert half.kinds[0].outputs[0].sizes == (2 * MIB, 2 * MIB)
     assert [way.input_bytes for way in half.kinds[0].ways] == [MIB // 2] * 2

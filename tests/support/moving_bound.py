@@ -7,7 +7,7 @@ any step. It comes the nearer to what plans do, the more blocks there are and th
 import dataclasses
 
 from plan_oracle import MIB, MS, MemoryRows, Program, Record, Terms, of_call, records, times, total
-from torchoffload._fit.plan.step import Kind, Step
+from torchoffload._fit.plan.step import BlockKind, Step
 
 
 @dataclasses.dataclass
@@ -126,7 +126,7 @@ class _Bound:
         program.at_most(total(dict.fromkeys(sources, 1.0), {self.loss_window: -1}), 0)
         return ask
 
-    def _rests(self, call: _Call, kind: Kind) -> tuple[dict[int, float], dict[int, float]]:
+    def _rests(self, call: _Call, kind: BlockKind) -> tuple[dict[int, float], dict[int, float]]:
         """By part: what backward takes, and what of it is left as it asks for the last thing that moved."""
         whole, last = {}, {}
         for way, stays, moves in zip(kind.ways, call.stays, call.moves, strict=True):

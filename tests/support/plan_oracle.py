@@ -13,7 +13,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from torchoffload import _C_testing
-from torchoffload._fit.plan.step import CallPlan, Kind, Step, Way
+from torchoffload._fit.plan.step import BlockKind, CallPlan, Step, Way
 
 testing = _C_testing.testing
 
@@ -138,7 +138,7 @@ def best_of_block(
 # ---- a step of blocks under a plan ----
 
 
-def of_call(step: Step, number: int) -> Kind:
+def of_call(step: Step, number: int) -> BlockKind:
     return step.kinds[step.calls[number].kind]
 
 
@@ -150,7 +150,7 @@ class Record(NamedTuple):
     link_share: float
 
 
-def records(step: Step, kind: Kind, way: Way, outputs: Sequence[int]) -> list[Record]:
+def records(step: Step, kind: BlockKind, way: Way, outputs: Sequence[int]) -> list[Record]:
     """What moves of a block: its arguments and these outputs."""
     has_input = way.input_bytes >= max(1, step.least_moved_bytes)
     arguments = [Record(way.input_bytes, 0.0, kind.input_link_share)] if has_input else []
@@ -163,12 +163,12 @@ def records(step: Step, kind: Kind, way: Way, outputs: Sequence[int]) -> list[Re
     ]
 
 
-def moved_of(step: Step, kind: Kind, plan: CallPlan) -> list[Record]:
+def moved_of(step: Step, kind: BlockKind, plan: CallPlan) -> list[Record]:
     """What moves of a call under its plan."""
     return records(step, kind, kind.ways[plan.way], plan.moved) if plan.moves else []
 
 
-def kept_of(step: Step, kind: Kind, plan: CallPlan) -> int:
+def kept_of(step: Step, kind: BlockKind, plan: CallPlan) -> int:
     """The bytes that stay on the device."""
     return kind.kept_bytes(kind.ways[plan.way]) - sum(each.nbytes for each in moved_of(step, kind, plan))
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradients import Run
 from models import Block
 from torchoffload._fit.block.blocks import plan_block, unplan_block
-from torchoffload._fit.block.graph import Corner, frontier
+from torchoffload._fit.block.graph import Corner, block_frontier
 from torchoffload._fit.block.record import BlockRecord, Recorder
 
 WIDTH = 32
@@ -207,7 +207,7 @@ def record(block: nn.Module, x: torch.Tensor, autocast: bool = False) -> BlockRe
 
 
 def corners(block: nn.Module, x: torch.Tensor, autocast: bool = False) -> list[Corner]:
-    return frontier(record(block, x, autocast))
+    return block_frontier(record(block, x, autocast))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch.nn import functional
 from planned_blocks import record
 from torchoffload._fit.block.graph import BlockPlan, OperatorGroup
 from torchoffload._fit.block.record import BlockRecord
-from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way
 from torchoffload._fit.survey.kinds import hull
 
 PAGE = 4096
@@ -89,7 +89,7 @@ def random_output(chosen: random.Random, ready_s: float) -> Output:
     return Output(sizes, ready_s, may_move=chosen.random() < 0.95)
 
 
-def random_kind(chosen: random.Random, most_outputs: int) -> Kind:
+def random_kind(chosen: random.Random, most_outputs: int) -> BlockKind:
     """A block of some milliseconds; its ways keep the outputs first that save the most time a byte, or some others."""
     forward_s = chosen.choice((1.0, 1.0, 0.3)) * chosen.uniform(0.003, 0.008)
     count = chosen.randint(min(3, most_outputs), most_outputs)
@@ -104,7 +104,7 @@ def random_kind(chosen: random.Random, most_outputs: int) -> Kind:
     for kept in choices:
         again_s = 0.02 * forward_s + sum(costs[number] for number in range(count) if number not in kept)
         ways.append(Way(again_s, tuple(sorted(kept)), input_bytes, AGAIN))
-    return Kind(forward_s, 2 * forward_s, outputs, tuple(hull(ways, outputs)))
+    return BlockKind(forward_s, 2 * forward_s, outputs, tuple(hull(ways, outputs)))
 
 
 def random_step(seed: int, *, may_move: bool, most_calls: int = 16, most_outputs: int = 9) -> Step:
@@ -118,7 +118,9 @@ def random_step(seed: int, *, may_move: bool, most_calls: int = 16, most_outputs
     beside = [chosen.randint(100, 800) for _ in kinds]
     own = [sum(output.nbytes for output in kind.outputs) // MIB for kind in kinds]
     calls = tuple(
-        Call(kind, (base + beside[kind]) * MIB, (base + beside[kind] + own[kind] + gradient * (count - number)) * MIB)
+        BlockCall(
+            kind, (base + beside[kind]) * MIB, (base + beside[kind] + own[kind] + gradient * (count - number)) * MIB
+        )
         for number, kind in enumerate(of_calls)
     )
     rate = chosen.choice((12e9, 25e9, 55e9))
@@ -158,9 +160,9 @@ def llama_step(*, rate: float | None) -> Step:
         for count in range(len(outputs)):
             again_s = 1e-4 + sum(costs[number] for number in by_use[count:])
             ways.append(Way(again_s, tuple(sorted(by_use[:count])), 32 * MIB, AGAIN))
-        kinds.append(Kind(5e-3, 10e-3, outputs, tuple(hull(ways, outputs))))
+        kinds.append(BlockKind(5e-3, 10e-3, outputs, tuple(hull(ways, outputs))))
     return Step(
-        kinds=tuple(kinds), calls=tuple(Call(number % 2, 20_000 * MIB, 20_800 * MIB) for number in range(16)),
+        kinds=tuple(kinds), calls=tuple(BlockCall(number % 2, 20_000 * MIB, 20_800 * MIB) for number in range(16)),
         head_s=1e-3, loss_s=10e-3, end_s=1e-3, loss_bytes=22_000 * MIB, least_moved_bytes=MIB,
         may_move=rate is not None, out_bytes_per_s=rate or 1.0, in_bytes_per_s=rate or 1.0, latency_s=2e-5,
     )  # fmt: skip

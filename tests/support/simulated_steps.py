@@ -8,7 +8,7 @@ import dataclasses
 import random
 
 from torchoffload._fit.block.graph import BlockPlan
-from torchoffload._fit.plan.step import Call, Kind, Output, Step, Way, survey_plan
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["SimulatedDevice", "random_step"]
@@ -17,7 +17,7 @@ MIB = 1 << 20
 _AGAIN = BlockPlan(operators=())
 
 
-def _random_kind(rng: random.Random) -> Kind:
+def _random_kind(rng: random.Random) -> BlockKind:
     forward_s = rng.uniform(0.5, 20.0)
     outputs = tuple(
         Output((rng.randint(1, 64) * MIB,), forward_s * (number + 1) / 6, (number,))
@@ -29,7 +29,7 @@ def _random_kind(rng: random.Random) -> Kind:
         for count in range(len(outputs))
     ]
     ways.append(Way(0.0, tuple(range(len(outputs))), input_bytes))
-    return Kind(forward_s, 2 * forward_s, outputs, tuple(ways))
+    return BlockKind(forward_s, 2 * forward_s, outputs, tuple(ways))
 
 
 def random_step(rng: random.Random) -> Step:
@@ -37,7 +37,7 @@ def random_step(rng: random.Random) -> Step:
     kinds = tuple(_random_kind(rng) for _ in range(rng.randint(1, 3)))
     fixed = rng.randint(10, 500) * MIB
     calls = tuple(
-        Call(kind, fixed + rng.randint(1, 100) * MIB, fixed + rng.randint(50, 300) * MIB)
+        BlockCall(kind, fixed + rng.randint(1, 100) * MIB, fixed + rng.randint(50, 300) * MIB)
         for kind in range(len(kinds))
         for _ in range(rng.randint(1, 8))
     )

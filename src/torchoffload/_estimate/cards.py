@@ -77,6 +77,22 @@ def _card(
 
 # Dense rates with float32 accumulation. The memory is the figure of torch.cuda.get_device_properties, with ECC if the
 # card has it on by default.
+#
+# On 2026-11-25 the figures were compared with public pages other than the data sheets that ``source`` names. Confirmed:
+# rates and bandwidth of the A100s, the H100 SXM and the H200 (https://glennklockwood.com/garden/processors/A100,
+# .../h100), of the L40S (https://www.mullet.se/product.html?product_id=355414) and of the RTX 4090
+# (https://waredb.com/processor/nvidia-geforce-rtx-4090), the rates of the H100 PCIe
+# (https://hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200, where 3,030 for sparse int8 is four times
+# 756), rates and bandwidth of the RTX 5090 (https://www.spheron.network/blog/nvidia-rtx-5090-specs/, where 838 for
+# sparse float16 with float16 accumulation is four times 209.5) and of the B200
+# (https://hmc-tech.com/gpu/nvidia-b200-vs-nvidia-gb200, https://hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100), the
+# rates of the T4 (https://sysrqmts.com/en/gpus/nvidia/tesla/t4), and the memory of six cards, by errors of PyTorch's
+# that users have reported: 23.5 to 23.7 GiB (RTX 4090), 31.4 (RTX 5090), 44.4 (RTX 6000 Ada), 14.6 to 14.8 (T4), 39.5
+# (A100 40GB), 79.1 (H100).
+#
+# Not confirmed: RTX 3090, rates of its tensor cores and bandwidth; RTX 6000 Ada, all but its float32 rate and its
+# memory; H100 PCIe, bandwidth (one page says 2,000); T4, bandwidth (10 Gbit/s on 256 lines are 320 GB/s, the data sheet
+# says 300); B200, memory, and bandwidth (pages say 7.7 or 8 TB/s); and the links of generations 3 and 4.
 CARDS = (
     _card("RTX 3090", 71.0, 35.6, 35.6, 23.7, 936, _PCIE_4,
           "NVIDIA Ampere GA102 GPU Architecture, whitepaper, table of the GeForce RTX 3090"),

@@ -43,7 +43,7 @@ def _attention(
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
 
     def by_math() -> Any:
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _attention_by_math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     size, is_half = query.shape[-1], query.dtype in _HALF
     if query.dim() != 4 or size != value.shape[-1]:
@@ -57,7 +57,10 @@ def _attention(
         padded = [functional.pad(each, (0, padding)) if padding else each for each in (query, key, value)]
         output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale or size**-0.5)[0]
         return output[..., :size] if padding else output
-    if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
+    if query.shape[1] != key.shape[1] or size % (8 if is_half else 4):
+        return by_math()
+    # A position bias may be a permuted table, as T5's in transformers 5.17: the efficient kernel cannot read it.
+    if attn_mask is not None and attn_mask.stride(-1) != 1:
         return by_math()
     if attn_mask is not None:
         if attn_mask.dtype is torch.bool:
@@ -66,6 +69,38 @@ def _attention(
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _attention_by_math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Attention by operators, as ``_scaled_dot_product_attention_math`` of ATen (native/transformers/attention.cpp).
+
+    That function itself would take the CPU's dropout, which saves its mask in float32: four bytes an element, where a
+    GPU saves one. And on a CPU ``scaled_dot_product_attention`` may choose a fused kernel.
+    """
+    dtype = query.dtype
+    if dtype in _HALF and not _reduces_in_half():
+        query, key, value = query.float(), key.float(), value.float()
+    if enable_gqa and query.dim() > 2:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    root = abs(scale or query.shape[-1] ** -0.5) ** 0.5  # its sign changes no byte
+    weights = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    if attn_mask is not None:
+        weights.add_(attn_mask)
+    weights = _dropout(_aten._safe_softmax(weights, -1), dropout_p)
+    return torch.matmul(weights, value).to(dtype)
+
+
+def _reduces_in_half() -> bool:
+    """Return whether attention by operators may stay in bfloat16 or float16, which is off by default."""
+    return bool(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())  # type: ignore[no-untyped-call]
 
 
 def _dropout(
@@ -80,7 +115,7 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-_math: Any = functional.scaled_dot_product_attention
+_stock_attention: Any = functional.scaled_dot_product_attention
 _plain_dropout = functional.dropout
 
 
@@ -94,7 +129,7 @@ class GpuKernels(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
-        if func is _math:
+        if func is _stock_attention:
             return _attention(*args, **keywords)
         if func is _plain_dropout or func is torch.dropout:
             return _dropout(*args, **keywords)
@@ -115,7 +150,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
     thread = threading.get_ident()
     before = functional.scaled_dot_product_attention, functional.dropout
 
-    @functools.wraps(_math)
+    @functools.wraps(_stock_attention)
     def attention(*args: Any, **kwargs: Any) -> Any:
         return (_attention if threading.get_ident() == thread else before[0])(*args, **kwargs)
 

@@ -10,9 +10,9 @@ from torchoffload._estimate.cards import Card
 from torchoffload._estimate.dry_step import Moment, Operator, Trace
 from torchoffload._estimate.rates import HOST_S, seconds_of
 from torchoffload._fit.block.record import BlockRecord, OperatorCall
-from torchoffload._fit.machine.link import Link
-from torchoffload._fit.plan.step import Call, Kind, Step
-from torchoffload._fit.survey.kinds import Kind as SurveyKind
+from torchoffload._fit.machine.link import LinkRates
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Step
+from torchoffload._fit.survey.kinds import SurveyedKind
 from torchoffload._fit.survey.measured import HostTimes, structure_of
 
 __all__ = ["seconds_of_step", "step_of", "without_recomputation"]
@@ -63,9 +63,9 @@ def step_of(plain: Trace, moved: Trace, card: Card, *, other_bytes: int, host_by
         else:
             forward[each.call].append(each)
             begun.add(each.call)
-    kinds: list[Kind] = []
+    kinds: list[BlockKind] = []
     numbers: dict[object, int] = {}
-    calls: list[Call] = []
+    calls: list[BlockCall] = []
     uses = Counter(storage for call in plain.calls for storage in call.inputs)
     for number, (call, least) in enumerate(zip(plain.calls, moved.calls, strict=True)):
         record = _record(forward[number], call, plain, seconds)
@@ -75,12 +75,12 @@ def step_of(plain: Trace, moved: Trace, card: Card, *, other_bytes: int, host_by
         key = structure_of(record), sizes, input_bytes, round(backward_s[number] * 1e5)
         if key not in numbers:
             numbers[key] = len(kinds)
-            survey_kind = SurveyKind(record, may_recompute=True)
+            survey_kind = SurveyedKind(record, may_recompute=True)
             host = HostTimes(0.0, 0.0)
             outputs, ways = survey_kind.outputs_and_ways(input_bytes, host, forward_s, backward_s[number])
-            kinds.append(Kind(forward_s, backward_s[number], outputs, ways))
-        calls.append(Call(numbers[key], least.forward_bytes, max(least.backward_bytes, moved.loss_bytes)))
-    link = Link(card.link_gb_per_s * 1e9, card.link_gb_per_s * 1e9, _LATENCY_S)
+            kinds.append(BlockKind(forward_s, backward_s[number], outputs, ways))
+        calls.append(BlockCall(numbers[key], least.forward_bytes, max(least.backward_bytes, moved.loss_bytes)))
+    link = LinkRates(card.link_gb_per_s * 1e9, card.link_gb_per_s * 1e9, _LATENCY_S)
     return Step(
         kinds=tuple(kinds),
         calls=tuple(calls),

@@ -2,8 +2,8 @@
 
 The efficiencies below say which part of the figures of a data sheet kernels reach. They are the only fitted numbers of
 an estimate; memory has none. Tuned on an H200, torch 2.11, forward and backward: the Llamas A and C of
-``docs/performance.md``, ConvNeXt-L, ResNet-50, ViT-L and a DiT. ``tests/estimate/measured.py`` says which steps these
-are, and ``test_measured.py`` compares estimates with them and with steps that were not used for tuning.
+``docs/performance.md``, ConvNeXt-L, ResNet-50, ViT-L, a DiT and a T5. ``tests/estimate/measured.py`` says which steps
+these are, and ``test_measured.py`` compares estimates with them and with steps that were not used for tuning.
 """
 
 import torch
@@ -25,6 +25,8 @@ _BANDWIDTH = 0.75
 _EFFICIENCY = {"product": 0.85, "convolution": 0.50, "attention": 0.95, "attention backward": 0.80, "other": 0.5}
 _HALF_AT = {"product": 512, "convolution": 64, "attention": 64, "attention backward": 64}
 """Half of the efficiency is reached if the smallest size of a product, the channels, or a head's size are as many."""
+_SINGLE_HALF_AT = 64
+"""The same for products in float32 without TF32, which do not run on tensor cores."""
 _MOST_KEYS, _BY_KEYS = 65_536, 0.1
 """Attention to fewer keys than the first reaches a part of its efficiency: (keys / first) ** second."""
 _FEWEST_CHANNELS = 16
@@ -38,7 +40,8 @@ def seconds_of(cost: Cost, card: Card) -> float:
     if cost.kind == "convolution" and cost.smallest < _FEWEST_CHANNELS:
         rate, efficiency = card.single_tflops, _GROUPED
     elif cost.kind in _HALF_AT:
-        efficiency *= cost.smallest / (cost.smallest + _HALF_AT[cost.kind])
+        is_single = cost.kind == "product" and not (_is_half(cost, card) or _uses_tf32())
+        efficiency *= cost.smallest / (cost.smallest + (_SINGLE_HALF_AT if is_single else _HALF_AT[cost.kind]))
         if cost.length:
             efficiency *= min(1.0, cost.length / _MOST_KEYS) ** _BY_KEYS
     computing = cost.flops / (rate * 1e12 * efficiency) if cost.flops else 0.0
@@ -47,9 +50,17 @@ def seconds_of(cost: Cost, card: Card) -> float:
 
 def _rate(cost: Cost, card: Card) -> float:
     """Return the rate of a data sheet, in 1e12 operations a second."""
-    if cost.dtype is torch.float16 or (cost.dtype is torch.bfloat16 and card.has_bfloat16):
+    if _is_half(cost, card):
         return card.half_tflops
     if cost.kind == "convolution":  # torch.backends.cudnn.allow_tf32 is on by default
         return card.tf32_tflops
-    uses_tf32 = cost.kind == "product" and torch.get_float32_matmul_precision() != "highest"
-    return card.tf32_tflops if uses_tf32 else card.single_tflops
+    return card.tf32_tflops if cost.kind == "product" and _uses_tf32() else card.single_tflops
+
+
+def _is_half(cost: Cost, card: Card) -> bool:
+    return cost.dtype is torch.float16 or (cost.dtype is torch.bfloat16 and card.has_bfloat16)
+
+
+def _uses_tf32() -> bool:
+    """Return whether products in float32 are computed in TF32, which is off by default."""
+    return torch.get_float32_matmul_precision() != "highest"

@@ -15,10 +15,10 @@ from torchoffload._modules.hooks import Offloading
 from torchoffload._modules.offload_modules import OffloadedModules, install_offloading
 from torchoffload._modules.selection import Chosen, choose
 
-__all__ = ["Following", "Windows"]
+__all__ = ["BlockWindows", "Following"]
 
 
-class Windows(NamedTuple):
+class BlockWindows(NamedTuple):
     """The windows of one block, in bytes.
 
     Attributes
@@ -70,7 +70,7 @@ class Following:
         blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
         moving: list[nn.Module],
         window_bytes: int,
-        windows: Mapping[nn.Module, Windows] | None = None,
+        windows: Mapping[nn.Module, BlockWindows] | None = None,
     ) -> None:
         """Change the plans of the blocks from the next call of the model on.
 
@@ -82,7 +82,7 @@ class Following:
             The blocks of which something moves.
         window_bytes : int
             The size of either window, if blocks have none of their own.
-        windows : mapping of nn.Module to Windows, optional
+        windows : mapping of nn.Module to BlockWindows, optional
             The windows of each block.
         """
         if self._handle is not None:
@@ -92,7 +92,7 @@ class Following:
             options = self._keywords | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
             if windows:
-                anywhere = Windows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
+                anywhere = BlockWindows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
                 core.set_module_windows(
                     manager._context, [anywhere, *(windows.get(module, anywhere) for module in self.names)]
                 )

@@ -10,7 +10,7 @@ from typing import Any
 from torchoffload._core import core
 from torchoffload._fit.block.record import BlockRecord
 
-__all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "frontier", "group_operators"]
+__all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "block_frontier", "group_operators"]
 
 MOST_OPERATORS = 4096  # of a block that can be planned; kMostGroups of the core
 _MASK_BITS = 64  # of ``BlockActions.rewritten``; an output behind them is kept although a later operator writes to it
@@ -201,7 +201,7 @@ def group_operators(record: BlockRecord) -> list[OperatorGroup] | None:
     return [groups.group(group) for group in range(len(groups.members))]
 
 
-def frontier(record: BlockRecord) -> list[Corner]:
+def block_frontier(record: BlockRecord) -> list[Corner]:
     """Return the best plans of a block, from the least bytes to the least time; none if it cannot be computed again."""
     grouped = group_operators(record)
     if grouped is None:

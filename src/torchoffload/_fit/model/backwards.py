@@ -19,7 +19,7 @@ class _Listener(Protocol):
 _MOST_MISSED = 16  # the backwards of later calls that may come before a call's own, as in a pipeline
 
 
-class _Call:
+class _OpenCall:
     """A call of the model whose backward has not ended. It lives as long as the call's graph.
 
     Attributes
@@ -49,8 +49,8 @@ class Backwards:
         self._listener = weakref.ref(listener)
         self._task = -1  # the graph task that was told of last
         self._count = 0  # of calls
-        self._open: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._in_backward: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._open: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
+        self._in_backward: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
 
     @property
     def has_open_calls(self) -> bool:
@@ -69,7 +69,7 @@ class Backwards:
 
     def follow(self, output: Any) -> bool:
         """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
-        call = _Call(self._count)
+        call = _OpenCall(self._count)
         self._count += 1
         for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
@@ -78,7 +78,7 @@ class Backwards:
                 self._open.add(call)
         return call in self._open
 
-    def _begins(self, call: _Call, _gradient: torch.Tensor) -> None:
+    def _begins(self, call: _OpenCall, _gradient: torch.Tensor) -> None:
         self._in_backward.add(call)
         self.is_seen()
 

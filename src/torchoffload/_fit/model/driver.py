@@ -109,7 +109,7 @@ class Driver(FittedModel):
     def _end_lost_survey_step(self, survey: Survey) -> None:
         """Let the survey go on with less after a step that ran out of memory, or end it with an error."""
         if self._largest(not survey.takes_less())[0]:
-            survey.give_up()
+            survey.stop()
             self._enter(LeastMemory(None, survey))
             self._log("least memory: a step ran out of memory in which the blocks keep as little as they can")
             self.budget.note_surveyed_step(is_known=True)

@@ -11,7 +11,7 @@ from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.machine.agreement import Agreement
-from torchoffload._fit.machine.link import Link, measure_link
+from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._fit.machine.meter import Meter
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
@@ -35,7 +35,7 @@ from torchoffload._fit.plan.trials import (
     restricted,
     unfit_message,
 )
-from torchoffload._fit.survey.kinds import Kind
+from torchoffload._fit.survey.kinds import SurveyedKind
 from torchoffload._fit.survey.planning import surveyed_step
 from torchoffload._fit.survey.survey import Survey
 from torchoffload._modules.selection import Chosen
@@ -117,14 +117,14 @@ class FittedModel(abc.ABC):
         self.allocator = ""
         self.left_plan_count = 0
         self.obstacles: dict[int, str] = {}
-        self._link: Link | None = None
+        self._link: LinkRates | None = None
         self._reset_counters: list[Callable[[], None]] = []
         self._steps = 0  # since the survey began
         self._phase_steps = 0  # that are over, of the present phase
         self._is_survey_logged = False
         self._base_bytes = 0  # the bytes allocated before a step, in the survey
         self._seen = Seen()
-        self._kinds: dict[tuple[Any, ...], Kind] = {}  # of blocks, that were recorded
+        self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
         self._block_calls = BlockCalls(

@@ -14,7 +14,7 @@ from torch import nn
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.whole import COMPILED_CALL
 from torchoffload._fit.model.snapshot import Snapshot
-from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way
+from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, Step, StepPlan, Way
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
@@ -105,7 +105,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
             raise ValueError("it was changed since")
         step = document["step"]
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
-        calls = tuple(Call(**call) for call in step.pop("calls"))
+        calls = tuple(BlockCall(**call) for call in step.pop("calls"))
         plan = document["plan"]
         planned = tuple(CallPlan(**each | {"moved": tuple(each["moved"])}) for each in plan.pop("calls"))
         return SavedPlan(
@@ -125,7 +125,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         ) from None
 
 
-def _kind(given: dict[str, Any]) -> Kind:
+def _kind(given: dict[str, Any]) -> BlockKind:
     outputs = tuple(
         Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"], each["link_share"])
         for each in given["outputs"]
@@ -134,7 +134,7 @@ def _kind(given: dict[str, Any]) -> Kind:
         Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))
         for way in given["ways"]
     )
-    return Kind(given["forward_s"], given["backward_s"], outputs, ways, given["input_link_share"])
+    return BlockKind(given["forward_s"], given["backward_s"], outputs, ways, given["input_link_share"])
 
 
 def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from torchoffload._fit.block.following import Windows
+from torchoffload._fit.block.following import BlockWindows
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.plan.trials import Trial
@@ -87,14 +87,14 @@ def turns_of(
     return turns, list(moving)
 
 
-def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, Windows]:
+def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, BlockWindows]:
     """Return the windows of each block; the smallest of its calls, if it is called several times in a step."""
-    windows: dict[nn.Module, Windows] = {}
+    windows: dict[nn.Module, BlockWindows] = {}
     calls = trial.plan.calls
     for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
         after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
-        own = Windows(call.offload_bytes, after_bytes, call.reload_bytes)
-        windows[module] = Windows(*map(min, own, windows.get(module, own)))
+        own = BlockWindows(call.offload_bytes, after_bytes, call.reload_bytes)
+        windows[module] = BlockWindows(*map(min, own, windows.get(module, own)))
     return windows
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from torchoffload._fit.plan.step import Call, Kind, Step, plan_step
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Step, plan_step
 from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["OtherSizes", "scaled"]
@@ -70,7 +70,7 @@ def scaled(step: Step, share: float) -> Step:
     return dataclasses.replace(
         step,
         kinds=tuple(_scaled_kind(kind, share) for kind in step.kinds),
-        calls=tuple(Call(call.kind, part(call.forward_bytes), part(call.backward_bytes)) for call in step.calls),
+        calls=tuple(BlockCall(call.kind, part(call.forward_bytes), part(call.backward_bytes)) for call in step.calls),
         head_s=step.head_s * share,
         loss_s=step.loss_s * share,
         end_s=step.end_s * share,
@@ -78,7 +78,7 @@ def scaled(step: Step, share: float) -> Step:
     )
 
 
-def _scaled_kind(kind: Kind, share: float) -> Kind:
+def _scaled_kind(kind: BlockKind, share: float) -> BlockKind:
     outputs = tuple(
         dataclasses.replace(
             output, sizes=tuple(math.ceil(size * share) for size in output.sizes), ready_s=output.ready_s * share
@@ -89,4 +89,4 @@ def _scaled_kind(kind: Kind, share: float) -> Kind:
         dataclasses.replace(way, recompute_s=way.recompute_s * share, input_bytes=math.ceil(way.input_bytes * share))
         for way in kind.ways
     )
-    return Kind(kind.forward_s * share, kind.backward_s * share, outputs, ways, kind.input_link_share)
+    return BlockKind(kind.forward_s * share, kind.backward_s * share, outputs, ways, kind.input_link_share)

@@ -8,9 +8,9 @@ from torchoffload._core import core
 from torchoffload._fit.block.graph import BlockPlan
 
 __all__ = [
-    "Call",
+    "BlockCall",
+    "BlockKind",
     "CallPlan",
-    "Kind",
     "Output",
     "Step",
     "StepPlan",
@@ -86,7 +86,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """Blocks that do the same.
 
     Attributes
@@ -107,7 +107,7 @@ class Kind:
     ways: tuple[Way, ...]
     input_link_share: float = 1.0
 
-    def with_times(self, pace: float, again: float) -> "Kind":
+    def with_times(self, pace: float, again: float) -> "BlockKind":
         """Return the same kind with all times ``pace`` times as long, and computing again ``again`` times that."""
         return replace(
             self,
@@ -123,7 +123,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BlockCall:
     """One call of a block.
 
     Attributes
@@ -165,8 +165,8 @@ class Step:
         The time of a copy is the bytes that the link carries / rate + latency.
     """
 
-    kinds: tuple[Kind, ...]
-    calls: tuple[Call, ...]
+    kinds: tuple[BlockKind, ...]
+    calls: tuple[BlockCall, ...]
     head_s: float = 0.0
     loss_s: float = 0.0
     end_s: float = 0.0
@@ -191,7 +191,7 @@ class Step:
         return replace(
             self,
             calls=tuple(
-                Call(call.kind, call.forward_bytes + nbytes, call.backward_bytes + nbytes) for call in self.calls
+                BlockCall(call.kind, call.forward_bytes + nbytes, call.backward_bytes + nbytes) for call in self.calls
             ),
             loss_bytes=self.loss_bytes + nbytes,
             other_bytes=self.other_bytes + nbytes,

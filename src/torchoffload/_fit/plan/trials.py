@@ -8,7 +8,7 @@ import torch
 
 from torchoffload._contexts.amounts import amount_text
 from torchoffload._fit.plan.budget import Budget
-from torchoffload._fit.plan.step import Call, CallPlan, Step, StepPlan, Way
+from torchoffload._fit.plan.step import BlockCall, CallPlan, Step, StepPlan, Way
 from torchoffload._observe.units import human_bytes
 
 __all__ = ["MORE_ROOM", "DoesNotFitError", "Trial", "does_not_fit", "failure_message", "restricted", "unfit_message"]
@@ -88,7 +88,7 @@ class Trial:
         """Return the same trial of the same step with other times."""
         return dataclasses.replace(self, step=step, plan=self.plan.timed_as(step))
 
-    def _way(self, call: Call, planned: CallPlan) -> Way:
+    def _way(self, call: BlockCall, planned: CallPlan) -> Way:
         return self.step.kinds[call.kind].ways[planned.way]
 
 

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, Corner, frontier, group_operators
+from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, Corner, block_frontier, group_operators
 from torchoffload._fit.block.record import BlockRecord
 from torchoffload._fit.machine.operators import communicates, to_one_rank
-from torchoffload._fit.plan.step import Call, Output, Step, Way
-from torchoffload._fit.plan.step import Kind as StepKind
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind, structure_of
 from torchoffload._pytorch.compiled_calls import has_compiled
 
-__all__ = ["Kind", "hull", "kind_of_call", "step_of"]
+__all__ = ["SurveyedKind", "hull", "kind_of_call", "step_of"]
 
 # The time that the modes of a block take for each operator, at the very least: of two ways that take as long the one
 # without modes is better. The time that they really take shows when plans are tried.
@@ -40,7 +39,7 @@ def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
     return modules, tensors, arguments, autocast, has_compiled(module)
 
 
-class Kind:
+class SurveyedKind:
     """All blocks that do the same, and the ways to run them.
 
     Parameters
@@ -82,7 +81,7 @@ class Kind:
             self.obstacle = record.refusal
         elif len(record.operators) > MOST_OPERATORS:
             self.obstacle = f"it has more than {MOST_OPERATORS} operators to choose from: give smaller blocks"
-        elif not frontier(record):
+        elif not block_frontier(record):
             self.obstacle = "values that it makes in several steps come out differently when they are made again"
         self.groups = record.groups if may_recompute and may_agree else ()
         self.are_inputs_known = False
@@ -105,7 +104,7 @@ class Kind:
         self.obstacle, self.least = why, None
 
     def _corners(self) -> list[Corner]:
-        return frontier(self._record)
+        return block_frontier(self._record)
 
     @property
     def operators(self) -> tuple[Any, ...]:
@@ -263,22 +262,22 @@ def _elapsed(seconds: float) -> float:
     return max(0.0, seconds)
 
 
-def step_of(measured: Measured, kinds: Sequence[Kind], **limits: Any) -> Step:
+def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) -> Step:
     """Return the step to plan for. ``limits`` are the fields of ``Step`` that a survey does not know."""
     step_kinds = []
     for kind, known in zip(kinds, measured.kinds, strict=True):
         kind.take(known)
         outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
         forward_s, backward_s = _elapsed(known.forward_s), _elapsed(known.backward_s)
-        step_kinds.append(StepKind(forward_s, backward_s, outputs, ways, kind.input_link_share))
-    calls: list[Call] = []
+        step_kinds.append(BlockKind(forward_s, backward_s, outputs, ways, kind.input_link_share))
+    calls: list[BlockCall] = []
     behind = measured.loss_bytes
     for number, forward_bytes, backward_bytes in reversed(measured.calls):
         # If nothing shows when a block's backward begins, it is a part of the backward that comes before it.
         of = step_kinds[number]
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
-        calls.append(Call(number, forward_bytes, behind + own))
+        calls.append(BlockCall(number, forward_bytes, behind + own))
     head_s, loss_s, end_s = map(_elapsed, measured.times_s)
     return Step(
         kinds=tuple(step_kinds),

@@ -5,7 +5,7 @@ from typing import Any
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.machine.agreement import Agreement
-from torchoffload._fit.machine.link import Link
+from torchoffload._fit.machine.link import LinkRates
 from torchoffload._fit.plan.step import Step
 from torchoffload._fit.survey.kinds import step_of
 from torchoffload._fit.survey.measured import together
@@ -15,7 +15,7 @@ __all__ = ["surveyed_step"]
 
 
 def surveyed_step(
-    survey: Survey, link: Link | None, options: OffloadOptions, agreement: Agreement | None
+    survey: Survey, link: LinkRates | None, options: OffloadOptions, agreement: Agreement | None
 ) -> tuple[Step, list[tuple[Any, ...]]]:
     """Return the surveyed step, and the keys of the kinds of its blocks, by their numbers.
 
@@ -23,7 +23,7 @@ def surveyed_step(
     ----------
     survey : Survey
         A survey that is done.
-    link : Link or None
+    link : LinkRates or None
         How fast bytes move; None if nothing may move.
     options : OffloadOptions
         Of the contexts that move.
@@ -35,7 +35,7 @@ def surveyed_step(
     budget = options.budget_bytes
     if budget is None:
         budget = (core.host_memory()["default_budget"] or 0) if options.tier == "host" else 2**62
-    rates = Link(1.0, 1.0, 0.0) if link is None else link
+    rates = LinkRates(1.0, 1.0, 0.0) if link is None else link
     slowest = [-rates.out_bytes_per_s, -rates.in_bytes_per_s, rates.latency_s, -budget]
     if agreement is not None:
         measured = together(agreement.gather(measured))

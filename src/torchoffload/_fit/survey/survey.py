@@ -19,7 +19,7 @@ from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.machine.meter import Meter, unique_bytes
 from torchoffload._fit.machine.operators import storages, tensors
 from torchoffload._fit.plan.budget import Budget
-from torchoffload._fit.survey.kinds import Kind, kind_of_call
+from torchoffload._fit.survey.kinds import SurveyedKind, kind_of_call
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind
 
 __all__ = ["Survey"]
@@ -86,7 +86,7 @@ class SurveyedCall(Watch):
         """Note the record of the call, for all blocks of the kind."""
         if record.had_no_room and self._survey.records_again(self.key):
             return False
-        self._survey.add_kind(self.key, Kind(record, self._survey.may_recompute, self._survey.may_agree))
+        self._survey.add_kind(self.key, SurveyedKind(record, self._survey.may_recompute, self._survey.may_agree))
         return self._survey.least_plan(self.key) is not None
 
     def ended(self) -> None:
@@ -179,14 +179,14 @@ class Survey:
         Called in a backward with a kind's key and a message if a block cannot be computed again.
     may_recompute, may_agree : bool
         Whether blocks may be computed again, and whether those may that communicate with other ranks.
-    kinds : dict of tuple to Kind, optional
+    kinds : dict of tuple to SurveyedKind, optional
         The kinds of blocks that are known already. Those that are found are added.
 
     Attributes
     ----------
     allows_communication : bool
         Whether blocks that communicate are computed again now. All ranks have to do the same.
-    kinds : dict of tuple to Kind
+    kinds : dict of tuple to SurveyedKind
         Each kind of block that is known, by its key.
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
@@ -204,13 +204,13 @@ class Survey:
         *,
         may_recompute: bool,
         may_agree: bool,
-        kinds: dict[tuple[Any, ...], Kind] | None = None,
+        kinds: dict[tuple[Any, ...], SurveyedKind] | None = None,
     ) -> None:
         self.backward_is_seen, self.refuse = backward_is_seen, refuse
         self.meter, self._budget = meter, budget
         self.may_recompute, self.may_agree = may_recompute, may_agree
         self.allows_communication = False
-        self.kinds: dict[tuple[Any, ...], Kind] = {} if kinds is None else kinds
+        self.kinds: dict[tuple[Any, ...], SurveyedKind] = {} if kinds is None else kinds
         self.calls: list[SurveyedCall] = []
         self.last_again: SurveyedCall | None = None
         self.is_known = False
@@ -218,7 +218,7 @@ class Survey:
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
         self._recording_steps = 0
         self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
-        self._has_given_up = self._has_no_windows = False
+        self._has_stopped = self._has_no_windows = False
         self._smaller_steps = 0  # that were not counted since a larger one had been seen
         self._least: _LeastMemory | None = None
         self._sink: Callable[[int], None] = self._note_other
@@ -248,7 +248,7 @@ class Survey:
         if module in self._different:
             key = (*key, id(module))
         # Calls behind the first backward, as in pipelines, run in the least memory all the same.
-        if self._ended is not None or self._has_given_up:
+        if self._ended is not None or self._has_stopped:
             return Watch(self.least_plan(key))
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
@@ -323,7 +323,7 @@ class Survey:
         has_room = self._least is None or self._least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
         return 2 * input_bytes if has_room else input_bytes
 
-    def _may_compute_again(self, kind: Kind) -> bool:
+    def _may_compute_again(self, kind: SurveyedKind) -> bool:
         return self.allows_communication or not kind.groups
 
     @property
@@ -353,7 +353,7 @@ class Survey:
             self._new_kinds = True
         return may_try
 
-    def add_kind(self, key: tuple[Any, ...], kind: Kind) -> None:
+    def add_kind(self, key: tuple[Any, ...], kind: SurveyedKind) -> None:
         """Note a kind of block."""
         self.kinds[key] = kind
         self._new_kinds = True
@@ -393,9 +393,9 @@ class Survey:
         self._least = None
         return could_take_less
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Record and measure nothing any more."""
-        self._has_given_up = True
+        self._has_stopped = True
 
     def end_step(self, *, is_largest: bool = True) -> bool:
         """Return whether the step shows all there is to know. Called when the next step is about to begin.
