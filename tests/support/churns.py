@@ -127,8 +127,8 @@ class Streams(Churn):
     """A stream of the program's own for each step, which it destroys some steps later."""
 
     devices = ("simulated", "cuda")
-    # A handle that no stream had before is in the tables of streams for good, with 350 bytes. PyTorch and the driver keep
-    # 3,400 bytes and a segment of device memory for it.
+    # A handle that no stream had before is in the tables of streams for good, with 350 bytes. PyTorch and the driver
+    # keep 3,400 bytes and a segment of device memory for it.
     malloc_limit_bytes = 512
 
     def __init__(self, device: Any, seed: int) -> None:
