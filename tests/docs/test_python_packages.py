@@ -10,7 +10,7 @@ import torchoffload
 PACKAGE = Path(torchoffload.__file__).resolve().parent
 # A file imports from its own line and from those above it. `info` and the integrations use the public names, too.
 LAYERS = (
-    ("_core", "_warnings"),
+    ("_core", "_devices", "_warnings"),
     ("_pytorch",),
     ("_contexts",),
     ("_observe",),

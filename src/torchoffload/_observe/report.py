@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
+from torchoffload._devices import accelerators_in_use, meter_for
 from torchoffload._observe.idle import idle_advice
 from torchoffload._observe.module_stats import module_lines
 from torchoffload._observe.profile import latest_timing
@@ -72,11 +73,9 @@ def _coded_lines(seen: OffloadStats) -> list[str]:
 
 
 def _device_lines() -> list[str]:
-    """Return one line for each CUDA device that was used, with the figures of torch's allocator for it."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    peaks = [(index, torch.cuda.max_memory_allocated(index)) for index in range(torch.cuda.device_count())]
-    return [_pair(f"memory of cuda:{index}", torch.cuda.memory_allocated(index), peak) for index, peak in peaks if peak]
+    """Return one line for each accelerator that was used, with the figures of PyTorch's allocator for it."""
+    used = [(device, *meter_for(device).used_bytes()) for device in accelerators_in_use()]
+    return [_pair(f"memory of {device}", now_bytes, peak_bytes) for device, now_bytes, peak_bytes in used if peak_bytes]
 
 
 def _advice(seen: OffloadStats) -> list[str]:

@@ -4,11 +4,11 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from torchoffload._contexts.options import OffloadOptions
+from torchoffload._devices import copy_s, host_buffer, meter_for
 
 __all__ = ["Link", "measure_link"]
 
@@ -37,32 +37,19 @@ def measure_link(device: torch.device, options: OffloadOptions) -> Link:
     """Measure the link that saved tensors of ``device`` move over. Takes some milliseconds, and 64 MiB of memory."""
     if options.tier == "disk":
         return _disk(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
-    if device.type != "cuda":
+    if device.type == "cpu":
         return Link(1e10, 1e10, 1e-5)  # a simulated device, whose copies take no time that could be measured
-    return _cuda(device)
+    return _accelerator(device)
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _cuda(device: torch.device) -> Link:
-    on_host = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+def _accelerator(device: torch.device) -> Link:
+    meter = meter_for(device)
+    on_host = host_buffer(_NBYTES)
     on_device = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
-
-    def seconds(target: torch.Tensor, source: torch.Tensor, count: int) -> float:
-        begin, end = _event(), _event()
-        begin.record()
-        for _ in range(count):
-            target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / count
-
-    with torch.cuda.device(device):
-        seconds(on_host, on_device, 1)
-        out_s, in_s = seconds(on_host, on_device, _REPEATS), seconds(on_device, on_host, _REPEATS)
-        latency_s = seconds(on_host[:4096], on_device[:4096], 16)
+    with torch.accelerator.device_index(device.index):
+        copy_s(meter, on_host, on_device, 1)
+        out_s, in_s = copy_s(meter, on_host, on_device, _REPEATS), copy_s(meter, on_device, on_host, _REPEATS)
+        latency_s = copy_s(meter, on_host[:4096], on_device[:4096], 16)
     return Link(_NBYTES / out_s, _NBYTES / in_s, latency_s)
 
 
