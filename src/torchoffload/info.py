@@ -176,12 +176,12 @@ def _host_tier(found: dict[str, Any]) -> str:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Return the findings of ``collect`` as lines of text."""
+    """Return the findings of ``collect`` as lines of text; without those of the link, if they were taken out."""
     lines = _section("versions", found["versions"])
     lines.append("devices:")
     lines += [_device_line(device) for device in found["devices"]] or ["  no accelerator"]
     lines.append(f"  {'tier host':<22}{_host_tier(found)}")
-    lines += _link_lines(found["link"])
+    lines += _link_lines(found["link"]) if "link" in found else []
     lines += _section("host memory", found["host_memory"])
     lines += _section("disk tier", found["disk"])
     lines.append("environment:")

@@ -10,7 +10,7 @@ import torch
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._devices import copy_s, host_buffer, meter_for
 
-__all__ = ["Link", "measure_link"]
+__all__ = ["Link", "disk_link", "measure_link"]
 
 _NBYTES = 32 << 20
 _REPEATS = 4
@@ -36,7 +36,7 @@ class Link:
 def measure_link(device: torch.device, options: OffloadOptions) -> Link:
     """Measure the link that saved tensors of ``device`` move over. Takes some milliseconds, and 64 MiB of memory."""
     if options.tier == "disk":
-        return _disk(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
+        return disk_link(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
     if device.type == "cpu":
         return Link(1e10, 1e10, 1e-5)  # a simulated device, whose copies take no time that could be measured
     return _accelerator(device)
@@ -53,8 +53,8 @@ def _accelerator(device: torch.device) -> Link:
     return Link(_NBYTES / out_s, _NBYTES / in_s, latency_s)
 
 
-def _disk(directory: str) -> Link:
-    """Write a file through to the disk, and read it, which may come from the system's cache as later reloads may."""
+def disk_link(directory: str) -> Link:
+    """Write a file of 32 MiB through to the disk, and read it, maybe from the system's cache as later reloads may."""
     data = bytes(_NBYTES)
     with tempfile.TemporaryFile(dir=directory) as file:
         begin = time.perf_counter()
