@@ -73,9 +73,15 @@ def _coded_lines(seen: OffloadStats) -> list[str]:
 
 
 def _device_lines() -> list[str]:
-    """Return one line for each accelerator that was used, with the figures of PyTorch's allocator for it."""
-    used = [(device, *meter_for(device).used_bytes()) for device in accelerators_in_use()]
-    return [_pair(f"memory of {device}", now_bytes, peak_bytes) for device, now_bytes, peak_bytes in used if peak_bytes]
+    """Return lines on the accelerators that were used: the figures of PyTorch's allocator, and what has no effect."""
+    lines = []
+    for device in accelerators_in_use():
+        now_bytes, peak_bytes = meter_for(device).used_bytes()
+        if peak_bytes:
+            lines.append(_pair(f"memory of {device}", now_bytes, peak_bytes))
+        if peak_bytes and device.type != "cuda":
+            lines.append(f"  {device} is served by the generic backend, by which compress has no effect")
+    return [*lines, *(f"  {note}" for note in core.backend_notes())]
 
 
 def _advice(seen: OffloadStats) -> list[str]:
