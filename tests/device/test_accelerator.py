@@ -316,7 +316,7 @@ def test_compress_has_no_effect_and_the_report_names_the_device(device_under_tes
     assert torchoffload.stats().records_coded == 0
 
 
-def test_a_device_that_copies_at_once_has_a_line_in_the_report():
+def test_a_device_that_copies_at_once_has_a_line_in_the_report(device_under_test: Device):
     """In a process of its own, since a device is asked once whether it has streams."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_STREAMS], capture_output=True, text=True, timeout=120, check=True
