@@ -1,4 +1,4 @@
-"""test_accelerator.py: an accelerator that is not CUDA, as a user meets it: training, fit, report, and error texts.
+"""test_private_device.py: an accelerator that is not CUDA, as a user meets it: training, fit, report, and error texts.
 
 It is the simulated device as one of PyTorch's, whose copies are late: a missing wait raises, or shows in the values.
 """
@@ -291,7 +291,10 @@ def test_a_tensor_of_the_cpu_stays_and_the_report_says_why(device_under_test: De
     torchoffload.reset_stats()
     with device_under_test.scope():
         x = torch.ones(64, 64, requires_grad=True)
-        with torchoffload.OffloadActivations(min_offload_size=0):
+        with (
+            pytest.warns(UserWarning, match="saved tensors on cpu stay where they are"),
+            torchoffload.OffloadActivations(min_offload_size=0),
+        ):
             y = x.sin()
         y.sum().backward()
         assert "NOTHING MOVED, mostly because of 'device'" in torchoffload.report()
