@@ -2,7 +2,8 @@
 #   TargetTorch::torch   include directories, libraries, and the ABI of std::string
 #   TargetTorch::cuda    on a CUDA torch, the CUDA run-time's headers and libcudart
 #   TargetTorch::cuda_headers   on a CPU torch and where CUDA headers are found, what compiling the CUDA backend takes
-# besides TORCH_VERSION, TORCH_CUDA_VERSION (empty on a CPU torch) and TORCH_CUDA_HEADERS_VERSION.
+# besides TORCH_VERSION, TORCH_CUDA_VERSION (empty on a CPU or ROCm torch), TORCH_HIP_VERSION (empty on others than ROCm)
+# and TORCH_CUDA_HEADERS_VERSION.
 # Where TORCHOFFLOAD_TORCH_DIR names the directory of a torch package, it is that torch, as if it were a CPU build.
 # Not find_package(Torch): on a CUDA torch that demands a full toolkit, where headers are enough.
 
@@ -30,6 +31,10 @@ add_library(TargetTorch::torch INTERFACE IMPORTED)
 target_include_directories(TargetTorch::torch SYSTEM INTERFACE ${TORCH_INCLUDE_DIRS})
 target_compile_definitions(TargetTorch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
 target_link_libraries(TargetTorch::torch INTERFACE ${TORCH_LIBRARIES})
+if(TORCH_HIP_VERSION)
+  # Some classes in torch's headers have more virtual functions under it. No header of HIP is included.
+  target_compile_definitions(TargetTorch::torch INTERFACE USE_ROCM=1)
+endif()
 
 if(TORCH_CUDA_VERSION)
   add_library(TargetTorch::cuda INTERFACE IMPORTED)
@@ -43,4 +48,4 @@ elseif(TORCH_CUDA_INCLUDE_DIRS)
   target_include_directories(TargetTorch::cuda_headers SYSTEM INTERFACE
     "${CMAKE_CURRENT_BINARY_DIR}/cuda_headers" ${TORCH_CUDA_INCLUDE_DIRS})
 endif()
-message(STATUS "torch ${TORCH_VERSION} (CUDA: ${TORCH_CUDA_VERSION}) in ${TORCH_DIR}")
+message(STATUS "torch ${TORCH_VERSION} (CUDA: ${TORCH_CUDA_VERSION}, HIP: ${TORCH_HIP_VERSION}) in ${TORCH_DIR}")

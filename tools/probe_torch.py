@@ -51,6 +51,7 @@ class Torch:
     directory: Path
     version: str
     cuda: str | None
+    hip: str | None
     libraries: list[Path]
 
     @property
@@ -95,10 +96,6 @@ def check_version(values: dict[str, str | None], where: Path) -> str:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         raise ProbeError(f"{where} has no version that can be read: reinstall torch.")
-    if values.get("hip"):
-        raise ProbeError(
-            f"torch {version} is a ROCm build, which torchoffload does not support: install a CUDA or CPU build."
-        )
     if not OLDEST_TORCH <= (int(match[1]), int(match[2])) <= NEWEST_TORCH:
         raise ProbeError(
             f"torchoffload supports torch {dotted(OLDEST_TORCH)} to {dotted(NEWEST_TORCH)}, "
@@ -184,23 +181,26 @@ def find_torch_directory() -> Path | None:
 def read_torch(directory: Path, *, as_cpu: bool = False) -> Torch:
     """Describe the torch in a package directory, CUDA's own files aside; ProbeError when it cannot be used.
 
-    With `as_cpu` it is described as a CPU build of that torch. The parts that both builds have are the same.
+    With `as_cpu` it is described as a CPU build of that torch. The parts that both builds have are the same. Of a ROCm
+    build those parts are all that is needed: its GPUs are served by the generic backend.
     """
     values = read_version_file(directory / "version.py")
     version = check_version(values, directory / "version.py")
-    cuda = None if as_cpu else values.get("cuda")
+    cuda, hip = (None, None) if as_cpu else (values.get("cuda"), values.get("hip"))
     names = CPU_LIBRARIES + (CUDA_LIBRARIES if cuda else ())
     libraries = [directory / "lib" / f"lib{name}.so" for name in names]
     for library in libraries:
         if not library.is_file():
             raise ProbeError(f"torch {version} has no {library}: install a torch that carries its libraries.")
-    return Torch(directory, version, cuda, libraries)
+    return Torch(directory, version, cuda, hip, libraries)
 
 
 def find_toolkit_for(torch: Torch) -> CudaToolkit | None:
     """The CUDA run-time for a CUDA torch; on a CPU torch what a compile check of the CUDA backend needs, or None."""
     if torch.cuda:
         return find_toolkit(torch.directory.parent, torch.cuda)
+    if torch.hip:
+        return None
     try:
         return find_toolkit(torch.directory.parent, CHECK_CUDA)
     except ProbeError:
@@ -219,6 +219,7 @@ def cmake_text(torch: Torch) -> str:
         "TORCH_DIR": str(torch.directory),
         "TORCH_VERSION": torch.version,
         "TORCH_CUDA_VERSION": torch.cuda or "",
+        "TORCH_HIP_VERSION": torch.hip or "",
         "TORCH_CXX11_ABI": str(int(uses_cxx11_abi(torch))),
         "TORCH_INCLUDE_DIRS": torch.include_dirs,
         "TORCH_LIBRARIES": torch.libraries,

@@ -476,6 +476,7 @@ PYBIND11_MODULE(TORCHOFFLOAD_MODULE_NAME, m) {
   m.def("live_saves", live_saves);
   m.def("host_memory", host_memory);
   m.def("accelerator_available", accelerator_available);
+  m.def("backend_notes", backend_notes);
   set_ask_interrupted(is_interrupted);
   py::module_::import("atexit").attr("register")(py::cpp_function([]() REQUIRES(gil) {
     Operation::shut_down();

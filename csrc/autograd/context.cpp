@@ -133,7 +133,8 @@ Context::OnThread& Context::on_this_thread() {
 void Context::enter() {
   const Placement tier = state_->options.tier;
   TORCH_CHECK(tier == Placement::Disk || accelerator_available(),
-              "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (no CUDA device). "
+              "torchoffload: tier=\"host\" moves tensors of an accelerator, and there is none (PyTorch sees no "
+              "CUDA device, and no accelerator of another type). "
               "Give the context tier=\"disk\" to move CPU tensors to disk.");
   std::vector<std::shared_ptr<ContextState>>& entered = ThreadState::current().entered;
   TORCH_CHECK(entered.empty() || entered.back()->options.tier == tier, "torchoffload: a context with tier=\"",

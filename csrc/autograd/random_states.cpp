@@ -1,7 +1,9 @@
 #include "autograd/random_states.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/ops/equal.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <exception>
@@ -40,6 +42,15 @@ at::Generator exchange_state(at::Generator& generator, const at::Tensor& state) 
   return before;
 }
 
+// The generator that operators of a device draw from: the CPU's, if PyTorch knows none of the device's own.
+at::Generator generator_of(c10::Device device) {
+  try {
+    return at::globalContext().defaultGenerator(device);
+  } catch (const c10::Error&) {
+    return at::detail::getDefaultCPUGenerator();
+  }
+}
+
 void add_device(c10::Device device, std::vector<c10::Device>& devices) {
   if (device.type() == c10::kMeta) return;
   if (std::ranges::find(devices, device) == devices.end()) devices.push_back(device);
@@ -73,7 +84,9 @@ RandomStates::RandomStates(const OperatorTraits& traits, c10::ArrayRef<c10::IVal
   std::vector<c10::Device> devices = devices_of(arguments);
   if (traits.may_draw) add_device(c10::kCPU, devices);
   for (const c10::Device& device : devices) {
-    at::Generator generator = at::globalContext().defaultGenerator(device);
+    at::Generator generator = generator_of(device);
+    const auto is_this = [&](const auto& each) { return each.first == generator; };
+    if (std::ranges::any_of(states_, is_this)) continue;  // devices that draw from the CPU's share it
     states_.emplace_back(generator, state_of(generator));
   }
 }

@@ -266,4 +266,7 @@ def host_memory() -> dict[str, int | None]:
     """
 
 def accelerator_available() -> bool:
-    """Return whether there is a device that tier="host" serves: CUDA, or in the test build a simulated device."""
+    """Return whether there is a device that tier="host" serves, in the test build also a simulated device."""
+
+def backend_notes() -> list[str]:
+    """Return what users should know of the devices that were used, such as that copies to one block the program."""

@@ -16,9 +16,10 @@ import torch
 import torchoffload
 from torchoffload._contexts.options import default_disk_dir, file_system_of
 from torchoffload._core import build_info, core
+from torchoffload._devices import Meter, accelerator, accelerators, copy_s, description, host_buffer, meter_for
 from torchoffload._observe.units import human_bytes
 
-__all__ = ["collect", "main"]
+__all__ = ["collect", "link_rate", "main", "text"]
 
 _LINK_COPY_BYTES = 256 * 1024 * 1024
 _LINK_COPIES = 5
@@ -51,37 +52,36 @@ def _driver_version() -> str | None:
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def _devices() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        found.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
-    return found
-
-
-def _best_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+def _best_rate(target: torch.Tensor, source: torch.Tensor, meter: Meter) -> float:
     """Return the rate in GB/s (1e9 bytes) of the fastest of a few copies, measured by the clock of the device."""
-    best_ms = float("inf")
-    for _ in range(1 + _LINK_COPIES):  # the first copy warms up, and is seldom the fastest
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        best_ms = min(best_ms, begin.elapsed_time(end))
-    return source.numel() / best_ms / 1e6
+    # The first copy warms up, and is seldom the fastest.
+    best_s = min(copy_s(meter, target, source, 1) for _ in range(1 + _LINK_COPIES))
+    return source.numel() / best_s / 1e9
 
 
-def _link_rate() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {"not_measured": "no CUDA"}
+def link_rate(device: torch.device | None) -> dict[str, Any]:
+    """Measure how fast bytes move between host memory and a device, by copies of 256 MiB each way.
+
+    Parameters
+    ----------
+    device : torch.device or None
+        The device; None if there is no accelerator.
+
+    Returns
+    -------
+    dict
+        ``out_gb_per_s`` and ``in_gb_per_s``, in GB/s (1e9 bytes per second); or ``not_measured``, the reason.
+    """
+    if device is None:
+        return {"not_measured": "no accelerator"}
     try:
-        host = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        device = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device="cuda")
-        return {"out_gb_per_s": round(_best_rate(host, device), 1), "in_gb_per_s": round(_best_rate(device, host), 1)}
+        host = host_buffer(_LINK_COPY_BYTES)
+        on_device = torch.empty(_LINK_COPY_BYTES, dtype=torch.uint8, device=device)
+        meter = meter_for(device)
+        return {
+            "out_gb_per_s": round(_best_rate(host, on_device, meter), 1),
+            "in_gb_per_s": round(_best_rate(on_device, host, meter), 1),
+        }
     except RuntimeError as error:  # a full or broken device must not prevent the rest of the bug report
         return {"not_measured": str(error).splitlines()[0]}
 
@@ -112,8 +112,9 @@ def collect(disk_dir: str | None = None, *, measure_link: bool = True) -> dict[s
     Returns
     -------
     dict
-        The sections ``versions``, ``devices``, ``link``, ``host_memory``, ``disk`` and ``environment``, and
-        ``host_tier_available``. Sizes are ints in bytes, rates are floats in GB/s (1e9 bytes per second).
+        The sections ``versions``, ``devices`` (those of the accelerator that PyTorch has), ``link``, ``host_memory``,
+        ``disk`` and ``environment``, and ``host_tier_available``. Sizes are ints in bytes, rates are floats in GB/s
+        (1e9 bytes per second).
     """
     names = sorted({*_VARIABLES, *(name for name in os.environ if name.startswith("TORCHOFFLOAD_"))})
     return {
@@ -125,11 +126,12 @@ def collect(disk_dir: str | None = None, *, measure_link: bool = True) -> dict[s
             "python": platform.python_version(),
             "platform": platform.platform(),
             "cuda_runtime": torch.version.cuda,
+            "hip_runtime": torch.version.hip,
             "cuda_driver": _driver_version(),
         },
-        "devices": _devices(),
+        "devices": [description(device) for device in accelerators()],
         "host_tier_available": core.accelerator_available(),
-        "link": _link_rate() if measure_link else {"not_measured": "not asked for"},
+        "link": link_rate(accelerator()) if measure_link else {"not_measured": "not asked for"},
         "host_memory": asdict(torchoffload.host_memory()),
         "disk": _disk(disk_dir or default_disk_dir()),
         "environment": {name: os.environ[name] for name in names if name in os.environ},
@@ -156,15 +158,30 @@ def _link_lines(link: dict[str, Any]) -> list[str]:
     return ["link:", f"  {'out':<22}{link['out_gb_per_s']} GB/s", f"  {'in':<22}{link['in_gb_per_s']} GB/s"]
 
 
-def _text(found: dict[str, Any]) -> str:
+def _device_line(device: dict[str, Any]) -> str:
+    parts = [device["name"]]
+    if "memory_bytes" in device:
+        parts.append(human_bytes(device["memory_bytes"]))
+    if "capability" in device:
+        parts.append(f"capability {device['capability']}")
+    return f"  {device['device']:<22}{', '.join(parts)}"
+
+
+def _host_tier(found: dict[str, Any]) -> str:
+    if not found["host_tier_available"]:
+        return "no accelerator for it"
+    types = {device["device"].partition(":")[0] for device in found["devices"]}
+    is_generic = bool(types) and (types != {"cuda"} or os.environ.get("TORCHOFFLOAD_GENERIC_BACKEND") == "1")
+    return "available, by the generic backend" if is_generic else "available"
+
+
+def text(found: dict[str, Any]) -> str:
+    """Return the findings of ``collect`` as lines of text; without those of the link, if they were taken out."""
     lines = _section("versions", found["versions"])
     lines.append("devices:")
-    lines += [
-        f"  cuda:{index:<17}{device['name']}, {human_bytes(device['memory_bytes'])}, capability {device['capability']}"
-        for index, device in enumerate(found["devices"])
-    ] or ["  none with CUDA"]
-    lines.append(f"  {'tier host':<22}{'available' if found['host_tier_available'] else 'no accelerator for it'}")
-    lines += _link_lines(found["link"])
+    lines += [_device_line(device) for device in found["devices"]] or ["  no accelerator"]
+    lines.append(f"  {'tier host':<22}{_host_tier(found)}")
+    lines += _link_lines(found["link"]) if "link" in found else []
     lines += _section("host memory", found["host_memory"])
     lines += _section("disk tier", found["disk"])
     lines.append("environment:")
@@ -195,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-link", action="store_true", help="do not measure the link rate")
     given = parser.parse_args(arguments)
     found = collect(given.disk_dir, measure_link=not given.no_link)
-    print(json.dumps(found, indent=2) if given.json else _text(found))
+    print(json.dumps(found, indent=2) if given.json else text(found))
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torchoffload
-from torchoffload._fit.machine.meter import CudaMeter
+from torchoffload._devices import CudaMeter
 
 pytestmark = pytest.mark.cuda
 

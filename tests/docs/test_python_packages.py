@@ -1,6 +1,7 @@
 """test_python_packages.py: the Python face by its shape: what is public, and which package may import which."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,20 @@ import pytest
 import torchoffload
 
 PACKAGE = Path(torchoffload.__file__).resolve().parent
-# A file imports from its own line and from those above it. `info` and the integrations use the public names, too.
+# A file imports from its own line and from those above it. What stands on top uses the public names, too.
 LAYERS = (
-    ("_core", "_warnings"),
+    ("_core", "_devices", "_warnings"),
     ("_pytorch",),
     ("_contexts",),
     ("_observe",),
     ("_modules", "_checkpoint", "_compile"),
     ("_fit",),
-    ("_estimate",),
+    ("_estimate", "_selftest"),
 )
 # The same of the rooms of _fit.
 ROOMS = ("machine", "block", "plan", "survey", "choosing", "model")
-ON_TOP = ("__init__", "estimate", "info", "integrations")
-PUBLIC = {"estimate", "info", "integrations"}
+ON_TOP = ("__init__", "estimate", "info", "integrations", "selftest")
+PUBLIC = {"estimate", "info", "integrations", "selftest"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -66,6 +67,16 @@ def test_imports_point_one_way(path):
     allowed = {part for parts in LAYERS[:layer] for part in parts} | {part_of(path)}
     compiled_core = {""} if part_of(path) == "_core" else set()  # `from torchoffload import _C`
     assert imported_parts(path) <= allowed | compiled_core
+
+
+# The settings that CUDA alone has: its allocator's segments, and cuDNN's dropout.
+OF_CUDA_ALONE = {"_devices.py", "_fit/machine/allocator.py", "_fit/choosing/answers.py"}
+
+
+def test_one_module_asks_devices():
+    """All others ask a device's meter, so that an accelerator other than CUDA is served wherever CUDA is."""
+    of_cuda = {name_of(path) for path in FILES if re.search(r"^[^#`]*\btorch\.cuda\b", path.read_text(), re.MULTILINE)}
+    assert of_cuda == OF_CUDA_ALONE
 
 
 def modules_of_fit(path: Path) -> set[str]:

@@ -9,8 +9,8 @@ from torch import nn
 
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
+from torchoffload._devices import meter_for
 from torchoffload._fit.block import blocks
-from torchoffload._fit.machine.meter import meter_for
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.step import least_plan
 

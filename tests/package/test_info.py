@@ -53,8 +53,8 @@ def test_json_has_the_same_with_sizes_in_bytes(printed, tmp_path):
 @WITHOUT_CUDA
 def test_without_cuda_the_link_is_not_measured(printed):
     text = printed()
-    assert "not measured: no CUDA" in text
-    assert "none with CUDA" in text
+    assert "not measured: no accelerator" in text
+    assert "\n  no accelerator\n" in text
 
 
 @pytest.mark.cuda
@@ -68,14 +68,26 @@ def test_with_cuda_the_link_is_measured(printed):
     assert "GB/s" in printed()
 
 
+@pytest.mark.devices("privateuseone")
+def test_another_accelerator_is_named_and_its_link_measured(device_under_test, printed):
+    with device_under_test.scope():
+        found = json.loads(printed("--json"))
+        text = printed("--no-link")
+    assert [device["device"] for device in found["devices"]] == ["privateuseone:0", "privateuseone:1"]
+    assert found["host_tier_available"]
+    assert found["link"]["out_gb_per_s"] > 0
+    assert found["link"]["in_gb_per_s"] > 0
+    assert "privateuseone:0" in text
+    assert "available, by the generic backend" in text
+
+
 def test_a_link_that_cannot_be_measured_is_no_end_to_the_report(monkeypatch, printed):
     def out_of_memory(*_, **__):
         raise RuntimeError("CUDA out of memory\nmore lines")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch, "empty", out_of_memory)
-    assert info._link_rate() == {"not_measured": "CUDA out of memory"}
+    assert info.link_rate(torch.device("cuda")) == {"not_measured": "CUDA out of memory"}
+    monkeypatch.setattr(info, "accelerator", lambda: torch.device("cuda"))
     assert "not measured: CUDA out of memory" in printed()
 
 

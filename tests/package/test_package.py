@@ -88,6 +88,13 @@ def test_another_torch_is_refused_with_both_and_the_command(built, torch_version
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(("built", "running"), [(None, "6.4"), ("6.4", None)])
+def test_a_core_for_rocm_and_one_for_the_cpu_are_not_the_same(built, running):
+    with pytest.raises(ImportError, match=r"ROCm 6\.4"):
+        _core.check_torch(BuildInfo("0.1.0", "2.13.0", None, built), "2.13.0", None, running)
+    _core.check_torch(BuildInfo("0.1.0", "2.13.0", None, running), "2.13.0", None, running)
+
+
 @pytest.mark.parametrize(
     ("package", "prefix", "command"),
     [
@@ -112,14 +119,17 @@ def test_without_a_compiled_core_the_command_is_named(tmp_path):
 @pytest.mark.parametrize(("platform", "name"), [("win32", "Windows"), ("darwin", "macOS"), ("aix", "aix")])
 def test_other_systems_are_refused_by_name(platform, name):
     with pytest.raises(ImportError, match=f"Linux only, not {name}"):
-        _core.check_platform(platform, None)
+        _core.check_platform(platform, None, None)
     with pytest.raises(probe_torch.ProbeError, match=f"Linux only, not {name}"):
         probe_torch.check_platform(platform)
 
 
-def test_rocm_is_refused():
-    with pytest.raises(ImportError, match="does not support ROCm"):
-        _core.check_platform("linux", "6.4")
+@pytest.mark.parametrize("generic_backend", [None, "", "0"])
+def test_rocm_has_to_be_asked_for(generic_backend):
+    """Nobody has run it there; the text says what to try and to send."""
+    with pytest.raises(ImportError, match=r"never been run on ROCm .*HIP 6\.4.*TORCHOFFLOAD_GENERIC_BACKEND=1 to try"):
+        _core.check_platform("linux", "6.4", generic_backend)
+    _core.check_platform("linux", "6.4", "1")
 
 
 def test_the_core_says_what_it_was_built_for():
@@ -174,6 +184,11 @@ def test_a_wheel_without_a_core_for_this_torch_says_what_it_serves_and_how_to_bu
     )
 
 
+def test_a_wheel_has_no_core_for_rocm(wheel):
+    with pytest.raises(ImportError, match=r"but this is torch 2\.10\.0\+rocm6\.4 \(ROCm 6\.4\).* build it from source"):
+        _core.find_core(wheel, "2.10.0+rocm6.4", None, "6.4")
+
+
 def test_a_build_from_source_has_its_core_in_the_package(tmp_path):
     assert _core.find_core(tmp_path, "2.16.0", None) == tmp_path
 
@@ -213,9 +228,18 @@ def test_a_torch_out_of_range_is_refused_with_the_range(tmp_path, version):
         probe_torch.read_torch(make_torch(tmp_path, version))
 
 
-def test_a_rocm_torch_is_refused_by_the_build(tmp_path):
-    with pytest.raises(probe_torch.ProbeError, match="ROCm build, which torchoffload does not support"):
-        probe_torch.read_torch(make_torch(tmp_path, "2.13.0+rocm6.4", hip="6.4"))
+def test_a_rocm_torch_is_built_for_with_the_libraries_of_all_builds_alone(tmp_path):
+    torch = probe_torch.read_torch(make_torch(tmp_path, "2.13.0+rocm6.4", hip="6.4"))
+    assert [path.name for path in torch.libraries] == [f"lib{name}.so" for name in probe_torch.CPU_LIBRARIES]
+    text = probe_torch.cmake_text(torch)
+    assert 'set(TORCH_HIP_VERSION "6.4")' in text
+    assert 'set(TORCH_CUDA_VERSION "")' in text
+    assert 'set(TORCH_CUDA_HEADERS_VERSION "")' in text
+
+
+def test_other_torches_have_no_hip(tmp_path):
+    torch = probe_torch.read_torch(make_torch(tmp_path, "2.13.0+cpu"))
+    assert 'set(TORCH_HIP_VERSION "")' in probe_torch.cmake_text(torch)
 
 
 def test_for_a_wheel_a_cuda_torch_is_taken_as_a_cpu_build(tmp_path, no_toolkit):

@@ -17,6 +17,7 @@ from torchoffload import _C_testing
 _control = _C_testing.testing
 
 NAME = "privateuseone"
+_running = 0  # simulations
 
 
 def register() -> None:
@@ -25,7 +26,7 @@ def register() -> None:
         return
     _control.register_private_devices()
     module = types.ModuleType(f"torch.{NAME}")
-    module.is_available = lambda: True  # type: ignore[attr-defined]
+    module.is_available = lambda: _running > 0  # type: ignore[attr-defined]
     module.device_count = lambda: _control.private_device_count  # type: ignore[attr-defined]
     module.current_device = _control.current_device  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
@@ -41,15 +42,16 @@ def register() -> None:
 @contextlib.contextmanager
 def private_devices(mode: str = "late", seed: int = 0) -> Iterator[Simulation]:
     """Run a simulation of these devices; see ``simulated_device``."""
+    global _running
     register()
     # Autograd orders the streams of the one accelerator that PyTorch has. From here on it is this one.
     torch.utils.rename_privateuse1_backend(NAME)
     _control.start_private_simulation(mode, seed)
     simulation = Simulation(_control.private_device_count)
+    _running += 1
     try:
         yield simulation
-    except BaseException:
+    finally:
+        _running -= 1
         _control.stop_private_simulation()
-        raise
-    _control.stop_private_simulation()
     simulation.check()

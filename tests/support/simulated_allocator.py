@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchoffload._fit.machine.meter import Counts
+from torchoffload._devices import Counts
 
 __all__ = ["SimulatedAllocator", "SimulatedMeter"]
 

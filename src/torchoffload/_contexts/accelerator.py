@@ -1,9 +1,8 @@
 """Checking that there is a device that ``tier="host"`` serves, before any forward runs."""
 
-import torch
-
 from torchoffload._contexts.disabling import is_disabled
 from torchoffload._core import core
+from torchoffload._devices import cuda_device_count, other_accelerator_is_there
 
 __all__ = ["require_accelerator"]
 
@@ -12,10 +11,12 @@ def _is_there() -> bool:
     # torch counts the devices through NVML if it can. If the core asked CUDA itself, CUDA would initialize its driver:
     # a process that is forked afterwards could not use CUDA, and the count would ignore a later change of
     # CUDA_VISIBLE_DEVICES. So a CUDA build of the core is asked only if it may have a simulated device.
-    if core.built_with_cuda and torch.cuda.device_count() > 0:
+    if core.built_with_cuda and cuda_device_count() > 0:
         return True
     is_test_build = hasattr(core, "testing")
-    return (is_test_build or not core.built_with_cuda) and core.accelerator_available()
+    if is_test_build or not core.built_with_cuda:
+        return core.accelerator_available()
+    return other_accelerator_is_there()
 
 
 def require_accelerator(tier: str, caller: str) -> None:
@@ -38,5 +39,6 @@ def require_accelerator(tier: str, caller: str) -> None:
     if tier == "host" and not is_disabled() and not _is_there():
         raise RuntimeError(
             f'torchoffload: {caller} was given tier="host", which is also the default. It moves tensors of an '
-            f'accelerator, and there is none (no CUDA device). Give {caller} tier="disk" to move CPU tensors to disk.'
+            f"accelerator, and there is none (PyTorch sees no CUDA device, and no accelerator of another type). Give "
+            f'{caller} tier="disk" to move CPU tensors to disk.'
         )

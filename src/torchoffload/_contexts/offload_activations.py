@@ -61,8 +61,9 @@ class OffloadActivations(saved_tensors_hooks):
         A model whose parameters and buffers are never moved. Parameters are recognised without it, buffers are not. The
         context reads them when it is first entered, and holds only a weak reference to the model.
     tier : {"host", "disk"}, default "host"
-        The place the tensors move to. ``"host"`` moves CUDA tensors to host memory. ``"disk"`` moves CPU tensors to a
-        file, and CUDA tensors as well, by way of at most 1 GiB of host memory.
+        The place the tensors move to. ``"host"`` moves tensors of CUDA and other accelerators to host memory.
+        ``"disk"`` moves CPU tensors to a file, and those of accelerators as well, by way of at most 1 GiB of host
+        memory.
     disk_dir : str, os.PathLike, or a list or tuple of them, optional
         The directory in which that file is made, for ``tier="disk"`` and ``on_full="disk"`` only. Several directories,
         best on several disks, share the bytes of CUDA tensors; CPU tensors use the first one. Default:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchoffload._contexts.disabling import disabled
+from torchoffload._devices import accelerator, meter_for
 from torchoffload._observe.stats import stats
 from torchoffload._warnings import warn_user
 
@@ -20,11 +21,8 @@ _COLORS = {_PLAIN: "tab:gray", _OFFLOADED: "tab:blue"}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the bytes that are allocated on a CUDA device, or for the CPU the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes that are allocated on an accelerator, or for the CPU the resident memory of this process."""
+    return meter_for(device).used_bytes()[0]
 
 
 @dataclass
@@ -122,9 +120,9 @@ def plot_memory(
     path : str or os.PathLike
         The file to write. Its suffix chooses the format, such as ``.png`` or ``.svg``.
     device : torch.device or str, optional
-        The device whose memory is drawn. Default: the current CUDA device, or the CPU if there is none. For the CPU it
-        is the resident memory of the process, in which freed memory shows only after the C library gave it back to the
-        system; see docs/profiling.md.
+        The device whose memory is drawn. Default: the accelerator's current device, or the CPU if there is none. For
+        the CPU it is the resident memory of the process, in which freed memory shows only after the C library gave it
+        back to the system; see docs/profiling.md.
     warm_up_steps : int, default 2
         The number of steps of each kind that run before the one that is drawn. Optimizers allocate their state in the
         first step, and the contexts learn.
@@ -175,4 +173,4 @@ def plot_memory(
 
 
 def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return accelerator() or torch.device("cpu")

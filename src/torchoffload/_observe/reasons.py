@@ -36,7 +36,8 @@ REASONS = {
     ),
     "device": Reason(
         meaning="on a device that this tier does not serve",
-        advice='The host tier serves CUDA tensors, tier="disk" CUDA and CPU tensors: move the model, or change tier.',
+        advice='The host tier serves tensors of an accelerator, tier="disk" those of the CPU as well: move the model, '
+        "or change tier.",
     ),
     "layout": Reason(
         meaning="without plain storage, such as sparse tensors",

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._core import core
+from torchoffload._devices import accelerators_in_use, meter_for
 from torchoffload._observe.idle import idle_advice
 from torchoffload._observe.module_stats import module_lines
 from torchoffload._observe.profile import latest_timing
@@ -72,11 +73,15 @@ def _coded_lines(seen: OffloadStats) -> list[str]:
 
 
 def _device_lines() -> list[str]:
-    """Return one line for each CUDA device that was used, with the figures of torch's allocator for it."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
-    peaks = [(index, torch.cuda.max_memory_allocated(index)) for index in range(torch.cuda.device_count())]
-    return [_pair(f"memory of cuda:{index}", torch.cuda.memory_allocated(index), peak) for index, peak in peaks if peak]
+    """Return lines on the accelerators that were used: the figures of PyTorch's allocator, and what has no effect."""
+    lines = []
+    for device in accelerators_in_use():
+        now_bytes, peak_bytes = meter_for(device).used_bytes()
+        if peak_bytes:
+            lines.append(_pair(f"memory of {device}", now_bytes, peak_bytes))
+        if peak_bytes and device.type != "cuda":
+            lines.append(f"  {device} is served by the generic backend, by which compress has no effect")
+    return [*lines, *(f"  {note}" for note in core.backend_notes())]
 
 
 def _advice(seen: OffloadStats) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._core import core
+from torchoffload._devices import is_capturing
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.record import Recording
 from torchoffload._fit.block.replay import Watch
@@ -100,7 +101,7 @@ def _may_record() -> bool:
         return False
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return False
     pack = hook_stack.top_pack_hook()
     return pack is None or pack is core.noop_pack or isinstance(getattr(pack, "__self__", None), core.Context)

@@ -1,6 +1,5 @@
 """The record of one call of a block: its operators, the storages they read, make and write, and their times."""
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,12 +9,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._core import core
+from torchoffload._devices import meter_for
 from torchoffload._fit.machine.agreement import communicated, counts_of_groups, wait_for
 from torchoffload._fit.machine.operators import tensors
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.operator_mode import OperatorMode
 
-__all__ = ["BlockRecord", "Clock", "OperatorCall", "Recorder", "Recording"]
+__all__ = ["BlockRecord", "OperatorCall", "Recorder", "Recording"]
 
 
 @dataclass(kw_only=True)
@@ -106,26 +106,6 @@ class BlockRecord:
         return on_link / (sum(sizes.values()) or 1) if on_link else 1.0
 
 
-class Clock:
-    """Moments on the device that computes, and the time between two of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter_ns()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def between_ns(self, begin: Any, end: Any) -> int:
-        if self._device.type == "cpu":
-            return int(end - begin)
-        end.synchronize()
-        return int(begin.elapsed_time(end) * 1e6)
-
-
 class Recording:
     """One call of a block while it is recorded.
 
@@ -149,10 +129,10 @@ class Recording:
     def __init__(self, module: nn.Module, inputs: Any, context: Any, observer: Any) -> None:
         wait_for(inputs)
         devices = [tensor.device for tensor in tensors((inputs, list(module.parameters())))]
-        self._clock = Clock(next(iter(devices), torch.device("cpu")))
+        self._meter = meter_for(next(iter(devices), torch.device("cpu")))
         self._group_counts = counts_of_groups()
         addresses = core.storage_addresses(inputs)
-        self.call = core.RecordedCall(None, addresses, context, observer, self._clock.now, True, False, True)
+        self.call = core.RecordedCall(None, addresses, context, observer, self._meter.now, True, False, True)
 
     def end(self, *, verifies: bool) -> BlockRecord:
         """Return the record of the call. Called when forward has ended, and before anything is forgotten."""
@@ -181,7 +161,7 @@ class Recording:
         ]
         for number, begin, end in self.call.moments():
             if number >= 0:
-                record.operators[number].duration_ns = max(1, self._clock.between_ns(begin, end))
+                record.operators[number].duration_ns = max(1, int(1e9 * self._meter.between_s(begin, end)))
         if verifies:
             self._verify(record)
         return record

@@ -19,7 +19,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchoffload._core import core
-from torchoffload._fit.block.record import BlockRecord, Clock, OperatorCall
+from torchoffload._devices import meter_for
+from torchoffload._fit.block.record import BlockRecord, OperatorCall
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.machine.agreement import communicated, counts_of_groups
 from torchoffload._fit.machine.operators import storages, tensors
@@ -108,7 +109,7 @@ class WholeRecorder:
         self.record.inputs = self._numbers.of_all(inputs)
         self.record.own = self._numbers.of_all(self._state)
         self._saved: set[int] = set()
-        self._clock = Clock(next((each.device for each in tensors((inputs, self._state))), torch.device("cpu")))
+        self._meter = meter_for(next((each.device for each in tensors((inputs, self._state))), torch.device("cpu")))
 
     def _versions(self) -> list[int]:
         return [each._version for each in [*self._state, *tensors(self._inputs)] if not each.is_inference()]
@@ -125,11 +126,11 @@ class WholeRecorder:
         self._hooks = saved_tensors_hooks(disable(note), unpack)
         self._before, self._group_counts = self._versions(), counts_of_groups()
         self._hooks.__enter__()
-        self._begin = self._clock.now()
+        self._begin = self._meter.now()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        end = self._clock.now()
+        end = self._meter.now()
         self._hooks.__exit__(*exception)
         record = self.record
         record.saved, record.groups = frozenset(self._saved), communicated(self._group_counts)
@@ -146,7 +147,7 @@ class WholeRecorder:
         record.operators.append(
             OperatorCall(
                 operator=COMPILED_CALL,
-                duration_ns=self._clock.between_ns(self._begin, end),
+                duration_ns=int(1e9 * self._meter.between_s(self._begin, end)),
                 reads=frozenset((number, 0) for number in record.inputs | record.own),
                 makes=makes,
                 writes=frozenset(),

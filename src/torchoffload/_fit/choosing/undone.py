@@ -19,7 +19,8 @@ def undone(model: nn.Module) -> Iterator[None]:
     """Put back the changes of a forward outside of a model."""
     devices = {each.device for each in [*model.parameters(), *model.buffers()]}
     modules = [(each, torch.get_device_module(each.type)) for each in devices if each.type not in ("cpu", "meta")]
-    states = [(each, module, module.get_rng_state(each)) for each, module in modules]
+    drawing = [(each, module) for each, module in modules if hasattr(module, "get_rng_state")]
+    states = [(each, module, module.get_rng_state(each)) for each, module in drawing]
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -4,13 +4,13 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from torchoffload._contexts.options import OffloadOptions
+from torchoffload._devices import copy_s, host_buffer, meter_for
 
-__all__ = ["LinkRates", "measure_link"]
+__all__ = ["LinkRates", "disk_link", "measure_link"]
 
 _NBYTES = 32 << 20
 _REPEATS = 4
@@ -36,38 +36,25 @@ class LinkRates:
 def measure_link(device: torch.device, options: OffloadOptions) -> LinkRates:
     """Measure the link that saved tensors of ``device`` move over. Takes some milliseconds, and 64 MiB of memory."""
     if options.tier == "disk":
-        return _disk(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
-    if device.type != "cuda":
+        return disk_link(str(options.disk_dir[0] if isinstance(options.disk_dir, tuple) else options.disk_dir))
+    if device.type == "cpu":
         return LinkRates(1e10, 1e10, 1e-5)  # a simulated device, whose copies take no time that could be measured
-    return _cuda(device)
+    return _accelerator(device)
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _cuda(device: torch.device) -> LinkRates:
-    on_host = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+def _accelerator(device: torch.device) -> LinkRates:
+    meter = meter_for(device)
+    on_host = host_buffer(_NBYTES)
     on_device = torch.empty(_NBYTES, dtype=torch.uint8, device=device)
-
-    def seconds(target: torch.Tensor, source: torch.Tensor, count: int) -> float:
-        begin, end = _event(), _event()
-        begin.record()
-        for _ in range(count):
-            target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / count
-
-    with torch.cuda.device(device):
-        seconds(on_host, on_device, 1)
-        out_s, in_s = seconds(on_host, on_device, _REPEATS), seconds(on_device, on_host, _REPEATS)
-        latency_s = seconds(on_host[:4096], on_device[:4096], 16)
+    with torch.accelerator.device_index(device.index):
+        copy_s(meter, on_host, on_device, 1)
+        out_s, in_s = copy_s(meter, on_host, on_device, _REPEATS), copy_s(meter, on_device, on_host, _REPEATS)
+        latency_s = copy_s(meter, on_host[:4096], on_device[:4096], 16)
     return LinkRates(_NBYTES / out_s, _NBYTES / in_s, latency_s)
 
 
-def _disk(directory: str) -> LinkRates:
-    """Write a file through to the disk, and read it, which may come from the system's cache as later reloads may."""
+def disk_link(directory: str) -> LinkRates:
+    """Write a file of 32 MiB through to the disk, and read it, maybe from the system's cache as later reloads may."""
     data = bytes(_NBYTES)
     with tempfile.TemporaryFile(dir=directory) as file:
         begin = time.perf_counter()

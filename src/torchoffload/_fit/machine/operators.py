@@ -1,6 +1,6 @@
-"""The storages of tensors in containers, and which operators communicate with other ranks."""
+"""The storages of tensors in containers, their bytes, and which operators communicate with other ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._pytorch.collectives import communicates
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["communicates", "has_storage", "storages", "tensors", "to_one_rank"]
+__all__ = ["communicates", "has_storage", "storages", "tensors", "to_one_rank", "unique_bytes"]
 
 
 def to_one_rank(operator: Any) -> bool:
@@ -34,3 +34,9 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors(value):
         if has_storage(tensor):
             yield tensor.untyped_storage()
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each counted once."""
+    seen = {storage._cdata: storage.nbytes() for storage in storages(list(tensors))}
+    return sum(seen.values())

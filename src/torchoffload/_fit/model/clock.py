@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchoffload._fit.machine.meter import Counts, Meter
+from torchoffload._devices import Counts, Meter
 from torchoffload._fit.model.backwards import Backwards
 
 __all__ = ["Clock", "FinishedStep"]

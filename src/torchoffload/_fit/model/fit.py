@@ -16,10 +16,11 @@ from torchoffload._contexts.disabling import is_disabled
 from torchoffload._contexts.keywords import MovingKeywords
 from torchoffload._contexts.options import check_module
 from torchoffload._contexts.signatures import shows_options
+from torchoffload._devices import Meter, meter_for
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.machine.allocator import prepare_allocator
-from torchoffload._fit.machine.meter import Meter, meter_for, unique_bytes
+from torchoffload._fit.machine.operators import unique_bytes
 from torchoffload._fit.model.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.model.driver import Driver
 from torchoffload._fit.model.model_calls import ModelCalls

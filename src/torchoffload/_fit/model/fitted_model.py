@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from torchoffload._devices import Meter
 from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.link import LinkRates, measure_link
-from torchoffload._fit.machine.meter import Meter
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying

@@ -5,8 +5,8 @@ import weakref
 import torch
 from torch import nn
 
+from torchoffload._devices import Meter
 from torchoffload._fit.machine.agreement import Agreement
-from torchoffload._fit.machine.meter import Meter
 from torchoffload._fit.plan.step import Step, least_plan
 from torchoffload._observe.units import human_bytes
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from torchoffload._devices import Meter
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.record import BlockRecord
 from torchoffload._fit.block.replay import Watch
-from torchoffload._fit.machine.meter import Meter, unique_bytes
-from torchoffload._fit.machine.operators import storages, tensors
+from torchoffload._fit.machine.operators import storages, tensors, unique_bytes
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.survey.kinds import SurveyedKind, kind_of_call
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind
