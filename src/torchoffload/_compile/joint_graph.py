@@ -1,6 +1,7 @@
 """The joint graph of a compiled model as blocks of groups of values, with their bytes and the times they take.
 
-A group is the memory that one operator makes, together with all views of it: to save one of them is to save them all.
+A group is one piece of memory that an operator makes, together with all views of it: to save one of them is to save
+them all. An operator that makes several such pieces is a group without memory, which the groups of its results read.
 A *piece* is the part of the graph that belongs to one block of the model, or to what is before or behind the blocks.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._compile.rewrite import hint, storage_of, value_of
 
@@ -53,14 +55,14 @@ class Rates:
 
 @dataclass(eq=False)
 class Group:
-    """The memory that one operator makes.
+    """One piece of memory that an operator makes, or an operator that makes several.
 
     Attributes
     ----------
     number : int
         Its place in the graph.
     maker : fx.Node
-        The operator.
+        The operator, or the one that takes its result out of the operator's.
     nodes : list of fx.Node
         All values in this memory, the maker's first.
     piece : int
@@ -73,8 +75,12 @@ class Group:
         The numbers of the groups that its nodes read.
     readers : set of int
         The numbers of the groups that read it.
+    is_cheap : bool
+        Whether a compiler fuses its operator with others.
     is_fused : bool
         Whether it is cheap, and read by cheap operators alone: then it never is in memory, unless it is saved.
+    may_recompute : bool
+        Whether its operator gives the same values whenever it is called.
     """
 
     number: int
@@ -85,7 +91,9 @@ class Group:
     seconds: float = 0.0
     inputs: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
+    is_cheap: bool = False
     is_fused: bool = False
+    may_recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,8 +270,7 @@ class JointGraph:
     ) -> None:
         self._graph, self._backward = graph, backward
         self._costs = _Costs(rates)
-        output = next(iter(graph.find_nodes(op="output")))
-        flat: list[Any] = list(output.args[0])
+        flat = tree_leaves(next(iter(graph.find_nodes(op="output"))).args)
         self.forward_outputs = [node for node in flat[:num_fwd_outputs] if isinstance(node, fx.Node)]
         self.backward_outputs = [node for node in flat[num_fwd_outputs:] if isinstance(node, fx.Node)]
         self.placeholders = graph.find_nodes(op="placeholder")
@@ -286,18 +293,17 @@ class JointGraph:
                 continue
             if not _elements(node):
                 continue
-            source = node.args[0] if node.target is operator.getitem else None
             known = [of_storage[each] for each in storages if each in of_storage]
+            group: Group | None
             if known and len(known) == len(storages):
-                group = known[0]
-            elif isinstance(source, fx.Node) and source in self.group_of:
-                group = self.group_of[source]
+                group = known[0]  # None: a view of an input
             else:
                 group = Group(len(groups), node, [])
                 groups.append(group)
-            for each in storages:
-                of_storage.setdefault(each, group)
-            if group is not None:  # None: a view of an input
+            if value_of(node) is not None:
+                for each in storages:
+                    of_storage.setdefault(each, group)
+            if group is not None:
                 group.nodes.append(node)
                 self.group_of[node] = group
         return groups
@@ -310,21 +316,47 @@ class JointGraph:
                     if source is not None and source is not group:
                         group.inputs.add(source.number)
                         source.readers.add(group.number)
-            made = {storage_of(value): _memory_bytes(value) for node in self.values(group) for value in _elements(node)}
-            group.nbytes = sum(made.values())
+            value = value_of(group.maker)
+            group.nbytes = 0 if value is None else _memory_bytes(value)
+        written = self._written_inputs()
+        for group in self.groups:
+            called = group.maker.args[0] if group.maker.target is operator.getitem else group.maker
+            group.is_cheap = isinstance(called, fx.Node) and self._costs.is_cheap(called)
+            reads_written = any(written.intersection(self._sources(node)) for node in group.nodes)
+            group.may_recompute = may_compute_again(group.maker) and not reads_written
         for group in reversed(self.groups):
-            cheap = self._costs.is_cheap(group.maker)
-            read = [self._costs.is_cheap(self.groups[number].maker) for number in group.readers]
+            readers = [self.groups[number] for number in group.readers]
             is_returned = any(node in self.forward_outputs for node in group.nodes)
-            group.is_fused = cheap and bool(read) and all(read) and not is_returned
-            group.seconds = self._costs.seconds(group.maker, writes=not group.is_fused)
+            is_read_cheaply = bool(readers) and all(each.is_cheap for each in readers)
+            group.is_fused = group.is_cheap and is_read_cheaply and not is_returned
+            if group.maker.target is not operator.getitem:
+                group.seconds = self._costs.seconds(group.maker, writes=not group.is_fused)
+
+    def _written_inputs(self) -> set[StorageWeakRef | None]:
+        """Return the memory of the inputs that forward writes to: operators that read them are not called again."""
+        output = next(iter(self._graph.find_nodes(op="output")))
+        notes = tree_leaves(output.meta.get("desc", ()))
+        written = [str(note.mutated_input) for note in notes if hasattr(note, "mutated_input")]
+        copied = {node.args[0] for node in self._graph.nodes if node.target is torch.ops.aten.copy_.default}
+        found: set[StorageWeakRef | None] = set()
+        for node in self.placeholders:
+            value = value_of(node)
+            if value is None:
+                continue
+            # A release that has no such notes may have written to any input that needs no gradient.
+            may_be = str(node.meta.get("desc")) in written if notes else not value.requires_grad
+            if may_be or node in copied:
+                found.add(storage_of(value))
+        return found
+
+    def _sources(self, node: fx.Node) -> set[StorageWeakRef | None]:
+        outside = [each for each in node.all_input_nodes if each not in self.group_of]
+        return {storage_of(value) for each in outside for value in _elements(each)}
 
     @staticmethod
     def values(group: Group) -> list[fx.Node]:
-        """Return the values to save if a group is saved: one for each memory that the operator makes."""
-        if value_of(group.maker) is not None:
-            return [group.maker]
-        return [node for node in group.nodes if node.target is operator.getitem and node.args[0] is group.maker]
+        """Return the values to save if a group is saved: none if the group has no memory."""
+        return [group.maker] if value_of(group.maker) is not None else []
 
     # ---- what PyTorch does ----
 

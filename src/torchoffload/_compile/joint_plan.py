@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from torchoffload._compile.joint_graph import Group, JointGraph, Piece, may_compute_again
+from torchoffload._compile.joint_graph import Group, JointGraph, Piece
 from torchoffload._core import core
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, OperatorGroup
 from torchoffload._fit.machine.link import Link
@@ -175,7 +175,7 @@ class _PieceShape:
             sizes=(group.nbytes,),
             inputs=tuple(sorted(self._places[number] for number in group.inputs if number in self._places)),
             may_keep=bool(joint.values(group)) and (not is_late or group.number in joint.saved),
-            may_recompute=not is_fixed and (is_again or may_compute_again(group.maker)),
+            may_recompute=not is_fixed and (is_again or group.may_recompute),
             is_needed=group.number in joint.needed
             or is_fixed
             or any(is_again or number in joint.again for number in read_elsewhere),
