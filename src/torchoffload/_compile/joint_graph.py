@@ -365,7 +365,8 @@ class JointGraph:
         for node in stock:
             if node in self.group_of:
                 self.saved.setdefault(self.group_of[node].number, []).append(node)
-        asked = {each for node in self._backward for each in node.all_input_nodes} | set(self.backward_outputs)
+        readers = [node for node in self._backward if node.op == "call_function"]  # and not the output of both graphs
+        asked = {each for node in readers for each in node.all_input_nodes} | set(self.backward_outputs)
         wanted = [node for node in asked if node not in self._backward or node in self.group_of]
         self.needed = {self.group_of[node].number for node in wanted if node in self.group_of}
         self.again: set[int] = set()

@@ -6,6 +6,7 @@ PyTorch's own choice of saved values.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +176,7 @@ class _PieceShape:
             sizes=(group.nbytes,),
             inputs=tuple(sorted(self._places[number] for number in group.inputs if number in self._places)),
             may_keep=bool(joint.values(group)) and (not is_late or group.number in joint.saved),
-            may_recompute=not is_fixed and (is_again or group.may_recompute),
+            may_recompute=not is_fixed and group.may_recompute,
             is_needed=group.number in joint.needed
             or is_fixed
             or any(is_again or number in joint.again for number in read_elsewhere),
@@ -352,6 +353,7 @@ class _Planner:
             moved.append([node for place in sorted(moving) for node in self._values(groups[place], choice)])
             taken.update(shape.taken(choice.again))
             again = [groups[place] for place in choice.again if groups[place].number not in joint.again]
+            again = [group for group in again if group.maker.target is not operator.getitem]
             moved_bytes = sum(groups[place].nbytes for place in moving)
             pieces.append(PiecePlan(
                 shape.piece.name,
