@@ -79,7 +79,9 @@ def step_of(model: nn.Module, *data: torch.Tensor, backend: str = "aot_eager", *
 def stock_peak_bytes(model: nn.Module, *data: torch.Tensor) -> int:
     """What the stock plan takes, as it is predicted."""
     step_of(model, *data, memory=ANY_MEMORY)
-    return plans().pop().stock_peak_bytes
+    (plan,) = plans()
+    planned._plans.clear()
+    return plan.stock_peak_bytes
 
 
 # ---- plans ----
@@ -133,13 +135,12 @@ def joint() -> JointGraph:
     with pytest.MonkeyPatch.context() as patch:
         plan = joint_plan.plan_graph
         patch.setattr(joint_plan, "plan_graph", lambda joint, room: graphs.append(joint) or plan(joint, room))
-        model, data = gpt(depth=4)
+        model, data = gpt()
         step_of(model, *data, memory=ANY_MEMORY)
     return graphs[0]
 
 
-@pytest.mark.parametrize("graphs", [1, 3])
-@pytest.mark.parametrize("rate", [None, 1e3, 1e9, 1e10, 1e15])
+@pytest.mark.parametrize(("rate", "graphs"), [(None, 1), (1e9, 1), (1e10, 3)])
 def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, graphs: int):
     """And the peak is within the memory wherever that of any plan is."""
     link = None if rate is None else Link(rate, rate, 1e-6)
@@ -148,14 +149,14 @@ def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, grap
     least = plan_graph(joint, room(1))
     assert not least.fits
     span = stock.predicted_peak_bytes - least.predicted_peak_bytes
-    found = [plan_graph(joint, room(least.predicted_peak_bytes + span * part // 40)) for part in range(42)]
+    found = [plan_graph(joint, room(least.predicted_peak_bytes + span * part // 8)) for part in range(10)]
     assert all(plan.fits for plan in found)
     for part, plan in enumerate(found):
-        assert plan.predicted_peak_bytes <= least.predicted_peak_bytes + span * part // 40
+        assert plan.predicted_peak_bytes <= least.predicted_peak_bytes + span * part // 8
     times = [plan.predicted_s for plan in found]
     assert times == sorted(times, reverse=True)
     assert times[-1] == stock.predicted_s == stock.stock_s
-    assert len(set(times)) > 5
+    assert len(set(times)) > 3
     assert bool(least.windows) == (link is not None)
 
 
@@ -193,7 +194,8 @@ def test_values_that_a_plan_moves_have_their_bits(device_under_test: Device, bac
     def program(run: Run):
         model = run.module(lambda: TinyGpt(2))
         data = tokens_and_labels(run, 4, 32)
-        memory = {} if run.stock else {"memory": 300_000}
+        memory = {} if run.stock else {"memory": int(0.9 * stock_peak_bytes(model, *data))}
+        model.zero_grad(set_to_none=True)
         step = compiled(model, backend, link=FAST_LINK, **memory)
         for _ in range(2):
             with run.offload(reload_window_bytes=0, learn=False):
@@ -202,10 +204,10 @@ def test_values_that_a_plan_moves_have_their_bits(device_under_test: Device, bac
             run.check(loss=loss, gradients=[parameter.grad for parameter in model.parameters()])
             update(model)
 
-    with pytest.warns(UserWarning, match="too little for a compiled graph"):
-        assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.2)
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
     (plan,) = plans()
-    assert len(plan.windows) > 4
+    assert plan.fits
+    assert len(plan.windows) > 1
     assert again_count(plan) == 0
 
 
@@ -341,7 +343,8 @@ def test_shapes_that_change_follow_one_plan():
     for batch, tokens in ((4, 32), (3, 24), (2, 17)):
         drawn = torch.randint(64, (batch, tokens + 1))
         inputs = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        torch._dynamo.mark_dynamic(inputs[0], 1)
+        for each in inputs:
+            torch._dynamo.mark_dynamic(each, 1)
         model.zero_grad()
         step(*inputs).backward()
         ours = [parameter.grad for parameter in model.parameters()]
