@@ -186,15 +186,18 @@ def test_equal_blocks_are_planned_once(monkeypatch: pytest.MonkeyPatch):
 
 @on_devices
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_values_that_a_plan_moves_have_their_bits(device_under_test: Device, backend: str):
-    """The link is so fast that moving is better than to compute again."""
+def test_values_that_a_plan_moves_have_their_bits(
+    device_under_test: Device, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing may be computed again here: then a compiler fuses what it fuses without a plan."""
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
     if backend == "inductor" and device_under_test.name == "disk":
         pytest.skip("inductor takes seconds for each graph")
 
     def program(run: Run):
         model = run.module(lambda: TinyGpt(2))
         data = tokens_and_labels(run, 4, 32)
-        memory = {} if run.stock else {"memory": int(0.9 * stock_peak_bytes(model, *data))}
+        memory = {} if run.stock else {"memory": int(0.8 * stock_peak_bytes(model, *data))}
         model.zero_grad(set_to_none=True)
         step = compiled(model, backend, link=FAST_LINK, **memory)
         for _ in range(2):
@@ -340,8 +343,8 @@ def test_shapes_that_change_follow_one_plan():
     model, data = gpt()
     memory = int(0.75 * stock_peak_bytes(model, *data))
     step = compiled(model, memory=memory)
-    for batch, tokens in ((4, 32), (3, 24), (2, 17)):
-        drawn = torch.randint(64, (batch, tokens + 1))
+    for tokens in (32, 24, 17):
+        drawn = torch.randint(64, (4, tokens + 1))
         inputs = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         for each in inputs:
             torch._dynamo.mark_dynamic(each, 1)
@@ -464,7 +467,7 @@ def test_wrong_arguments_are_refused_at_once(given: dict, error: type):
 
 
 def test_the_plan_is_a_part_of_the_cache_key(tmp_path: Path):
-    """A second process with the same memory partitions nothing; with other memory it plans anew."""
+    """A second process with the same memory partitions nothing."""
 
     def trained(memory: int) -> tuple[str, int]:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -472,7 +475,9 @@ def test_the_plan_is_a_part_of_the_cache_key(tmp_path: Path):
         digest, count = subprocess.check_output(command, env=environment, text=True).split()
         return digest, int(count)
 
-    first, again, other = trained(ANY_MEMORY), trained(ANY_MEMORY), trained(1)
+    first, again = trained(1), trained(1)
     assert first[1] == 1
     assert again == (first[0], 0)
-    assert other[1] == 1
+    given = [{}, {"memory": 1}, {"memory": 2}, {"memory": 2, "graphs": 2}]
+    keys = {torchoffload.compile_options(**each)["custom_partitioner_fn"].uuid() for each in given}
+    assert len(keys) == len(given)

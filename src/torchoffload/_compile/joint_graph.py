@@ -214,7 +214,10 @@ class _Costs:
     def _flops(node: fx.Node) -> float:
         from torch.utils.flop_counter import flop_registry
 
-        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        target = getattr(node.target, "overloadpacket", None)
+        count = flop_registry.get(target)
+        if count is None and getattr(target, "__name__", None) in _ATTENTIONS:  # all of them do the same
+            count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
         if count is None:
             return 0.0
 
