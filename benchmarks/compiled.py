@@ -143,7 +143,9 @@ class Bench:
         entered = torchoffload.OffloadActivations(model=subject.model, **context) if moves else contextlib.nullcontext()
         memory = None if part is None else 1 << 50 if self.stock_bytes is None else self.planned_bytes(part)
         compiles = _compiled(subject, moves or part is not None, by_layer, memory)
-        with torch._functorch.config.patch(activation_memory_budget=budget), compiles:
+        # From a cache nothing is planned, so that nothing would be known about the plan.
+        afresh = torch._inductor.config.patch(force_disable_caches=True)
+        with torch._functorch.config.patch(activation_memory_budget=budget), afresh, compiles:
             began = time.perf_counter()
             self.step(subject, entered)
             clock.synchronize()
