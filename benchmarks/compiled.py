@@ -1,12 +1,18 @@
-"""compiled.py: values that move inside of a compiled graph, beside PyTorch's own ways to take less memory.
+r"""compiled.py: plans for compiled graphs, beside PyTorch's own ways to take less memory.
 
     python benchmarks/compiled.py --out compiled.json        # A, B and C, each in a process of its own
+    python benchmarks/compiled.py --device cpu --steps 1 --warm-up 0 --ways "stock compiled" "ours, 0.5" \
+        --workload A:hidden=64,intermediate=128,layers=1,batch=1,tokens=64,heads=4,kv_heads=2,vocabulary=64
 
 The ways: the model compiled as a whole by PyTorch alone; ``activation_memory_budget`` at five values, which computes
-again; each layer in a checkpoint and compiled by itself; and ours: compiled with ``compile_options()`` in a context
-that moves all values, that learns, or that keeps all (a budget of 1 byte), and beside ``activation_memory_budget``.
-Times are medians of forward and backward together. ``same_gradients`` compares bits with those of the compiled model,
-which all ways must have that only move. ``compile_s`` is the time of the first step.
+again; each layer in a checkpoint and compiled by itself; ``compile_options()`` in a context that moves all values, that
+learns, or that keeps all (a budget of 1 byte), and beside ``activation_memory_budget``; and plans:
+``compile_options(memory=)`` at several parts of what stock compiled takes beside its weights and its batch, in a
+context ("ours, 0.5"), and without moving ("ours, 0.5, kept or computed again"). Times are medians of forward and
+backward together. ``same_gradients`` compares bits with those of the compiled model, which all ways must have that only
+move. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned peak with the gradients of the step
+before, which a plan does not count; ``predicted_ms`` and ``stock_ms`` are by the assumed rates of the device. On a CPU
+no memory is measured, and values move to a disk.
 """
 
 from __future__ import annotations
@@ -33,9 +39,11 @@ from torch.utils import checkpoint as torch_checkpoint
 import torchoffload
 from hardware import command_line, hardware
 from subjects import Subject, make_subject
+from torchoffload._compile import planned
 
 GIB = 1 << 30
 BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)
+PARTS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
 @dataclass
@@ -50,6 +58,53 @@ class Row:
     moved_gib: float
     compile_s: float
     same_gradients: bool
+    memory_gib: float = 0.0
+    predicted_gib: float = 0.0
+    predicted_ms: float = 0.0
+    stock_ms: float = 0.0
+
+
+class Clock:
+    """Times and memory of a device; on a CPU the memory is 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def allocated(self) -> int:
+        """Return the bytes that are allocated now."""
+        return torch.cuda.memory_allocated() if self.on_cuda else 0
+
+    def peak(self) -> int:
+        """Return the most bytes that were allocated since ``reset``."""
+        return torch.cuda.max_memory_allocated() if self.on_cuda else 0
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        self.synchronize()
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def now(self) -> Any:
+        """Return this moment of the device's work."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_ms(self, begin: Any, end: Any) -> float:
+        """Return the time between two moments, after ``synchronize``."""
+        return begin.elapsed_time(end) if self.on_cuda else (end - begin) * 1e3
+
+
+def _latest_plan() -> Any:
+    """Return the plan of the graph that was compiled last."""
+    return list(planned._plans.values())[-1].plan if planned._plans else None
 
 
 class Bench:
@@ -57,54 +112,80 @@ class Bench:
 
     def __init__(self, workload: str, options: argparse.Namespace) -> None:
         self.workload, self.options = workload, options
+        self.device = torch.device(options.device)
+        self.clock = Clock(self.device)
         self.gradients: list[torch.Tensor] | None = None
+        self.stock_bytes: tuple[int, int] | None = None  # the stock plan's predicted peak, and the weights of it
+
+    def planned_bytes(self, part: float) -> int:
+        """Return the memory for a plan: what is always there, and a part of all else that stock compiled takes."""
+        if self.stock_bytes is None:
+            raise ValueError("the plan of stock compiled is not known yet")
+        peak_bytes, fixed_bytes = self.stock_bytes
+        return int(fixed_bytes + part * (peak_bytes - fixed_bytes))
 
     def measure(
-        self, way: str, *, budget: float = 1.0, moves: bool = False, by_layer: bool = False, **context: Any
-    ) -> Row:
+        self, way: str, *, budget: float = 1.0, moves: bool = False, by_layer: bool = False, part: float | None = None,
+        **context: Any,
+    ) -> Row:  # fmt: skip
         """Compile the model anew, warm up, and take the median and the peak of the timed steps."""
+        clock = self.clock
         torch._dynamo.reset()
-        torch.cuda.empty_cache()
+        planned._plans.clear()
+        if clock.on_cuda:
+            torch.cuda.empty_cache()
         torch.manual_seed(0)
-        subject = make_subject(self.workload, torch.device("cuda"))
-        fixed_bytes = torch.cuda.memory_allocated()
+        subject = make_subject(self.workload, self.device)
+        fixed_bytes = clock.allocated()
+        gradients_bytes = sum(each.grad.nbytes for each in subject.model.parameters() if each.grad is not None)
+        if not clock.on_cuda:
+            context |= {"tier": "disk", "min_offload_size": 1024}
         entered = torchoffload.OffloadActivations(model=subject.model, **context) if moves else contextlib.nullcontext()
-        with torch._functorch.config.patch(activation_memory_budget=budget), _compiled(subject, moves, by_layer):
+        memory = None if part is None else 1 << 50 if self.stock_bytes is None else self.planned_bytes(part)
+        compiles = _compiled(subject, moves or part is not None, by_layer, memory)
+        # From a cache nothing is planned, so that nothing would be known about the plan.
+        afresh = torch._inductor.config.patch(force_disable_caches=True)
+        with torch._functorch.config.patch(activation_memory_budget=budget), afresh, compiles:
             began = time.perf_counter()
             self.step(subject, entered)
-            torch.cuda.synchronize()
+            clock.synchronize()
             compile_s = time.perf_counter() - began
+            plan = _latest_plan()
+            if part is not None and self.stock_bytes is None:
+                fixed = sum(each.nbytes for each in (*subject.model.parameters(), *subject.model.buffers()))
+                self.stock_bytes = plan.stock_peak_bytes, fixed
             for _ in range(self.options.warm_up):
                 self.step(subject, entered)
             torchoffload.reset_stats()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            events, loss_bytes = [], 0
+            clock.reset()
+            moments, loss_bytes = [], 0
             for _ in range(self.options.steps + 1):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
+                begin = clock.now()
                 loss_bytes = self.step(subject, entered)
-                end.record()
-                events.append((begin, end))
-            torch.cuda.synchronize()
+                moments.append((begin, clock.now()))
+            clock.synchronize()
         row = Row(
-            self.workload, way, statistics.median(begin.elapsed_time(end) for begin, end in events[1:]),
-            (loss_bytes - fixed_bytes) / GIB, torch.cuda.max_memory_allocated() / GIB,
+            self.workload, way, statistics.median(clock.between_ms(begin, end) for begin, end in moments[1:]),
+            (loss_bytes - fixed_bytes) / GIB, clock.peak() / GIB,
             torchoffload.stats().bytes_offloaded / (self.options.steps + 1) / GIB, compile_s, self.is_same(subject),
         )  # fmt: skip
+        if plan is not None and memory is not None:
+            row.memory_gib = (memory + gradients_bytes) / GIB if memory < 1 << 50 else 0.0
+            row.predicted_gib = (plan.predicted_peak_bytes + gradients_bytes) / GIB
+            row.predicted_ms, row.stock_ms = plan.predicted_s * 1e3, plan.stock_s * 1e3
+            print("\n".join(planned.plan_lines()), flush=True)
         print({name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(row).items()},
               flush=True)  # fmt: skip
         del subject
         torchoffload.trim()
         return row
 
-    @staticmethod
-    def step(subject: Subject, context: Any) -> int:
+    def step(self, subject: Subject, context: Any) -> int:
         """Run forward under a context, and backward, from gradients of zero; return the bytes at the loss."""
         torch._foreach_zero_([parameter.grad for parameter in subject.model.parameters()])
         with context:
             loss = subject.loss()
-        loss_bytes = torch.cuda.memory_allocated()
+        loss_bytes = self.clock.allocated()
         loss.backward()
         return loss_bytes
 
@@ -115,8 +196,9 @@ class Bench:
             self.gradients = gradients
         return all(torch.equal(a, b) for a, b in zip(self.gradients, gradients, strict=True))
 
-    def all_ways(self) -> Iterator[Row]:
-        """Measure each way; one that runs out of memory is left out."""
+    @staticmethod
+    def ways() -> dict[str, dict[str, Any]]:
+        """Return the keywords of ``measure`` for each way, in the order in which they are measured."""
         ways: dict[str, dict[str, Any]] = {"stock compiled": {}}
         ways |= {f"budget {budget}": {"budget": budget} for budget in BUDGETS}
         ways["layers compiled, each in a checkpoint"] = {"by_layer": True}
@@ -124,8 +206,19 @@ class Bench:
         ways["ours"] = {"moves": True}
         ways["ours, all kept"] = {"moves": True, "budget_bytes": 1}
         ways |= {f"ours, budget {budget}": {"moves": True, "budget": budget} for budget in BUDGETS[:3]}
+        ways["ours, planned for any memory"] = {"part": 1.0}
+        ways |= {f"ours, {part}": {"moves": True, "part": part} for part in PARTS}
+        ways |= {f"ours, {part}, kept or computed again": {"part": part} for part in PARTS}
+        return ways
+
+    def all_ways(self) -> Iterator[Row]:
+        """Measure each way; one that runs out of memory is left out."""
+        ways = self.ways()
+        chosen = self.options.ways or list(ways)
+        if any("part" in ways[way] for way in chosen):  # the others need what it predicts for stock compiled
+            chosen = [*chosen, "ours, planned for any memory"]
         for way, keywords in ways.items():
-            if self.options.ways and way not in self.options.ways:
+            if way not in chosen:
                 continue
             try:
                 yield self.measure(way, **keywords)
@@ -134,9 +227,9 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _compiled(subject: Subject, moves: bool, by_layer: bool) -> Iterator[None]:
-    """Have the model, or each of its layers in a checkpoint, compiled in place."""
-    options = torchoffload.compile_options() if moves else None
+def _compiled(subject: Subject, is_ours: bool, by_layer: bool, memory: int | None) -> Iterator[None]:
+    """Have the model, or each of its layers in a checkpoint, compiled in place, within ``memory`` bytes if given."""
+    options = torchoffload.compile_options(memory=memory) if is_ours else None
     if not by_layer:
         subject.model.compile(options=options)
         yield
@@ -154,14 +247,14 @@ def _run_all(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "rows.json"
             command = [sys.executable, __file__, "--workload", workload, "--alone", "--out", str(path)]
-            command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up)]
+            command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--device", options.device]
             if options.ways:
                 command += ["--ways", *options.ways]
             subprocess.run(command, check=False)
             if path.exists():
                 rows += json.loads(path.read_text())
     if options.out is not None:
-        document = {"command": command_line(), "hardware": hardware(torch.device("cuda")), "rows": rows}
+        document = {"command": command_line(), "hardware": hardware(torch.device(options.device)), "rows": rows}
         options.out.write_text(json.dumps(document, indent=1))
 
 
@@ -169,11 +262,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="*", default=["A", "B", "C"], help="as in fit.py")
     parser.add_argument("--ways", nargs="*", help="only these ways; all if not given")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # one workload, in this process
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    known = Bench("", options).ways()
+    if unknown := [way for way in options.ways or () if way not in known]:
+        parser.error(f"no way {unknown[0]!r}: choose from {', '.join(known)}")
     if not options.alone:
         _run_all(options)
         return

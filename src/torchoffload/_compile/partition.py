@@ -1,11 +1,14 @@
-"""The partitioner that has saved values move inside of compiled graphs, and the options that give it to inductor."""
+"""The partitioner by which compiled graphs follow plans and move values, and the options that give it to inductor."""
 
+import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,6 +19,10 @@ from torchoffload._core import build_info
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
+
+if TYPE_CHECKING:
+    from torchoffload._compile.joint_plan import GraphPlan, Room
+    from torchoffload._compile.planned import Memory
 
 __all__ = ["compile_options", "partition_fn"]
 
@@ -50,6 +57,22 @@ def _difference() -> str | None:
     names = list(parameters)
     if names[:2] != ["joint_module", "_joint_inputs"] or "num_fwd_outputs" not in names:
         return "min_cut_rematerialization_partition has other parameters"
+    return None
+
+
+def _difference_for_plans() -> str | None:
+    """Return the difference in the private functions that plans for graphs depend on; None if there is none."""
+    from torch._functorch import partitioners
+
+    if (difference := _difference()) is not None:
+        return difference
+    for name in ("choose_saved_values_set", "get_default_op_list", "NodeInfo"):
+        if not hasattr(partitioners, name):
+            return f"torch._functorch.partitioners has no {name}"
+    if list(inspect.signature(partitioners.choose_saved_values_set).parameters)[:2] != ["joint_graph", "node_info"]:
+        return "choose_saved_values_set has other parameters"
+    if not {"inputs", "required_bw_nodes"} <= partitioners.NodeInfo.__dataclass_fields__.keys():
+        return "NodeInfo has other fields"
     return None
 
 
@@ -92,30 +115,119 @@ def _captures_cuda_graphs() -> bool:
     return bool(config.triton.cudagraphs)
 
 
+_choosing = threading.RLock()  # the function of PyTorch's that is replaced meanwhile is the whole process's
+
+
+class _Chooser:
+    """The plan for one joint graph, made at the moment at which PyTorch chooses the values that are saved."""
+
+    def __init__(self, room: "Room", num_fwd_outputs: int) -> None:
+        self.plan: GraphPlan | None = None
+        self._room, self._num_fwd_outputs = room, num_fwd_outputs
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have PyTorch ask this plan for the values that are saved."""
+        from torch._functorch import partitioners
+
+        with _choosing:
+            own = partitioners.choose_saved_values_set
+            partitioners.choose_saved_values_set = functools.partial(self._choose, own)
+            try:
+                yield
+            finally:
+                partitioners.choose_saved_values_set = own
+
+    def _choose(
+        self, own: Callable[..., list[fx.Node]], joint_graph: fx.Graph, node_info: Any, **_budget: Any
+    ) -> list[fx.Node]:
+        from torchoffload._compile.joint_graph import JointGraph
+        from torchoffload._compile.joint_plan import plan_graph
+        from torchoffload._compile.planned import device_rates
+
+        # The whole budget: PyTorch computes again only what is cheap, and nothing random.
+        stock = own(joint_graph, node_info, memory_budget=1)
+        device_type = next((value.device.type for value in _values(joint_graph) if value.device.type != "cpu"), "cpu")
+        rates = device_rates(device_type)
+        joint = JointGraph(joint_graph, set(node_info.required_bw_nodes), stock, self._num_fwd_outputs, rates)
+        if not joint.is_known or not joint.pieces:
+            return stock
+        self.plan = plan_graph(joint, self._room)
+        if self.plan.saved is None:
+            return stock
+        outside = [node for node in stock if node not in joint.group_of]
+        numbers = [node for node in joint_graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+        numbers = [node for node in numbers if node not in node_info.required_bw_nodes]
+        return list(dict.fromkeys([*outside, *node_info.inputs, *numbers, *self.plan.saved]))
+
+
+def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _planned_partition(
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, memory: "Memory", options: OffloadOptions | None,
+    **keywords: Any,
+) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
+    """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
+    from torchoffload._compile.planned import note_plan, room
+
+    if (difference := _difference_for_plans()) is not None:
+        _warn_of(difference)
+        return _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords), None
+    chooser = _Chooser(room(memory, options), num_fwd_outputs)
+    with chooser.entered():
+        graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+    if chooser.plan is not None:
+        note_plan(memory, chooser.plan)
+    return graphs, chooser.plan
+
+
 def _partition(
-    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, *, by_inductor: bool, **keywords: Any
-) -> _Graphs:
-    graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
-    options = _context_options()
-    if options is None:
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, *, by_inductor: bool, memory: "Memory | None" = None,
+    may_move: bool = True, **keywords: Any,
+) -> _Graphs:  # fmt: skip
+    options = _context_options() if may_move else None
+    plan = None
+    if memory is None:
+        graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+    else:
+        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, **keywords)
+    if options is None or (plan is not None and not plan.windows):
         return graphs
     if (difference := _difference()) is not None:
         _warn_of(difference)
         return graphs
     from torchoffload._compile.rewrite import GraphsDiffer, move_saved_values
 
+    moves = _moves(options, by_inductor=by_inductor)
+    if plan is not None:
+        moves = replace(moves, windows=plan.windows)
     try:
-        move_saved_values(*graphs, num_fwd_outputs, _moves(options, by_inductor=by_inductor))
+        move_saved_values(*graphs, num_fwd_outputs, moves)
     except GraphsDiffer as error:
         _warn_of(str(error))
     return graphs
 
 
 @is_not_traced
-def partition_fn(joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> _Graphs:
+def partition_fn(
+    joint_module: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    memory: float | str | None = None,
+    graphs: int = 1,
+    link_bytes_per_s: float | None = None,
+    **keywords: Any,
+) -> _Graphs:
     """Partition a joint graph as PyTorch does, and have the values that forward saves move by the present context.
 
-    It is for backends that are made by ``aot_autograd``; inductor gets it by ``compile_options()``.
+    It is for backends that are made by ``aot_autograd``; inductor gets it by ``compile_options()``. To plan for an
+    amount of memory, give ``functools.partial(torchoffload.partition_fn, memory=...)``.
 
     Parameters
     ----------
@@ -125,6 +237,8 @@ def partition_fn(joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_out
         Its inputs.
     num_fwd_outputs : int
         How many of its outputs are those of the model.
+    memory, graphs, link_bytes_per_s
+        As for ``compile_options``.
     **keywords
         The other keywords of ``min_cut_rematerialization_partition``.
 
@@ -139,47 +253,64 @@ def partition_fn(joint_module: fx.GraphModule, joint_inputs: Any, *, num_fwd_out
     >>> backend = aot_autograd(fw_compiler=compiler, partition_fn=torchoffload.partition_fn)
     >>> model = torch.compile(model, backend=backend)
     """
-    return _partition(joint_module, joint_inputs, num_fwd_outputs, by_inductor=False, **keywords)
+    from torchoffload._compile.planned import checked_memory
+
+    checked = checked_memory(memory, graphs, link_bytes_per_s)
+    return _partition(joint_module, joint_inputs, num_fwd_outputs, by_inductor=False, memory=checked, **keywords)
 
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the sources that rewrite graphs."""
+    """Return a digest of the sources that plan and rewrite graphs."""
     digest = hashlib.sha256(build_info.version.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("*.py"), *(here.parent / "_fit" / "plan").glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
+def _plan_key(memory: "Memory | None", options: OffloadOptions | None) -> str:
+    """Return all that a plan depends on beside the joint graph."""
+    if memory is None:
+        return ""
+    from torchoffload._compile.planned import device_rates, planned_device, room
+
+    return f" {room(memory, options)!r} {device_rates(planned_device().type)!r}"
+
+
 @functools.cache
-def _partitioner() -> Callable[..., _Graphs]:
+def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         """The partitioner of ``compile_options()``."""
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> _Graphs:
-            if _captures_cuda_graphs() and _context_options() is not None:
+            may_move = not _captures_cuda_graphs()
+            if not may_move and _context_options() is not None:
                 warn_user(
                     "torchoffload: values inside of a graph that is compiled with CUDA graphs do not move, and the "
                     'context keeps what it saves: compile without mode="reduce-overhead" and triton.cudagraphs.'
                 )
-                return _stock_partition(gm, joint_inputs, **keywords)
-            return _partition(gm, joint_inputs, keywords.pop("num_fwd_outputs"), by_inductor=True, **keywords)
+            given = {**keywords, "memory": memory, "may_move": may_move}
+            return _partition(gm, joint_inputs, given.pop("num_fwd_outputs"), by_inductor=True, **given)
 
         def uuid(self) -> str:
             """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
-            options = _context_options()
-            return f"torchoffload {_sources()} {None if options is None else _moves(options, by_inductor=True)!r}"
+            options = _context_options() if not _captures_cuda_graphs() else None
+            moves = None if options is None else _moves(options, by_inductor=True)
+            return f"torchoffload {_sources()} {moves!r}{_plan_key(memory, options)}"
 
         def __reduce__(self) -> tuple[Any, ...]:  # the keys of the caches hold a pickle of all options
-            return _partitioner, ()
+            return _partitioner, (memory,)
 
     return Partitioner()
 
 
 @is_not_traced
-def compile_options() -> dict[str, Any]:
+def compile_options(
+    *, memory: float | str | None = None, graphs: int = 1, link_bytes_per_s: float | None = None
+) -> dict[str, Any]:
     """Return options for ``torch.compile`` with which saved values move inside of a compiled graph.
 
     Without them a compiled region hands over all its saved tensors as its forward ends. With them each value that the
@@ -188,11 +319,32 @@ def compile_options() -> dict[str, Any]:
     ``min_offload_size``, ``offload_window_bytes`` and ``max_fwd_stash_size`` of that context. A graph that was compiled
     outside of a context is PyTorch's own.
 
+    With ``memory`` each graph is planned as it is compiled: for each value whether it is kept, moved or computed again,
+    so that the predicted peak is within the memory and the predicted time is least. Values move if the graph was
+    compiled inside of an ``OffloadActivations``; otherwise they are kept or computed again. ``report()`` tells it.
+
+    Parameters
+    ----------
+    memory : int, float, str or None, default None
+        The memory that compiled graphs may use: a number of bytes, a text such as ``"40GiB"``, or a fraction of the
+        device. It counts their inputs (weights, buffers and the batch), gradients, saved values and temporaries. All
+        else that is on the device, such as an optimizer's state, has to be subtracted. None: nothing is planned.
+    graphs : int, default 1
+        How many calls of compiled graphs a step has, if the model is not compiled as a whole. They share the memory.
+    link_bytes_per_s : float or None, default None
+        The rate of the link in either direction, in bytes a second. None: it is measured when the first graph is
+        planned, and rounded to a power of 2, so that the keys of compile caches stay the same.
+
     Returns
     -------
     dict
         For ``torch.compile(model, options=...)``, alone or together with other options of inductor. It is empty, and a
         UserWarning is given, if this release of PyTorch partitions graphs in a way that is not known here.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type or value.
 
     Examples
     --------
@@ -201,9 +353,12 @@ def compile_options() -> dict[str, Any]:
     ...     loss = model(batch).loss
     >>> loss.backward()
     """
+    from torchoffload._compile.planned import checked_memory
+
+    checked = checked_memory(memory, graphs, link_bytes_per_s)
     if (difference := _difference()) is not None:
         _warn_of(difference)
         return {}
     from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
 
-    return {"custom_partitioner_fn": _partitioner()}
+    return {"custom_partitioner_fn": _partitioner(checked)}

@@ -1,7 +1,7 @@
 """Rewriting the two graphs of a partitioned model, so that values which the forward saves move between them."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload._compile import operators
 
-__all__ = ["GraphsDiffer", "Moves", "move_saved_values"]
+__all__ = ["GraphsDiffer", "Moves", "hint", "move_saved_values", "storage_of", "value_of"]
 
 # Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
 # compute themselves have such addresses.
@@ -37,6 +37,9 @@ class Moves:
         The graph waits for the copy of a value behind the pack of so many bytes of later values.
     window_values : int
         If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
+    windows : mapping of str to int, or None
+        If given, only these values move, by the names of their nodes: the graph waits for the copy of each behind the
+        pack of so many bytes of later values.
     leaves_images : bool
         In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
         graph says, and decides that after it was partitioned.
@@ -46,6 +49,7 @@ class Moves:
     window_bytes: int | None
     window_values: int = 1
     leaves_images: bool = False
+    windows: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,19 @@ class _Saved:
     nbytes: int
 
 
-def _value(node: object) -> torch.Tensor | None:
+def value_of(node: object) -> torch.Tensor | None:
+    """Return the tensor that a node stands for; None if it stands for something else."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _hint(number: int | torch.SymInt) -> int | None:
-    """The number, or the example that it was traced with; None if there is none. Asking adds no guard."""
+def hint(number: int | torch.SymInt) -> int | None:
+    """Return the number, or the example that it was traced with; None if there is none. Asking adds no guard."""
     return number if isinstance(number, int) else number.node.hint
 
 
-def _storage(value: torch.Tensor) -> StorageWeakRef | None:
+def storage_of(value: torch.Tensor) -> StorageWeakRef | None:
+    """Return the memory that a tensor is in, as a value to compare; None for a layout that has no storage."""
     try:
         return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError):  # a layout without storage
@@ -76,8 +82,8 @@ def _storage(value: torch.Tensor) -> StorageWeakRef | None:
 
 
 def _storages(nodes: Iterable[object]) -> set[StorageWeakRef | None]:
-    values = (_value(node) for node in nodes)
-    return {_storage(value) for value in values if value is not None}
+    values = (value_of(node) for node in nodes)
+    return {storage_of(value) for value in values if value is not None}
 
 
 def _output(graph: fx.Graph) -> fx.Node:
@@ -91,10 +97,10 @@ def _nbytes(value: torch.Tensor) -> int | None:
         return None
     if value.is_conj() or value.is_neg() or value.is_quantized:
         return None
-    offset = _hint(value.storage_offset())
+    offset = hint(value.storage_offset())
     if not isinstance(value.storage_offset(), int) or offset is None or offset * value.itemsize % _ALIGNMENT_BYTES:
         return None
-    count = _hint(value.numel())
+    count = hint(value.numel())
     return None if count is None else count * value.itemsize
 
 
@@ -106,26 +112,26 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
     inputs = forward.find_nodes(op="placeholder")
     # The memory of these is not the graph's own, so that nothing is freed by moving them.
     others = _storages([*inputs, *outputs[:num_fwd_outputs], *_output(backward).args[0]])  # type: ignore[misc]
-    values = [value for value in map(_value, [*order, *backward.nodes]) if value is not None]
+    values = [value for value in map(value_of, [*order, *backward.nodes]) if value is not None]
     if any(value.dtype is operators.TOKEN_TYPE for value in values):
         return []  # a compiler might give the memory of a token, which has none, to one of these
     leaves_images = moves.leaves_images and any(node.target in _CONVOLUTIONS for node in [*order, *backward.nodes])
     on_cpu_alone = all(value.device.type == "cpu" for value in values)
     found = []
     for place, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
-        value = _value(node)
+        value = value_of(node)
         if not isinstance(node, fx.Node) or value is None:
             continue
         if node.name not in received:
             raise GraphsDiffer(f"backward has no input {node.name}")
         taken = received[node.name]
-        taken_value = _value(taken)
+        taken_value = value_of(taken)
         if taken_value is None or taken_value.dtype is not value.dtype or taken_value.dim() != value.dim():
             raise GraphsDiffer(f"the input {taken.name} of backward is another value")
         nbytes = _nbytes(value)
-        if node.op != "call_function" or not taken.users or _storage(value) in others or nbytes is None:
+        if node.op != "call_function" or not taken.users or storage_of(value) in others or nbytes is None:
             continue
-        if leaves_images and value.dim() == 4:
+        if (leaves_images and value.dim() == 4) or (moves.windows is not None and node.name not in moves.windows):
             continue
         if nbytes < max(moves.least_bytes, 1) or (value.device.type == "cpu" and not on_cpu_alone):
             continue
@@ -145,10 +151,13 @@ def _fake(example: torch.Tensor, target: Any, *arguments: Any) -> torch.Tensor:
     return made
 
 
-def _window_bytes(saved: list[_Saved], moves: Moves) -> int:
-    if moves.window_bytes is not None:
-        return moves.window_bytes
-    return moves.window_values * max((each.nbytes for each in saved), default=0)
+def _windows_bytes(saved: list[_Saved], moves: Moves) -> list[int]:
+    """Return the window of each value."""
+    window_bytes = moves.window_bytes
+    if window_bytes is None:
+        window_bytes = moves.window_values * max((each.nbytes for each in saved), default=0)
+    windows = moves.windows or {}
+    return [windows.get(each.node.name, window_bytes) for each in saved]
 
 
 def _released_behind(saved: list[_Saved], number: int, window_bytes: int, ends: list[fx.Node]) -> fx.Node | None:
@@ -174,11 +183,11 @@ def _behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], window_bytes: int, num_fwd_outputs: int) -> None:
+def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], windows_bytes: list[int], num_fwd_outputs: int) -> None:
     output = _output(graph)
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     order = {node: number for number, node in enumerate(graph.nodes)}
-    returned = [node for node in outputs[:num_fwd_outputs] if _value(node) is not None and node.op == "call_function"]
+    returned = [node for node in outputs[:num_fwd_outputs] if value_of(node) is not None and node.op == "call_function"]
     returned.sort(key=lambda node: order[node])
     packed = []
     for number, each in enumerate(saved):
@@ -191,7 +200,7 @@ def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], window_bytes: int, nu
         packed.append(token)
     for number, (each, token) in enumerate(zip(saved, packed, strict=True)):
         ends = [node for node in returned if order[node] > order[each.node]]
-        after = _released_behind(saved, number, window_bytes, ends)
+        after = _released_behind(saved, number, windows_bytes[number], ends)
         is_inside = after is not None and after not in ends
         place = packed[[other.node for other in saved].index(after)] if is_inside else None  # type: ignore[arg-type]
         with graph.inserting_after(place) if place is not None else graph.inserting_before(output):
@@ -242,7 +251,7 @@ def move_saved_values(
     """
     saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves)
     if saved:
-        _rewrite_forward(forward.graph, saved, _window_bytes(saved, moves), num_fwd_outputs)
+        _rewrite_forward(forward.graph, saved, _windows_bytes(saved, moves), num_fwd_outputs)
         _rewrite_backward(backward.graph, saved)
         for module in (forward, backward):
             module.graph.lint()

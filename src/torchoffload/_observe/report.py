@@ -1,6 +1,7 @@
 """report(): the statistics as text, with advice if nothing moved and, on demand, with the tensors still alive."""
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -171,6 +172,12 @@ def _on_ctx_lines() -> list[str]:
     return lines + [f"{human_bytes(nbytes):>36} of {name}" for nbytes, name in sizes[:_HOLDERS_SHOWN]]
 
 
+def _graph_lines() -> list[str]:
+    """Return lines on the compiled graphs that were planned; nothing is imported for them if none was."""
+    planned = sys.modules.get("torchoffload._compile.planned")
+    return planned.plan_lines() if planned is not None else []
+
+
 def _holder_lines() -> list[str]:
     holders = _holders()
     total = sum(holders.values())
@@ -250,7 +257,7 @@ def report(*, holders: bool = False) -> str:
     str
         Lines of text, without a newline at the end. If nothing moved, the last line gives advice.
     """
-    more = [*module_lines(), *_device_lines()]
+    more = [*module_lines(), *_device_lines(), *_graph_lines()]
     if latest := latest_timing():
         tape_count, timing = latest
         more += [f"  in the latest profile(), {tape_count} tapes:", *timing_lines(timing, indent="  ")]

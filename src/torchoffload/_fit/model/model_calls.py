@@ -162,7 +162,9 @@ class ModelCalls:
             name = self.driver.model_name
             warn_user(
                 f"torchoffload: a call of {name} became a part of a region of torch.compile, in which fit sees no "
-                "blocks: it does nothing there. Compile the blocks instead, each by itself (block.compile())."
+                "blocks: it does nothing there. Have the graph planned as it is compiled, by torch.compile(model, "
+                "options=torchoffload.compile_options(memory=...)), or compile the blocks instead, each by itself "
+                "(block.compile())."
             )
 
 

@@ -1,0 +1,401 @@
+"""The plan for a joint graph: for each value whether it is kept, moved or computed again, within an amount of memory.
+
+The planner is that of ``fit``: a piece of the graph is a call of a block, pieces with the same operators are of one
+kind, and a kind has as many ways to run as its frontier of bytes and time has corners. The last way of a kind is
+PyTorch's own choice of saved values.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchoffload._compile.joint_graph import Group, JointGraph, Piece
+from torchoffload._core import core
+from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, OperatorGroup
+from torchoffload._fit.machine.link import Link
+from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.survey.kinds import hull
+
+__all__ = ["GraphPlan", "PiecePlan", "Room", "plan_graph"]
+
+_ANY_BYTES = 1 << 61
+# The amounts of memory that plans are made for, between the least and the most that a graph can use. The plan for a
+# given amount is the fastest one of all these that fits: so more memory is never slower.
+_LEVELS = 24
+_LEAST_AGAIN_S = 1e-7  # PyTorch's own choice is taken unless another one saves bytes
+_DEFAULT_RELOAD_VALUES = 4  # as the core's default windows: so many times the largest value, and at most so many bytes
+_DEFAULT_RELOAD_BYTES = 1 << 30
+# Unlike in eager mode, each value that is saved moves by itself, also where nothing is computed again.
+_BY_VALUE = BlockPlan(operators=())
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a graph may use, and the link that its values may move over.
+
+    Attributes
+    ----------
+    memory_bytes : int
+        For all graphs of a step together: inputs, saved values, gradients, and values on the way.
+    graphs : int
+        How many calls of compiled graphs a step has.
+    link : Link or None
+        The rates; None if nothing may move.
+    least_moved_bytes, tier_bytes : int
+        The size below which nothing moves, and the room of the tier.
+    offload_window_bytes, reload_window_bytes : int or None
+        The windows that the context was given; None if it was given none.
+    """
+
+    memory_bytes: int
+    graphs: int = 1
+    link: Link | None = None
+    least_moved_bytes: int = 1
+    tier_bytes: int = _ANY_BYTES
+    offload_window_bytes: int | None = None
+    reload_window_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PiecePlan:
+    """The plan for one piece of a graph.
+
+    Attributes
+    ----------
+    name : str
+        The path of its block; empty for what is before or behind the blocks.
+    kept_bytes, moved_bytes : int
+        The bytes that stay on the device, and those that move.
+    again : tuple of str
+        The operators that are computed again, and are not in PyTorch's own plan.
+    again_s : float
+        How long that takes, as predicted.
+    """
+
+    name: str
+    kept_bytes: int
+    moved_bytes: int
+    again: tuple[str, ...]
+    again_s: float
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan for one graph.
+
+    Attributes
+    ----------
+    pieces : tuple of PiecePlan
+        In the order of forward.
+    saved : list of fx.Node or None
+        The values that forward saves; None if they are PyTorch's own choice.
+    windows : dict of str to int
+        The values that move, by their names: behind the pack of so many bytes of later values the graph waits for the
+        copy of each.
+    predicted_s, predicted_peak_bytes : float, int
+        Of forward and backward; the peak has the graph's inputs in it, and what other graphs of the step hold.
+    stock_s, stock_peak_bytes : float, int
+        The same for PyTorch's own plan.
+    held_bytes : int
+        The bytes that the graph holds between its forward and its backward, beside its inputs.
+    fits : bool
+        Whether the peak is within the memory.
+    """
+
+    pieces: tuple[PiecePlan, ...]
+    saved: list[fx.Node] | None
+    windows: dict[str, int]
+    predicted_s: float
+    predicted_peak_bytes: int
+    stock_s: float
+    stock_peak_bytes: int
+    held_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a way keeps of a piece, by the places of the groups in it.
+
+    Attributes
+    ----------
+    way : Way
+        The same for the planner.
+    kept, again : tuple of int
+        The groups that are kept, and those that are computed again.
+    is_stock : bool
+        Whether it is PyTorch's own choice.
+    """
+
+    way: Way
+    kept: tuple[int, ...]
+    again: tuple[int, ...]
+    is_stock: bool
+
+
+@dataclass(frozen=True)
+class _PieceKind:
+    """The ways to run pieces that do the same."""
+
+    kind: Kind
+    choices: tuple[_Choice, ...]
+    output_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    plan: StepPlan
+    peak_bytes: int
+    held_bytes: int
+
+
+class _PieceShape:
+    """A piece as the frontier of a block takes it."""
+
+    def __init__(self, joint: JointGraph, number: int, piece: Piece) -> None:
+        self.piece = piece
+        self._joint, self._number = joint, number
+        self._places = {group.number: place for place, group in enumerate(piece.groups)}
+        self._outside: dict[int, int] = {}
+        self.groups = [self._operator_group(place, group) for place, group in enumerate(piece.groups)]
+        self.saved = tuple(place for place, group in enumerate(piece.groups) if group.number in joint.saved)
+
+    def _operator_group(self, place: int, group: Group) -> OperatorGroup:
+        joint = self._joint
+        read_elsewhere = [number for number in group.readers if joint.groups[number].piece != self._number]
+        is_fixed = bool(read_elsewhere) and group.number in joint.saved
+        is_again = group.number in joint.again
+        is_late = group.maker.meta.get("partitioner_tag") == "is_backward"
+        return OperatorGroup(
+            operators=(place,),
+            duration_ns=max(1, round(group.seconds * 1e9)),
+            sizes=(group.nbytes,),
+            inputs=tuple(sorted(self._places[number] for number in group.inputs if number in self._places)),
+            may_keep=bool(joint.values(group)) and (not is_late or group.number in joint.saved),
+            may_recompute=not is_fixed and group.may_recompute,
+            is_needed=group.number in joint.needed
+            or is_fixed
+            or any(is_again or number in joint.again for number in read_elsewhere),
+        )
+
+    def taken(self, places: Iterable[int]) -> list[int]:
+        """Return the groups of other pieces that have to be saved beside PyTorch's own, if these are computed again."""
+        joint = self._joint
+        read = {number for place in places for number in self.piece.groups[place].inputs}
+        return sorted(
+            number
+            for number in read
+            if number not in self._places and number not in joint.saved and number not in joint.again
+        )
+
+    def key(self, forward_s: float, backward_s: float) -> tuple[Any, ...]:
+        """Return a value that is the same for pieces that do the same."""
+        joint = self._joint
+        rows = []
+        for group, shaped in zip(self.piece.groups, self.groups, strict=True):
+            outside = tuple(
+                (self._outside.setdefault(number, len(self._outside)), joint.groups[number].nbytes)
+                for number in self.taken([self._places[group.number]])
+            )
+            rows.append((
+                str(group.maker.target), len(joint.saved.get(group.number, ())), joint.may_move(group),
+                dataclasses.astuple(shaped), group.number in joint.again, outside,
+            ))  # fmt: skip
+        return tuple(rows), joint.rounded_s(forward_s), joint.rounded_s(backward_s), joint.is_planable(self.piece)
+
+
+def _kind_of(joint: JointGraph, shape: _PieceShape, forward_s: float, backward_s: float) -> _PieceKind:
+    """Return the ways to run a piece, from the least bytes to PyTorch's own choice."""
+    groups = shape.piece.groups
+    corners: list[tuple[int, int, list[int], list[int]]] = []
+    if joint.is_planable(shape.piece) and 0 < len(groups) <= MOST_OPERATORS:
+        corners = core.block_frontier(shape.groups, [])
+    output_groups = tuple(sorted({*shape.saved, *(place for corner in corners for place in corner[2])}))
+    number_of = {place: number for number, place in enumerate(output_groups)}
+    ready_s, so_far = [], 0.0
+    for group in groups:
+        so_far += group.seconds
+        ready_s.append(min(so_far, forward_s))
+    outputs = tuple(
+        Output((groups[place].nbytes,), ready_s[place], may_move=joint.may_move(groups[place]))
+        for place in output_groups
+    )
+    stock_bytes = sum(groups[place].nbytes for place in shape.saved)
+    stock_ns = sum(shape.groups[place].duration_ns for place, each in enumerate(groups) if each.number in joint.again)
+    stock_way = Way(0.0, tuple(number_of[place] for place in shape.saved), 0, _BY_VALUE)
+    choices = [_Choice(stock_way, shape.saved, (), is_stock=True)]
+    for kept_bytes, recompute_ns, kept, again in corners:
+        taken_bytes = sum(joint.groups[number].nbytes for number in shape.taken(again))
+        if kept_bytes + taken_bytes < stock_bytes:
+            again_s = max(_LEAST_AGAIN_S, (recompute_ns - stock_ns) * 1e-9)
+            way = Way(again_s, tuple(number_of[place] for place in kept), taken_bytes, _BY_VALUE)
+            choices.append(_Choice(way, tuple(kept), tuple(again), is_stock=False))
+    by_way = {id(choice.way): choice for choice in choices}
+    ways = hull([choice.way for choice in choices], outputs)
+    kind = Kind(forward_s, backward_s, outputs, tuple(ways))
+    return _PieceKind(kind, tuple(by_way[id(way)] for way in ways), output_groups)
+
+
+class _Planner:
+    """The search for the plan of one graph."""
+
+    def __init__(self, joint: JointGraph, room: Room) -> None:
+        self._joint, self._room = joint, room
+        self._shapes = [_PieceShape(joint, number, piece) for number, piece in enumerate(joint.pieces)]
+        forward_s, (backward_s, backward_bytes) = joint.forward_s(), joint.backward_costs()
+        forward_bytes = joint.forward_bytes()
+        numbers: dict[Any, int] = {}
+        self._kinds: list[_PieceKind] = []
+        calls = []
+        for number, shape in enumerate(self._shapes):
+            key = shape.key(forward_s[number], backward_s[number])
+            if key not in numbers:
+                numbers[key] = len(self._kinds)
+                times = joint.rounded_s(forward_s[number]), joint.rounded_s(backward_s[number])
+                self._kinds.append(_kind_of(joint, shape, *times))
+            own = sum(group.nbytes for group in shape.piece.groups if group.number in joint.saved)
+            if len(self._kinds[numbers[key]].choices) > 1:  # what is computed again is there with what it is made from
+                own += max(group.nbytes for group in shape.piece.groups)
+            own += backward_bytes[number]
+            calls.append(Call(numbers[key], joint.input_bytes + forward_bytes[number], joint.input_bytes + own))
+        self._step = Step(
+            kinds=tuple(each.kind for each in self._kinds),
+            calls=tuple(calls),
+            loss_bytes=joint.input_bytes + joint.loss_bytes,
+            may_move=False,
+        )
+
+    @property
+    def _moving_step(self) -> Step | None:
+        """The step in which values move; None if none may. Its reload window is the context's, whatever the plan."""
+        room = self._room
+        if room.link is None:
+            return None
+        sizes = [out.nbytes for kind in self._step.kinds for out in kind.outputs if out.may_move]
+        largest = max(sizes, default=0)
+        if largest < room.least_moved_bytes:
+            return None
+        window = room.reload_window_bytes
+        if window is None:
+            window = max(largest, min(_DEFAULT_RELOAD_VALUES * largest, _DEFAULT_RELOAD_BYTES))
+        return dataclasses.replace(
+            self._step,
+            calls=tuple(Call(each.kind, each.forward_bytes, each.backward_bytes + window) for each in self._step.calls),
+            least_moved_bytes=max(1, room.least_moved_bytes),
+            tier_bytes=room.tier_bytes,
+            may_move=True,
+            out_bytes_per_s=room.link.out_bytes_per_s,
+            in_bytes_per_s=room.link.in_bytes_per_s,
+            latency_s=room.link.latency_s,
+        )
+
+    def _candidate(self, step: Step, plan: StepPlan) -> _Candidate:
+        """Return a plan with the memory that it takes while all graphs of the step hold as much as this one."""
+        held = plan.kept_bytes + plan.loss_window_bytes
+        peak = step.peak_bytes(plan) + (self._room.graphs - 1) * (held + self._joint.input_bytes)
+        return _Candidate(plan, peak, held)
+
+    def _stock(self) -> _Candidate:
+        plan = plan_step(self._step, _ANY_BYTES)
+        if plan is None:
+            raise AssertionError("a step without a limit of memory has a plan")
+        return self._candidate(self._step, plan)
+
+    def _others(self, stock: _Candidate) -> Iterator[_Candidate]:
+        """Yield the plans of less memory; they do not depend on the memory that is given."""
+        for step in (self._step, self._moving_step):
+            if step is None:
+                continue
+            least = least_plan(step)
+            yield self._candidate(step, least)
+            low, high = step.peak_bytes(least), stock.plan.peak_bytes
+            for level in range(1, _LEVELS):
+                plan = plan_step(step, low + (high - low) * level // _LEVELS) if high > low else None
+                if plan is not None:
+                    yield self._candidate(step, plan)
+
+    def plan(self) -> GraphPlan:
+        """Return the fastest plan within the memory, or if none is, the one of the least memory."""
+        stock = self._stock()
+        memory_bytes = self._room.memory_bytes
+        if stock.peak_bytes <= memory_bytes:
+            return self._carried_out(stock, stock)
+        others = list(self._others(stock))
+        fitting = [each for each in others if each.peak_bytes <= memory_bytes]
+        if fitting:
+            best = min(fitting, key=lambda each: (each.plan.step_s, each.plan.moved_bytes, each.peak_bytes))
+        else:
+            best = min([*others, stock], key=lambda each: each.peak_bytes)
+        return self._carried_out(best, stock)
+
+    # ---- from the plan of a step to values ----
+
+    def _chosen(self, plan: StepPlan) -> Iterator[tuple[_PieceShape, _PieceKind, _Choice, CallPlan]]:
+        for shape, call, planned in zip(self._shapes, self._step.calls, plan.calls, strict=True):
+            kind = self._kinds[call.kind]
+            yield shape, kind, kind.choices[planned.way], planned
+
+    def _values(self, group: Group, choice: _Choice) -> Sequence[fx.Node]:
+        return self._joint.saved[group.number] if choice.is_stock else self._joint.values(group)
+
+    def _carried_out(self, candidate: _Candidate, stock: _Candidate) -> GraphPlan:
+        joint, plan = self._joint, candidate.plan
+        pieces, saved, moved = [], [], []
+        taken: set[int] = set()
+        for shape, kind, choice, planned in self._chosen(plan):
+            groups = shape.piece.groups
+            moving = {kind.output_groups[number] for number in planned.moved}
+            saved += [node for place in choice.kept for node in self._values(groups[place], choice)]
+            moved.append([node for place in sorted(moving) for node in self._values(groups[place], choice)])
+            taken.update(shape.taken(choice.again))
+            again = [groups[place] for place in choice.again if groups[place].number not in joint.again]
+            again = [group for group in again if group.maker.target is not operator.getitem]
+            moved_bytes = sum(groups[place].nbytes for place in moving)
+            pieces.append(PiecePlan(
+                shape.piece.name,
+                sum(groups[place].nbytes for place in choice.kept) + choice.way.input_bytes - moved_bytes,
+                moved_bytes,
+                tuple(str(group.maker.target).removeprefix("aten.") for group in again),
+                choice.way.recompute_s,
+            ))  # fmt: skip
+        is_stock = all(choice.is_stock for _, _, choice, _ in self._chosen(plan))
+        saved += [node for number in sorted(taken) for node in joint.values(joint.groups[number]) if node not in saved]
+        return GraphPlan(
+            pieces=tuple(pieces),
+            saved=None if is_stock else saved,
+            windows=self._windows(plan, moved),
+            predicted_s=plan.step_s,
+            predicted_peak_bytes=candidate.peak_bytes,
+            stock_s=stock.plan.step_s,
+            stock_peak_bytes=stock.peak_bytes,
+            held_bytes=candidate.held_bytes,
+            fits=candidate.peak_bytes <= self._room.memory_bytes,
+        )
+
+    def _windows(self, plan: StepPlan, moved: list[list[fx.Node]]) -> dict[str, int]:
+        """Return the window of each value that moves.
+
+        As a piece begins, no more is on its way out than its window has room for.
+        """
+        limits = [*(call.offload_bytes for call in plan.calls[1:]), 0]
+        sizes = [[self._joint.group_of[node].nbytes for node in nodes] for nodes in moved]
+        windows: dict[str, int] = {}
+        for number, nodes in enumerate(moved):
+            for place, node in enumerate(nodes):
+                later = sum(sizes[number][place + 1 :])
+                for behind, limit in enumerate(limits[number:], number):
+                    if later + sizes[number][place] > limit or behind == len(limits) - 1:
+                        break
+                    later += sum(sizes[behind + 1])
+                given = self._room.offload_window_bytes
+                windows[node.name] = later if given is None else given
+        return windows
+
+
+def plan_graph(joint: JointGraph, room: Room) -> GraphPlan:
+    """Return the plan for a graph, given the memory that there is."""
+    return _Planner(joint, room).plan()

@@ -1,0 +1,224 @@
+"""The plans for compiled graphs that were made in this process: what they depend on, and what is told about them."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchoffload._compile.joint_graph import Rates
+from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
+from torchoffload._contexts.amounts import amount_text, parse_amount
+from torchoffload._contexts.options import OffloadOptions, described
+from torchoffload._core import core
+from torchoffload._fit.machine.link import Link, measure_link
+from torchoffload._observe.units import human_bytes
+from torchoffload._warnings import warn_user
+
+__all__ = ["Memory", "checked_memory", "device_rates", "note_plan", "plan_lines", "planned_device", "room"]
+
+_ANY_BYTES = 1 << 61
+_MOST_GRAPHS = 32  # of those that report() tells about
+# Of a GPU's or a CPU's peak rates; for one whose rates PyTorch does not know.
+_DEFAULT_RATES = {"cuda": Rates(1.2e12, 2.5e14), "cpu": Rates(1e10, 2e11)}
+_REACHED_OF_BYTES, _REACHED_OF_FLOPS = 0.75, 0.6  # the parts of the peak rates that kernels reach
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that compiled graphs are planned for.
+
+    Attributes
+    ----------
+    nbytes : int
+        For all graphs of a step.
+    graphs : int
+        How many calls of compiled graphs a step has.
+    link_bytes_per_s : float or None
+        The rate of the link in either direction; None if it is measured.
+    """
+
+    nbytes: int
+    graphs: int = 1
+    link_bytes_per_s: float | None = None
+
+
+def checked_memory(memory: object, graphs: object, link_bytes_per_s: object) -> Memory | None:
+    """Return the memory that a user gave, checked; None if none was given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type or value.
+    """
+    if isinstance(graphs, bool) or not isinstance(graphs, int):
+        raise TypeError(f"graphs must be a whole number of at least 1, got {described(graphs)}")
+    if graphs < 1:
+        raise ValueError(f"graphs must be a whole number of at least 1, got {graphs}")
+    rate = link_bytes_per_s
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
+        raise TypeError(f"link_bytes_per_s must be a number of bytes in a second, or None, got {described(rate)}")
+    if rate is not None and not 0 < rate < math.inf:
+        raise ValueError(f"link_bytes_per_s must be above 0, got {rate}")
+    if memory is None:
+        if graphs != 1 or rate is not None:
+            raise ValueError("graphs and link_bytes_per_s are for memory=: give the memory that the graphs may use")
+        return None
+    nbytes = parse_amount(memory).in_bytes(_device_bytes)
+    return Memory(nbytes, graphs, None if rate is None else float(rate))
+
+
+def _device_bytes() -> int:
+    if not torch.cuda.is_available():
+        raise ValueError('memory is a fraction, of a device whose size is not known. Write memory="8GiB", for example')
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def planned_device() -> torch.device:
+    """Return the device that graphs are planned for: the key of a cache depends on it, and is asked for first."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _rounded(value: float, digits: int) -> float:
+    return round(value, digits - 1 - math.floor(math.log10(value)))
+
+
+@functools.cache
+def device_rates(device_type: str) -> Rates:
+    """Return how fast the current device of a type computes, to two digits."""
+    rates = _DEFAULT_RATES.get(device_type, _DEFAULT_RATES["cpu"])
+    if device_type == "cuda":
+        try:
+            from torch._inductor.utils import get_device_tflops, get_gpu_dram_gbps
+
+            known = Rates(get_gpu_dram_gbps() * 1e9, get_device_tflops(torch.bfloat16) * 1e12)
+        except (ImportError, RuntimeError, AssertionError, AttributeError, KeyError, TypeError):
+            return rates  # this release of PyTorch or of Triton does not know them
+        if known.bytes_per_s > 0 and known.flops_per_s > 0:
+            bytes_per_s, flops_per_s = known.bytes_per_s * _REACHED_OF_BYTES, known.flops_per_s * _REACHED_OF_FLOPS
+            rates = Rates(_rounded(bytes_per_s, 2), _rounded(flops_per_s, 2))
+    return rates
+
+
+@functools.cache
+def _measured_link(device: torch.device, options: OffloadOptions) -> Link:
+    """Return the link of a tier. Its rates are rounded to powers of 2, so that each process finds the same."""
+    link = measure_link(device, options)
+    out, back = (2.0 ** round(math.log2(rate)) for rate in (link.out_bytes_per_s, link.in_bytes_per_s))
+    return Link(out, back, 1e-4 if options.tier == "disk" else 1e-5)
+
+
+def room(memory: Memory, options: OffloadOptions | None) -> Room:
+    """Return what a graph's plan depends on, beside the graph: the memory, and the context that it is compiled in.
+
+    ``options``: of the context; None if nothing may move.
+    """
+    if options is None:
+        return Room(memory.nbytes, memory.graphs)
+    tier_bytes = options.budget_bytes
+    if tier_bytes is None:
+        tier_bytes = (core.host_memory()["default_budget"] or _ANY_BYTES) if options.tier == "host" else _ANY_BYTES
+        tier_bytes = 1 << (tier_bytes.bit_length() - 1)  # what is free now is not what is free in the next process
+    rate = memory.link_bytes_per_s
+    return Room(
+        memory.nbytes,
+        memory.graphs,
+        _measured_link(planned_device(), options) if rate is None else Link(rate, rate, 1e-5),
+        options.min_offload_bytes,
+        tier_bytes,
+        options.offload_window_bytes,
+        options.reload_window_bytes,
+    )
+
+
+# ---- what is told ----
+
+
+@dataclass(frozen=True)
+class _Planned:
+    memory: Memory
+    plan: GraphPlan
+
+
+_plans: dict[tuple[Memory, Any], _Planned] = {}  # by the memory and the compiled frame, in the order of compiling
+
+
+def _frame() -> Any:
+    """Return a value that is the same for each compile of the same piece of code."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return getattr(compile_id, "frame_id", None)
+
+
+def note_plan(memory: Memory, plan: GraphPlan) -> None:
+    """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together."""
+    key = (memory, _frame())
+    is_new = key not in _plans
+    _plans.pop(key, None)
+    _plans[key] = _Planned(memory, plan)
+    while len(_plans) > _MOST_GRAPHS:
+        del _plans[next(iter(_plans))]
+    if not plan.fits:
+        warn_user(
+            f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
+            f"{human_bytes(plan.predicted_peak_bytes)} by the plan of the least memory. Give "
+            f'memory="{amount_text(plan.predicted_peak_bytes)}", or a smaller batch'
+            + ("." if plan.windows else ", or compile inside of an OffloadActivations, so that values may move.")
+        )
+    count = sum(each.memory == memory for each in _plans.values())
+    if is_new and count > memory.graphs:
+        warn_user(
+            f"torchoffload: {count} graphs were compiled for memory={human_bytes(memory.nbytes)}, and each was planned "
+            f"as if it were one of {memory.graphs} in a step. If they run in the same step, give "
+            f"compile_options(memory=..., graphs={count})."
+        )
+
+
+def _piece_text(pieces: list[PiecePlan]) -> str:
+    first, last = pieces[0], pieces[-1]
+    name = first.name.removeprefix("L.self.") or "outside of blocks"
+    if len(pieces) > 1:
+        name += f" to {last.name.rpartition('.')[2]}"
+    text = f"{name}: {human_bytes(first.kept_bytes)} kept, {human_bytes(first.moved_bytes)} moved"
+    if first.again:
+        names = sorted({each.partition(".")[0] for each in first.again})
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        text += f", computed again in {first.again_s * 1e3:.3g} ms: {shown}"
+    return text + (" (each)" if len(pieces) > 1 else "")
+
+
+def _runs(pieces: tuple[PiecePlan, ...]) -> Iterator[list[PiecePlan]]:
+    """Yield runs of pieces with the same plan."""
+    run: list[PiecePlan] = []
+    for piece in pieces:
+        if run and run[-1].name and piece.name and _work(run[-1]) == _work(piece):
+            run.append(piece)
+        else:
+            if run:
+                yield run
+            run = [piece]
+    if run:
+        yield run
+
+
+def _work(piece: PiecePlan) -> Any:
+    return piece.kept_bytes, piece.moved_bytes, piece.again
+
+
+def plan_lines() -> list[str]:
+    """Return the lines of ``report()`` on the graphs that were planned in this process."""
+    lines = []
+    for number, (memory, plan) in enumerate((each.memory, each.plan) for each in _plans.values()):
+        others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
+        lines.append(
+            f"  compiled graph {number}{others}, for {human_bytes(memory.nbytes)}: predicted peak "
+            f"{human_bytes(plan.predicted_peak_bytes)}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
+            f"{human_bytes(plan.stock_peak_bytes)}, {plan.stock_s * 1e3:.3g} ms"
+        )
+        lines += [f"    {_piece_text(run)}" for run in _runs(plan.pieces)]
+    return lines

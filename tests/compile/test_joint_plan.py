@@ -1,0 +1,483 @@
+"""compile_options(memory=...): what a graph keeps, moves and computes again, as planned when it is compiled."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from devices import Device
+from gradients import Run, assert_same_gradients
+from models import Block, TinyGpt, tokens_and_labels, update
+from torchoffload._compile import joint_plan, planned
+from torchoffload._compile.joint_graph import JointGraph
+from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
+from torchoffload._fit.machine.link import Link
+
+PROGRAM = Path(__file__).parent.parent / "support" / "planned_graph_program.py"
+ANY_MEMORY = 1 << 40
+SLOW_LINK, FAST_LINK = 1e3, 1e15
+pytestmark = [pytest.mark.slow]
+on_devices = pytest.mark.devices("disk", "simulated-late", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here() -> Iterator[None]:
+    """Neither a graph nor a plan of another test is found again."""
+    planned._plans.clear()
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
+def compiled(function: Callable, backend: str = "aot_eager", *, link: float = SLOW_LINK, **memory: Any) -> Callable:
+    """`function` compiled anew; by a plan if `memory=` is given."""
+    from functorch.compile import nop
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    if "memory" in memory:
+        memory["link_bytes_per_s"] = link
+    if backend == "inductor":
+        return torch.compile(function, options=torchoffload.compile_options(**memory))
+    partition_fn = functools.partial(torchoffload.partition_fn, **memory)
+    return torch.compile(function, backend=aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition_fn))
+
+
+def plans() -> list[GraphPlan]:
+    """The plans that were made since the test began, in the order of compiling."""
+    return [each.plan for each in planned._plans.values()]
+
+
+def again_count(plan: GraphPlan) -> int:
+    return sum(len(piece.again) for piece in plan.pieces)
+
+
+def gpt(depth: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = TinyGpt(depth)
+    drawn = torch.randint(64, (4, 33))
+    return model, (drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+
+
+def step_of(model: nn.Module, *data: torch.Tensor, backend: str = "aot_eager", **memory: Any) -> tuple[float, list]:
+    """The loss and the gradients of one compiled step from the same random numbers."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = compiled(model, backend, **memory)(*data)
+    loss.backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters()]
+
+
+def stock_peak_bytes(model: nn.Module, *data: torch.Tensor) -> int:
+    """What the stock plan takes, as it is predicted."""
+    step_of(model, *data, memory=ANY_MEMORY)
+    (plan,) = plans()
+    planned._plans.clear()
+    return plan.stock_peak_bytes
+
+
+# ---- plans ----
+
+
+def test_with_enough_memory_the_plan_is_pytorchs_own():
+    model, data = gpt()
+    stock = step_of(model, *data)
+    planned_step = step_of(model, *data, memory=ANY_MEMORY)
+    (plan,) = plans()
+    assert plan.saved is None
+    assert not plan.windows
+    assert again_count(plan) == 0
+    assert plan.predicted_peak_bytes == plan.stock_peak_bytes
+    torch.testing.assert_close(planned_step, stock, rtol=0, atol=0)
+
+
+def test_in_less_memory_blocks_are_computed_again():
+    model, data = gpt()
+    stock = step_of(model, *data)
+    memory = int(0.75 * stock_peak_bytes(model, *data))
+    loss, gradients = step_of(model, *data, memory=memory)
+    plan = plans()[-1]
+    assert plan.fits
+    assert plan.predicted_peak_bytes <= memory < plan.stock_peak_bytes
+    assert plan.predicted_s > plan.stock_s
+    assert again_count(plan) > 0
+    assert loss == stock[0]
+    torch.testing.assert_close(gradients, stock[1])
+
+
+def saved_bytes(loss: torch.Tensor, model: nn.Module, data: tuple[torch.Tensor, ...]) -> int:
+    """The bytes of the memory that a compiled forward has saved, without its inputs."""
+    inputs = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers(), *data)}
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in loss.grad_fn.saved_tensors}
+    return sum(nbytes for storage, nbytes in storages.items() if storage not in inputs)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_the_predicted_bytes_are_those_that_the_graph_saves(share: float):
+    model, data = gpt()
+    memory = int(share * stock_peak_bytes(model, *data))
+    loss = compiled(model, memory=memory)(*data)
+    assert saved_bytes(loss, model, data) == plans()[-1].held_bytes
+
+
+@pytest.fixture(scope="module")
+def joint() -> JointGraph:
+    """The joint graph of a small language model."""
+    graphs = []
+    with pytest.MonkeyPatch.context() as patch:
+        plan = joint_plan.plan_graph
+        patch.setattr(joint_plan, "plan_graph", lambda joint, room: graphs.append(joint) or plan(joint, room))
+        model, data = gpt()
+        step_of(model, *data, memory=ANY_MEMORY)
+    return graphs[0]
+
+
+@pytest.mark.parametrize(("rate", "graphs"), [(None, 1), (1e9, 1), (1e10, 3)])
+def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, graphs: int):
+    """And the peak is within the memory wherever that of any plan is."""
+    link = None if rate is None else Link(rate, rate, 1e-6)
+    room = functools.partial(Room, graphs=graphs, link=link, least_moved_bytes=256, reload_window_bytes=0)
+    stock = plan_graph(joint, room(ANY_MEMORY))
+    least = plan_graph(joint, room(1))
+    assert not least.fits
+    span = stock.predicted_peak_bytes - least.predicted_peak_bytes
+    found = [plan_graph(joint, room(least.predicted_peak_bytes + span * part // 8)) for part in range(10)]
+    assert all(plan.fits for plan in found)
+    for part, plan in enumerate(found):
+        assert plan.predicted_peak_bytes <= least.predicted_peak_bytes + span * part // 8
+    times = [plan.predicted_s for plan in found]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == stock.predicted_s == stock.stock_s
+    assert len(set(times)) > 3
+    assert bool(least.windows) == (link is not None)
+
+
+def test_equal_blocks_are_planned_once(monkeypatch: pytest.MonkeyPatch):
+    planned_kinds = []
+    frontier = joint_plan.core.block_frontier
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torchoffload._core.core, name)
+
+        @staticmethod
+        def block_frontier(groups: list, draws: list) -> Any:
+            planned_kinds.append(len(groups))
+            return frontier(groups, draws)
+
+    monkeypatch.setattr(joint_plan, "core", Counted())
+    model, data = gpt(depth=6)
+    step_of(model, *data, memory=ANY_MEMORY)
+    (plan,) = plans()
+    assert [piece.name.rpartition(".")[2] for piece in plan.pieces] == ["", *"012345", ""]
+    assert len(planned_kinds) <= 3  # the first and the last block may differ in what they hand on
+
+
+# ---- bits, on devices ----
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_values_that_a_plan_moves_have_their_bits(
+    device_under_test: Device, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing may be computed again here: then a compiler fuses what it fuses without a plan."""
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    if backend == "inductor" and device_under_test.name == "disk":
+        pytest.skip("inductor takes seconds for each graph")
+
+    def program(run: Run):
+        model = run.module(lambda: TinyGpt(2))
+        data = tokens_and_labels(run, 4, 32)
+        memory = {} if run.stock else {"memory": int(0.8 * stock_peak_bytes(model, *data))}
+        model.zero_grad(set_to_none=True)
+        step = compiled(model, backend, link=FAST_LINK, **memory)
+        for _ in range(2):
+            with run.offload(reload_window_bytes=0, learn=False):
+                loss = step(*data)
+            loss.backward()
+            run.check(loss=loss, gradients=[parameter.grad for parameter in model.parameters()])
+            update(model)
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+    (plan,) = plans()
+    assert plan.fits
+    assert len(plan.windows) > 1
+    assert again_count(plan) == 0
+
+
+def test_inductor_computes_again_within_the_tolerance_of_fusion():
+    model, data = gpt(depth=1)
+    stock = step_of(model, *data, backend="inductor")
+    with pytest.warns(UserWarning, match="too little for a compiled graph"):
+        ours = step_of(model, *data, backend="inductor", memory=1)
+    assert again_count(plans()[0]) > 0
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-6)
+
+
+# ---- what is never computed again ----
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout behind each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Tanh()), nn.Dropout(0.3),
+                                                  nn.Sequential(nn.Linear(32, 16), nn.GELU()), nn.Dropout(0.3))
+                                    for _ in range(3))  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:torchoffload. 1 B is too little")
+def test_the_gradient_of_dropout_is_that_of_the_forward_that_ran(backend: str):
+    """Backward has the masks of forward: the loss changes along a direction as its gradient says.
+
+    Masks that were drawn again would make the gradient that of another function.
+    """
+    torch.manual_seed(0)
+    model = Dropping().double()
+    x = torch.randn(8, 16, dtype=torch.double)
+    direction = [torch.randn_like(parameter) for parameter in model.parameters()]
+    step = compiled(model, backend, memory=1)
+
+    def loss_at(distance: float) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, along in zip(model.parameters(), direction, strict=True):
+                parameter += distance * along
+        torch.manual_seed(7)
+        loss = step(x).square().mean()
+        with torch.no_grad():
+            for parameter, along in zip(model.parameters(), direction, strict=True):
+                parameter -= distance * along
+        return loss
+
+    torch.manual_seed(7)
+    loss = step(x).square().mean()
+    state = torch.get_rng_state()
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    slope = sum((parameter.grad * along).sum() for parameter, along in zip(model.parameters(), direction, strict=True))
+    measured = (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
+    (plan,) = plans()
+    assert again_count(plan) > 0
+    assert not any("rand" in name or "dropout" in name or "bernoulli" in name for piece in plan.pieces
+                   for name in piece.again)  # fmt: skip
+    torch.testing.assert_close(slope, measured.detach(), rtol=1e-6, atol=1e-8)
+
+
+@torch.library.custom_op("torchoffload_joint_plan::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    calls.append(x.shape)
+    return x.exp()
+
+
+calls: list[Any] = []
+counted.register_fake(torch.empty_like)
+counted.register_autograd(lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+                          setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))  # fmt: skip
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(counted(block.norm_mlp(x)))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torchoffload. 1 B is too little")
+def test_operators_of_others_run_once():
+    torch.manual_seed(0)
+    step = compiled(Counting(), memory=1)
+    calls.clear()
+    step(torch.randn(2, 8, 32)).backward()
+    assert again_count(plans()[0]) > 0
+    assert len(calls) == 2
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torchoffload. 1 B is too little")
+def test_statistics_that_forward_writes_are_not_read_again():
+    torch.manual_seed(0)
+    model, x = Normalized(), torch.linspace(-1, 1, 2 * 4 * 16 * 16).reshape(2, 4, 16, 16)
+    stock = step_of(model, x)
+    statistics = [buffer.clone() for buffer in model.buffers()]
+    torch.manual_seed(0)
+    model = Normalized()
+    ours = step_of(model, x, memory=1)
+    assert again_count(plans()[0]) > 0
+    torch.testing.assert_close(ours, stock)
+    torch.testing.assert_close(list(model.buffers()), statistics, rtol=0, atol=0)
+
+
+def test_shapes_that_change_follow_one_plan():
+    model, data = gpt()
+    memory = int(0.75 * stock_peak_bytes(model, *data))
+    step = compiled(model, memory=memory)
+    for tokens in (32, 24, 17):
+        drawn = torch.randint(64, (4, tokens + 1))
+        inputs = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        for each in inputs:
+            torch._dynamo.mark_dynamic(each, 1)
+        model.zero_grad()
+        step(*inputs).backward()
+        ours = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        model(*inputs).backward()
+        torch.testing.assert_close(ours, [parameter.grad for parameter in model.parameters()], rtol=1e-4, atol=1e-6)
+    assert again_count(plans()[0]) > 0
+
+
+# ---- several graphs ----
+
+
+class Broken(nn.Module):
+    """Two graphs with a break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = TwoBlocks(), TwoBlocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_two_graphs_share_the_memory():
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(4, 32, 32)
+    step_of(model, x, memory=ANY_MEMORY, graphs=2)
+    stock = [plan.stock_peak_bytes for plan in plans()]
+    assert len(stock) == 2
+    planned._plans.clear()
+    memory = max(stock) * 3 // 4
+    step_of(model, x, memory=memory, graphs=2)
+    first, second = plans()
+    assert again_count(first) > 0
+    assert again_count(second) > 0
+    assert max(first.predicted_peak_bytes, second.predicted_peak_bytes) <= memory
+    assert first.held_bytes + second.held_bytes < memory
+    assert "one of 2" in torchoffload.report()
+
+
+def test_more_graphs_than_were_named_are_told():
+    model, x = Broken(), torch.randn(2, 8, 32)
+    with pytest.warns(UserWarning, match=r"2 graphs were compiled .* give compile_options\(memory=..., graphs=2\)"):
+        step_of(model, x, memory=ANY_MEMORY)
+
+
+# ---- what is told ----
+
+
+@pytest.mark.filterwarnings("ignore:torchoffload. 1 B is too little")
+def test_report_tells_the_plan_of_each_block():
+    model, data = gpt()
+    step_of(model, *data, memory=1)
+    text = torchoffload.report()
+    assert "compiled graph 0, for 1 B: predicted peak" in text
+    found = re.search(r"blocks\.0 to 2: ([\d.]+) KiB kept, 0 B moved, computed again in .* ms: (.*) \(each\)", text)
+    assert found is not None
+    assert "addmm" in found[2]
+
+
+def test_too_little_memory_is_told_with_what_is_needed():
+    model, data = gpt()
+    with pytest.warns(UserWarning, match=r'too little for a compiled graph.*Give memory="[\d.]+KiB"') as caught:
+        step_of(model, *data, memory=1)
+    (needed,) = re.findall(r'memory="(.*?)"', str(caught[0].message))
+    planned._plans.clear()
+    step_of(model, *data, memory=needed)
+    assert plans()[0].fits
+
+
+def test_cuda_graphs_keep_the_plan_and_move_nothing(tmp_path: Path):
+    """On a CPU inductor captures nothing; the option alone decides."""
+    model, data = gpt(depth=1)
+    torch._dynamo.reset()
+    options = {**torchoffload.compile_options(memory=1, link_bytes_per_s=FAST_LINK), "triton.cudagraphs": True}
+    step = torch.compile(model, options=options)
+    with (
+        pytest.warns(UserWarning, match="compiled with CUDA graphs do not move"),
+        torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=0),
+    ):
+        step(*data)
+    (plan,) = plans()
+    assert not plan.windows
+    assert again_count(plan) > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"memory": 0.5}, ValueError), ({"memory": "4 apples"}, ValueError), ({"memory": True}, TypeError),
+        ({"memory": 100, "graphs": 0}, ValueError), ({"memory": 100, "graphs": 1.5}, TypeError),
+        ({"memory": 100, "link_bytes_per_s": 0}, ValueError), ({"memory": 100, "link_bytes_per_s": "1"}, TypeError),
+        ({"graphs": 2}, ValueError),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_at_once(given: dict, error: type):
+    if torch.cuda.is_available() and given == {"memory": 0.5}:
+        pytest.skip("the size of the device is known")
+    with pytest.raises(error):
+        torchoffload.compile_options(**given)
+
+
+# ---- caches ----
+
+
+def test_the_plan_is_a_part_of_the_cache_key(tmp_path: Path):
+    """A second process with the same memory partitions nothing."""
+
+    def trained(memory: int) -> tuple[str, int]:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", str(PROGRAM), str(memory)]
+        digest, count = subprocess.check_output(command, env=environment, text=True).split()
+        return digest, int(count)
+
+    first, again = trained(1), trained(1)
+    assert first[1] == 1
+    assert again == (first[0], 0)
+    given = [{}, {"memory": 1}, {"memory": 2}, {"memory": 2, "graphs": 2}]
+    keys = {torchoffload.compile_options(**each)["custom_partitioner_fn"].uuid() for each in given}
+    assert len(keys) == len(given)
