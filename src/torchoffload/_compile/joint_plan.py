@@ -16,8 +16,18 @@ from torch import fx
 from torchoffload._compile.joint_graph import Group, JointGraph, Piece
 from torchoffload._core import core
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, OperatorGroup
-from torchoffload._fit.machine.link import Link
-from torchoffload._fit.plan.step import Call, CallPlan, Kind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.machine.link import LinkRates
+from torchoffload._fit.plan.step import (
+    BlockCall,
+    BlockKind,
+    CallPlan,
+    Output,
+    Step,
+    StepPlan,
+    Way,
+    least_plan,
+    plan_step,
+)
 from torchoffload._fit.survey.kinds import hull
 
 __all__ = ["GraphPlan", "PiecePlan", "Room", "plan_graph"]
@@ -43,7 +53,7 @@ class Room:
         For all graphs of a step together: inputs, saved values, gradients, and values on the way.
     graphs : int
         How many calls of compiled graphs a step has.
-    link : Link or None
+    link : LinkRates or None
         The rates; None if nothing may move.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
@@ -53,7 +63,7 @@ class Room:
 
     memory_bytes: int
     graphs: int = 1
-    link: Link | None = None
+    link: LinkRates | None = None
     least_moved_bytes: int = 1
     tier_bytes: int = _ANY_BYTES
     offload_window_bytes: int | None = None
@@ -236,7 +246,7 @@ def _kind_of(joint: JointGraph, shape: _PieceShape, forward_s: float, backward_s
             choices.append(_Choice(way, tuple(kept), tuple(again), is_stock=False))
     by_way = {id(choice.way): choice for choice in choices}
     ways = hull([choice.way for choice in choices], outputs)
-    kind = Kind(forward_s, backward_s, outputs, tuple(ways))
+    kind = BlockKind(forward_s, backward_s, outputs, tuple(ways))
     return _PieceKind(kind, tuple(by_way[id(way)] for way in ways), output_groups)
 
 
@@ -261,7 +271,7 @@ class _Planner:
             if len(self._kinds[numbers[key]].choices) > 1:  # what is computed again is there with what it is made from
                 own += max(group.nbytes for group in shape.piece.groups)
             own += backward_bytes[number]
-            calls.append(Call(numbers[key], joint.input_bytes + forward_bytes[number], joint.input_bytes + own))
+            calls.append(BlockCall(numbers[key], joint.input_bytes + forward_bytes[number], joint.input_bytes + own))
         self._step = Step(
             kinds=tuple(each.kind for each in self._kinds),
             calls=tuple(calls),
@@ -284,7 +294,9 @@ class _Planner:
             window = max(largest, min(_DEFAULT_RELOAD_VALUES * largest, _DEFAULT_RELOAD_BYTES))
         return dataclasses.replace(
             self._step,
-            calls=tuple(Call(each.kind, each.forward_bytes, each.backward_bytes + window) for each in self._step.calls),
+            calls=tuple(
+                BlockCall(each.kind, each.forward_bytes, each.backward_bytes + window) for each in self._step.calls
+            ),
             least_moved_bytes=max(1, room.least_moved_bytes),
             tier_bytes=room.tier_bytes,
             may_move=True,

@@ -13,7 +13,7 @@ from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
 from torchoffload._contexts.amounts import amount_text, parse_amount
 from torchoffload._contexts.options import OffloadOptions, described
 from torchoffload._core import core
-from torchoffload._fit.machine.link import Link, measure_link
+from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
 
@@ -105,11 +105,11 @@ def device_rates(device_type: str) -> Rates:
 
 
 @functools.cache
-def _measured_link(device: torch.device, options: OffloadOptions) -> Link:
+def _measured_link(device: torch.device, options: OffloadOptions) -> LinkRates:
     """Return the link of a tier. Its rates are rounded to powers of 2, so that each process finds the same."""
     link = measure_link(device, options)
     out, back = (2.0 ** round(math.log2(rate)) for rate in (link.out_bytes_per_s, link.in_bytes_per_s))
-    return Link(out, back, 1e-4 if options.tier == "disk" else 1e-5)
+    return LinkRates(out, back, 1e-4 if options.tier == "disk" else 1e-5)
 
 
 def room(memory: Memory, options: OffloadOptions | None) -> Room:
@@ -127,7 +127,7 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
     return Room(
         memory.nbytes,
         memory.graphs,
-        _measured_link(planned_device(), options) if rate is None else Link(rate, rate, 1e-5),
+        _measured_link(planned_device(), options) if rate is None else LinkRates(rate, rate, 1e-5),
         options.min_offload_bytes,
         tier_bytes,
         options.offload_window_bytes,
