@@ -151,7 +151,7 @@ class _Choice:
 class _PieceKind:
     """The ways to run pieces that do the same."""
 
-    kind: Kind
+    kind: BlockKind
     choices: tuple[_Choice, ...]
     output_groups: tuple[int, ...]
 
