@@ -20,7 +20,7 @@ from models import Block, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import joint_plan, planned
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
-from torchoffload._fit.machine.link import Link
+from torchoffload._fit.machine.link import LinkRates
 
 PROGRAM = Path(__file__).parent.parent / "support" / "planned_graph_program.py"
 ANY_MEMORY = 1 << 40
@@ -143,7 +143,7 @@ def joint() -> JointGraph:
 @pytest.mark.parametrize(("rate", "graphs"), [(None, 1), (1e9, 1), (1e10, 3)])
 def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, graphs: int):
     """And the peak is within the memory wherever that of any plan is."""
-    link = None if rate is None else Link(rate, rate, 1e-6)
+    link = None if rate is None else LinkRates(rate, rate, 1e-6)
     room = functools.partial(Room, graphs=graphs, link=link, least_moved_bytes=256, reload_window_bytes=0)
     stock = plan_graph(joint, room(ANY_MEMORY))
     least = plan_graph(joint, room(1))
