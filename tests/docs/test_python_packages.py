@@ -15,9 +15,9 @@ LAYERS = (
     ("_pytorch",),
     ("_contexts",),
     ("_observe",),
-    ("_modules", "_checkpoint", "_compile"),
+    ("_modules", "_checkpoint"),
     ("_fit",),
-    ("_estimate", "_selftest"),
+    ("_compile", "_estimate", "_selftest"),
 )
 # The same of the rooms of _fit.
 ROOMS = ("machine", "block", "plan", "survey", "choosing", "model")

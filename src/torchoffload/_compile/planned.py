@@ -13,6 +13,7 @@ from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
 from torchoffload._contexts.amounts import amount_text, parse_amount
 from torchoffload._contexts.options import OffloadOptions, described
 from torchoffload._core import core
+from torchoffload._devices import accelerator, accelerators_in_use, meter_for
 from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -71,16 +72,16 @@ def checked_memory(memory: object, graphs: object, link_bytes_per_s: object) -> 
 
 
 def _device_bytes() -> int:
-    if not torch.cuda.is_available():
+    device = accelerator()
+    if device is None:
         raise ValueError('memory is a fraction, of a device whose size is not known. Write memory="8GiB", for example')
-    return int(torch.cuda.mem_get_info()[1])
+    return meter_for(device).total_bytes()
 
 
 def planned_device() -> torch.device:
     """Return the device that graphs are planned for: the key of a cache depends on it, and is asked for first."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    device = accelerator() if accelerators_in_use() else None
+    return torch.device("cpu") if device is None else device
 
 
 def _rounded(value: float, digits: int) -> float:
