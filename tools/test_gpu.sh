@@ -3,8 +3,9 @@
 #   tools/test_gpu.sh PYTHON SITE LOGS PARTS [PYTEST ARGUMENTS...]
 # PYTHON: an interpreter with a CUDA torch and pytest. SITE: the package, as make site lays it out. LOGS: a folder for the
 # output of each part, part-1.log and so on. Prints each part's last line as it ends, and what failed at the end; exits with
-# 1 if anything failed. The random programs are a part of their own: they take longest. The tests that take the rest of the
-# device away run last and alone, since others would run out of memory beside them.
+# 1 if anything failed. The random programs are a part of their own: they take longest. So are the tests that destroy
+# streams: in their process PyTorch may fail later, as it gives back memory of such a stream. The tests that take the rest
+# of the device away run last and alone, since others would run out of memory beside them.
 set -u
 python=$1 site=$2 logs=$3 parts=$4
 shift 4
@@ -12,9 +13,11 @@ mkdir -p "$logs"
 rm -f "$logs"/part-*
 export PYTHONPATH=$site TORCHOFFLOAD_REQUIRE_CUDA=1
 
-find tests -name 'test_*.py' ! -path 'tests/gradients/test_programs.py' ! -path 'tests/cuda/test_fit_cuda.py' | sort \
+find tests -name 'test_*.py' ! -path 'tests/gradients/test_programs.py' ! -path 'tests/cuda/test_cuda_streams.py' \
+  ! -path 'tests/cuda/test_fit_cuda.py' | sort \
   | awk -v parts="$parts" -v logs="$logs" '{ print > (logs "/part-" (NR % parts + 1) ".files") }'
 echo tests/gradients/test_programs.py > "$logs/part-programs.files"
+echo tests/cuda/test_cuda_streams.py > "$logs/part-streams.files"
 
 run_part() {
   local files=$1 part log

@@ -84,19 +84,21 @@ def test_a_step_is_followed_whatever_is_called(device_under_test: Device, call: 
         model = run.module(Model)
         options = options_of(device_under_test) if move else {"move": False}
         handle = None if run.stock else torchoffload.fit(model, ROOM, **options)
-        was_planned = False
+        was_planned, points = False, 0
         for _ in range(STEPS):
             loss = CALLS[call](model, run.tensor(4, 8, WIDTH))
             loss.backward()
             run.check(loss=loss.detach(), gradients={name: each.grad for name, each in model.named_parameters()})
             model.zero_grad()
             if handle is not None and handle.phase == "settled" and not was_planned:
-                was_planned = True
-                handle.replan(int(handle.frontier()[0].memory_bytes / 0.96) + 1)
+                frontier = handle.frontier()
+                was_planned, points = True, len(frontier)
+                handle.replan(int(frontier[0].memory_bytes / 0.96) + 1)
         if handle is not None:
             assert was_planned, handle.report()
             assert handle.phase == "settled", handle.report()
-            assert handle.plan.moved_bytes + handle.plan.recompute_s > 0, handle.report()
+            # Beside cuBLAS's workspaces of 64 MiB all plans may take the same memory.
+            assert handle.plan.moved_bytes + handle.plan.recompute_s > 0 or points == 1, handle.report()
             names = set(handle._driver.called.names)
             assert names >= {f"backbone.layers.{number}" for number in range(4)}
             handle.remove()
