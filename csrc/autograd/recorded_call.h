@@ -42,8 +42,8 @@ struct BlockActions {
   enum class Action : uint8_t { Nothing = 0, Keep = 1, Move = 2, Never = 3 };  // Never: it is not called again
   std::vector<c10::OperatorHandle> operators;
   std::vector<Action> actions;
-  std::vector<uint64_t> rewritten;  // by operator, one bit for each storage that it makes: a later operator writes to it
-  bool keeps_if_left = false;  // once a call has left the plan, nothing of it is computed again
+  std::vector<uint64_t> rewritten;  // by operator, a bit for each storage that it makes and a later one writes to
+  bool keeps_if_left = false;       // once a call has left the plan, nothing of it is computed again
 };
 
 class ReplayedTensor;
