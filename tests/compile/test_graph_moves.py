@@ -622,7 +622,10 @@ class RandomGraph(nn.Module):
         return torch.stack([value.square().mean() for value in values]).sum()
 
 
-@pytest.mark.parametrize(("backend", "seeds"), [("aot_eager", range(24 if LONG else 6)), ("inductor", range(100, 104))])
+@pytest.mark.parametrize(
+    ("backend", "seeds"),
+    [("aot_eager", range(24 if LONG else 6)), ("inductor", range(100, 124 if LONG else 102))],
+)
 def test_random_programs(device_under_test: Device, backend: str, seeds: range):
     moved = 0
     for seed in seeds:
