@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <vector>
 
 #include "system/mutex.h"
 
@@ -20,11 +21,16 @@ using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
 // Does nothing while a CUDA graph is being captured: the wait would invalidate the capture, and no tensor saved
 // meanwhile moves.
 void wait_for_devices_in_use() {
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
-  const c10::cuda::CUDAStreamCaptureModeGuard apart_from_captures(cudaStreamCaptureModeRelaxed);
+  std::vector<c10::DeviceIndex> in_use;
   for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {
     if (!c10::cuda::hasPrimaryContext(device)) continue;
+    const c10::cuda::CUDAGuard guard(device);  // the question would make a context on a device that has none
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
+    in_use.push_back(device);
+  }
+  for (const c10::DeviceIndex device : in_use) {
     const c10::cuda::CUDAGuard guard(device);
+    const c10::cuda::CUDAStreamCaptureModeGuard apart_from_captures(cudaStreamCaptureModeRelaxed);
     if (cudaDeviceSynchronize() != cudaSuccess) (void)cudaGetLastError();
   }
 }

@@ -117,7 +117,6 @@ class TrackedStream {
 
   // Moves its events to `spare`, if all its points were reached. False: it has them still.
   bool try_release_events(std::vector<cudaEvent_t>& spare) {
-    const OnDevice on_device(device_);
     spare.reserve(spare.size() + events_.size());  // nothing throws while it is locked
     if (!mutex_.try_lock()) return false;
     const bool has_released = move_events_if_reached(spare);
