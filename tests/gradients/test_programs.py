@@ -1,6 +1,7 @@
 """Random autograd programs: stock twice and offloaded once, every bit and every error compared. See docs/testing.md.
 
-The 500 programs of each device run in processes of their own, by the command that runs as many as one likes.
+The 250 programs of each device (500 if TORCHOFFLOAD_TEST_LONG is set) run in processes of their own, by the command
+that runs as many as one likes.
 """
 
 import json
@@ -27,7 +28,7 @@ from programs.shrink import shrink
 from programs.verdict import Kind, judge
 
 COMMAND = SUPPORT / "fuzz_programs.py"
-PROGRAM_COUNT = 500
+PROGRAM_COUNT = 500 if os.environ.get("TORCHOFFLOAD_TEST_LONG") else 250
 PROGRAM_COUNTS = {"privateuseone": 100}  # whose operators take longer
 MIN_MOVED_FRACTION = 0.7
 MIN_FINISHED_FRACTION = 0.8
