@@ -118,7 +118,7 @@ class Bench:
         self.stock_bytes: tuple[int, int] | None = None  # the stock plan's predicted peak, and the weights of it
 
     def planned_bytes(self, part: float) -> int:
-        """Return the memory for a plan: what is always there, and a part of all else that stock compiled takes."""
+        """Return the memory for a plan: the weights and the batch, and a part of all else that stock compiled takes."""
         if self.stock_bytes is None:
             raise ValueError("the plan of stock compiled is not known yet")
         peak_bytes, fixed_bytes = self.stock_bytes

@@ -269,4 +269,4 @@ def accelerator_available() -> bool:
     """Return whether there is a device that tier="host" serves, in the test build also a simulated device."""
 
 def backend_notes() -> list[str]:
-    """Return what users should know of the devices that were used, such as that copies to one block the program."""
+    """Return lines for users on the devices that were used, such as that copies to one block the program."""

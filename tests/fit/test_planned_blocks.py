@@ -1,5 +1,6 @@
 """Planned blocks: the same bits as stock, whatever is kept, moved, left out and computed again."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import BLOCKS, WIDTH, Net, corners, outcome, planned, record
@@ -173,3 +175,22 @@ def test_inside_of_a_checkpoint_of_the_user(device_under_test: Device, which: st
         return result
 
     assert_planned(device_under_test, "dropouts", which, call=call)
+
+
+@pytest.mark.devices("disk", "simulated-late")
+def test_a_result_that_a_later_operator_overwrites_does_not_move(device_under_test: Device):
+    def moved_bytes(keeps_rewritten: bool) -> int:
+        torch.manual_seed(0)
+        net, x = Net(BLOCKS["batch norm and a write"], depth=1), torch.randn(4, 8, WIDTH)
+        plan = next(corner.plan for corner in corners(net.blocks[0], x) if corner.plan.rewritten)
+        rewritten = frozenset() if keeps_rewritten else plan.rewritten
+        plan_block(net.blocks[0], dataclasses.replace(plan, moved=plan.kept, rewritten=rewritten))
+        torchoffload.reset_stats()
+        with device_under_test.scope():
+            with device_under_test.context():
+                y = net(x)
+            y.sum().backward()
+            return torchoffload.stats().bytes_offloaded
+
+    result_bytes = 4 * 8 * WIDTH * 4
+    assert moved_bytes(keeps_rewritten=True) - moved_bytes(keeps_rewritten=False) == result_bytes

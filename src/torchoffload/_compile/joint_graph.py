@@ -2,7 +2,7 @@
 
 A group is one piece of memory that an operator makes, together with all views of it: to save one of them is to save
 them all. An operator that makes several such pieces is a group without memory, which the groups of its results read.
-A *piece* is the part of the graph that belongs to one block of the model, or to what is before or behind the blocks.
+A *piece* is the part of the graph that belongs to one block of the model, or the operators before or behind the blocks.
 """
 
 import math
@@ -21,7 +21,7 @@ from torchoffload._compile.rewrite import hint, storage_of, value_of
 
 __all__ = ["Group", "JointGraph", "Piece", "Rates", "may_compute_again"]
 
-_LEAST_SHARE = 0.1  # of the time of a kernel: what an operator costs that is fused with its readers
+_LEAST_SHARE = 0.1  # of the time of a kernel: the cost of an operator that is fused with its readers
 # These draw random numbers only if their probability of dropout is above 0, whatever their tags say.
 _ATTENTIONS = (
     "_scaled_dot_product_flash_attention",
@@ -103,7 +103,7 @@ class Piece:
     Attributes
     ----------
     name : str
-        The path of its module in the model; empty for what is before or behind the blocks.
+        The path of its module in the model; empty for the operators before and behind the blocks.
     groups : tuple of Group
         The groups of its forward, in order.
     """
@@ -127,7 +127,7 @@ def may_compute_again(node: fx.Node) -> bool:
         return False
     if target._schema.is_mutable or node.meta.get("partitioner_tag") == "must_be_in_forward":
         return False
-    if node.meta.get("recompute") is not None:  # the program says itself what is computed again
+    if node.meta.get("recompute") is not None:  # the program itself chooses the values to compute again
         return False
     if target._schema.name.partition("::")[2] in _ATTENTIONS:
         return _argument(node, target, "dropout_p") == 0
@@ -361,7 +361,7 @@ class JointGraph:
         """Return the values to save if a group is saved: none if the group has no memory."""
         return [group.maker] if value_of(group.maker) is not None else []
 
-    # ---- what PyTorch does ----
+    # ---- PyTorch's own choice ----
 
     def _find_stock(self, stock: Sequence[fx.Node]) -> None:
         self.saved: dict[int, list[fx.Node]] = {}
@@ -433,7 +433,7 @@ class JointGraph:
         return {storage_of(value): _memory_bytes(value) for node in nodes for value in _elements(node)}
 
     def forward_bytes(self) -> list[int]:
-        """Return, for each piece, the most in memory while its forward runs, beside the inputs and what is saved.
+        """Return, for each piece, the most in memory while its forward runs, beside the inputs and the saved values.
 
         Of the piece itself, all that PyTorch saves is there as well.
         """
@@ -524,7 +524,7 @@ class JointGraph:
         for place, piece in enumerate(pieces):
             alive += changes[place]
             most[piece] = max(most[piece], alive)
-        # Of what is before the blocks, the gradients of the blocks are there, too, even if it has no backward.
+        # Before the blocks, the gradients of the blocks are there, too, even if nothing there has a backward.
         for number in range(len(most) - 2, -1, -1):
             most[number] = most[number] or (most[number + 1] if number + 1 < len(most) else 0)
         return seconds, most

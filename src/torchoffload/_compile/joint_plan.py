@@ -77,7 +77,7 @@ class PiecePlan:
     Attributes
     ----------
     name : str
-        The path of its block; empty for what is before or behind the blocks.
+        The path of its block; empty for the operators before and behind the blocks.
     kept_bytes, moved_bytes : int
         The bytes that stay on the device, and those that move.
     again : tuple of str
@@ -107,7 +107,7 @@ class GraphPlan:
         The values that move, by their names: behind the pack of so many bytes of later values the graph waits for the
         copy of each.
     predicted_s, predicted_peak_bytes : float, int
-        Of forward and backward; the peak has the graph's inputs in it, and what other graphs of the step hold.
+        Of forward and backward; the peak has the graph's inputs in it, and the values of other graphs of the step.
     stock_s, stock_peak_bytes : float, int
         The same for PyTorch's own plan.
     held_bytes : int
@@ -129,7 +129,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a way keeps of a piece, by the places of the groups in it.
+    """The values of a piece that a way keeps, by the places of their groups.
 
     Attributes
     ----------

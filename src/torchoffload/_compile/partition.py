@@ -145,7 +145,7 @@ class _Chooser:
         from torchoffload._compile.joint_plan import plan_graph
         from torchoffload._compile.planned import device_rates
 
-        # The whole budget: PyTorch computes again only what is cheap, and nothing random.
+        # The whole budget: PyTorch computes only cheap operators again, and no random ones.
         stock = own(joint_graph, node_info, memory_budget=1)
         device_type = next((value.device.type for value in _values(joint_graph) if value.device.type != "cpu"), "cpu")
         rates = device_rates(device_type)

@@ -1,4 +1,4 @@
-"""The plans for compiled graphs that were made in this process: what they depend on, and what is told about them."""
+"""The plans for compiled graphs that were made in this process: their inputs, and the lines of report() about them."""
 
 import functools
 import math
@@ -114,7 +114,7 @@ def _measured_link(device: torch.device, options: OffloadOptions) -> LinkRates:
 
 
 def room(memory: Memory, options: OffloadOptions | None) -> Room:
-    """Return what a graph's plan depends on, beside the graph: the memory, and the context that it is compiled in.
+    """Return the inputs of a graph's plan beside the graph: the memory, and the context that it is compiled in.
 
     ``options``: of the context; None if nothing may move.
     """
@@ -123,7 +123,7 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
     tier_bytes = options.budget_bytes
     if tier_bytes is None:
         tier_bytes = (core.host_memory()["default_budget"] or _ANY_BYTES) if options.tier == "host" else _ANY_BYTES
-        tier_bytes = 1 << (tier_bytes.bit_length() - 1)  # what is free now is not what is free in the next process
+        tier_bytes = 1 << (tier_bytes.bit_length() - 1)  # the next process finds another amount free
     rate = memory.link_bytes_per_s
     return Room(
         memory.nbytes,
@@ -136,7 +136,7 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
     )
 
 
-# ---- what is told ----
+# ---- for report() ----
 
 
 @dataclass(frozen=True)
