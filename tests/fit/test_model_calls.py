@@ -84,7 +84,7 @@ def test_a_step_is_followed_whatever_is_called(device_under_test: Device, call: 
         model = run.module(Model)
         options = options_of(device_under_test) if move else {"move": False}
         handle = None if run.stock else torchoffload.fit(model, ROOM, **options)
-        was_planned, points = False, 0
+        was_planned, all_fits = False, False
         for _ in range(STEPS):
             loss = CALLS[call](model, run.tensor(4, 8, WIDTH))
             loss.backward()
@@ -92,13 +92,14 @@ def test_a_step_is_followed_whatever_is_called(device_under_test: Device, call: 
             model.zero_grad()
             if handle is not None and handle.phase == "settled" and not was_planned:
                 frontier = handle.frontier()
-                was_planned, points = True, len(frontier)
-                handle.replan(int(frontier[0].memory_bytes / 0.96) + 1)
+                least = int(frontier[0].memory_bytes / 0.96) + 1
+                was_planned, all_fits = True, frontier[-1].memory_bytes <= least
+                handle.replan(least)
         if handle is not None:
             assert was_planned, handle.report()
             assert handle.phase == "settled", handle.report()
-            # Beside cuBLAS's workspaces of 64 MiB all plans may take the same memory.
-            assert handle.plan.moved_bytes + handle.plan.recompute_s > 0 or points == 1, handle.report()
+            # Beside cuBLAS's workspaces of 64 MiB the plan that keeps everything may fit in this, too.
+            assert handle.plan.moved_bytes + handle.plan.recompute_s > 0 or all_fits, handle.report()
             names = set(handle._driver.called.names)
             assert names >= {f"backbone.layers.{number}" for number in range(4)}
             handle.remove()
