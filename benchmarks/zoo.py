@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+import memory_history
 import torchoffload
 from ballast import Ballast
 from hardware import command_line, hardware
@@ -231,6 +232,9 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             command = [sys.executable, __file__, "--child", name, "--out", str(out), "--steps", str(options.steps)]
             command += ["--amounts", *map(str, options.amounts), "--ways", *options.ways]
             command += ["--reports"] * options.reports
+            if options.history is not None:
+                options.history.mkdir(parents=True, exist_ok=True)
+                command += ["--history", str(options.history / f"{name}.txt")]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
             try:
                 done = subprocess.run(
@@ -263,10 +267,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="how many models run at a time, one on each")
     parser.add_argument("--timeout-s", type=float, default=300, help="for each model")
     parser.add_argument("--reports", action="store_true", help="keep what Fitted.report() says")
+    parser.add_argument("--history", type=Path, help="a folder: what held the memory at each failed allocation")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
+        if options.history is not None:
+            memory_history.record(options.history)
         try:
             result = run_model(options.child, options)
         except Exception:
