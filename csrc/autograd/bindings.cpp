@@ -299,15 +299,20 @@ Compress parse_compress(const py::handle& given) {
 
 std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::string, std::string>>& operators,
                                             const std::string& actions, const std::vector<uint64_t>& rewritten,
-                                            bool keeps_if_left) {
+                                            const std::vector<uint64_t>& held, bool keeps_if_left) {
+  constexpr char kRunsOnce = 4;
+  if (actions.size() != operators.size()) throw py::value_error("one action for each operator");
+  if (rewritten.size() != operators.size() || held.size() != operators.size())
+    throw py::value_error("two masks for each operator");
   auto parsed = std::make_shared<BlockActions>();
   parsed->keeps_if_left = keeps_if_left;
   for (const auto& [name, overload] : operators)
     parsed->operators.push_back(c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str()));
-  for (const char action : actions) parsed->actions.push_back(static_cast<BlockActions::Action>(action));
-  parsed->rewritten = rewritten;
-  if (parsed->actions.size() != parsed->operators.size()) throw py::value_error("one action for each operator");
-  if (rewritten.size() != parsed->operators.size()) throw py::value_error("one mask for each operator");
+  for (size_t number = 0; number < actions.size(); ++number) {
+    const auto action = static_cast<BlockActions::Action>(actions[number] & ~kRunsOnce);
+    const bool runs_once = (actions[number] & kRunsOnce) != 0;
+    parsed->planned.push_back({action, runs_once, rewritten[number], held[number]});
+  }
   return parsed;
 }
 
@@ -382,7 +387,7 @@ py::list read_moments(RecordedCall& call) {
 void add_recorded_calls(py::module_& m) {
   py::class_<BlockActions, std::shared_ptr<BlockActions>>(m, "BlockActions")
       .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("rewritten"),
-           py::arg("keeps_if_left"), py::pos_only());
+           py::arg("held"), py::arg("keeps_if_left"), py::pos_only());
   py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
       .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
            py::arg("clock"), py::arg("verifies"), py::arg("times_replay"), py::arg("copies_inputs"))

@@ -314,13 +314,12 @@ THPObjectPtr RecordedCall::now() {
 
 // The action of the plan for the next operator that counts. A collective that no plan has is not called again: the plan
 // of another rank may keep its result.
-BlockActions::Action RecordedCall::planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const {
-  if (!plan_) return BlockActions::Action::Nothing;
+BlockActions::Planned RecordedCall::planned_for(const c10::OperatorHandle& op, const OperatorTraits& traits) const {
+  if (!plan_) return {};
   const auto number = static_cast<size_t>(counted_);
   const bool is_planned = !left_at_ && number < plan_->operators.size() && plan_->operators[number] == op;
-  if (is_planned) return plan_->actions[number];
-  const bool keeps = traits.communicates || (left_at_ && plan_->keeps_if_left);
-  return keeps ? BlockActions::Action::Never : BlockActions::Action::Nothing;
+  if (is_planned) return plan_->planned[number];
+  return {.runs_once = traits.communicates || (left_at_ && plan_->keeps_if_left)};
 }
 
 void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -355,8 +354,8 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   recording.op.returns_early = traits.returns_early;
   recording.op.runs_once |= traits.runs_once || (recording.reads_written && recording.written.empty());
   const bool may_be_remembered = traits.casts && recording.op.ref_count == 1 && is_remembered(record_.refs[first_ref]);
-  const auto action = may_be_remembered ? BlockActions::Action::Nothing : planned_action(op, traits);
-  recording.op.runs_once |= action == BlockActions::Action::Never;
+  const auto planned = may_be_remembered ? BlockActions::Planned() : planned_for(op, traits);
+  recording.op.runs_once |= planned.runs_once;
   // A second call would draw other numbers, and change those that the next call of the program draws.
   if (traits.dropout_state >= 0) {
     const c10::IValue& state = (*stack)[first_argument + traits.dropout_state];
@@ -380,7 +379,7 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
     if (begin) drop_with_gil(std::move(begin), std::move(end));
     return;
   }
-  finish_recording(std::move(recording), traits, action, may_be_remembered, *stack);
+  finish_recording(std::move(recording), traits, planned, may_be_remembered, *stack);
   if (begin) note_moment(std::move(begin), std::move(end));
 }
 
@@ -392,8 +391,9 @@ bool RecordedCall::is_remembered(const TensorRef& ref) const {
   return storage.pinned == 0 && (storage.is_leaf || storage.is_input);
 }
 
-void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
-                                    bool may_be_remembered, const torch::jit::Stack& stack) {
+void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits& traits,
+                                    const BlockActions::Planned& planned, bool may_be_remembered,
+                                    const torch::jit::Stack& stack) {
   RecordedOperator& op = recording.op;
   const size_t result_count = op.handle->schema().returns().size();
   const auto tensor_of = [&](const RecordedOperator::Made& made) {
@@ -407,28 +407,29 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
   }
   for (const RecordedOperator::Made& made : op.makes)
     op.runs_once |= ran_elsewhere(record_.storages[made.storage].device);
-  for (const RecordedOperator::Made& made : op.makes) {
-    RecordedStorage& storage = record_.storages[made.storage];
+  const auto has_bit = [](uint64_t mask, size_t place) { return place < 64 && ((mask >> place) & 1) != 0; };
+  for (size_t place = 0; place < op.makes.size(); ++place) {
+    RecordedStorage& storage = record_.storages[op.makes[place].storage];
     storage.is_uninitialised = traits.leaves_uninitialised;
-    if (!op.runs_once) continue;
-    const at::Tensor tensor = tensor_of(made);
+    if (!op.runs_once && !has_bit(planned.held, place)) continue;
+    const at::Tensor tensor = tensor_of(op.makes[place]);
+    storage.is_filled = fills_results(op);
+    storage.stays = planned.action == BlockActions::Action::Keep;
     pin(storage, tensor.storage());
     watch(storage, tensor);
   }
   note_writes(recording);
-  uint64_t rewritten = 0;
   if (!may_be_remembered) {
     const auto number = static_cast<size_t>(counted_);
     const bool is_planned = plan_ && number < plan_->operators.size() && plan_->operators[number] == *op.handle;
-    if (is_planned) rewritten = plan_->rewritten[number];
     if (plan_ && !is_planned && !left_at_) left_at_ = counted_;
     op.counted = counted_++;
   }
-  if (action == BlockActions::Action::Keep || action == BlockActions::Action::Move) {
-    const bool moves = action == BlockActions::Action::Move && context_;
+  if (planned.action != BlockActions::Action::Nothing) {
+    const bool moves = planned.action == BlockActions::Action::Move && context_;
     for (size_t place = 0; place < op.makes.size(); ++place) {
-      const bool is_rewritten = place < 64 && ((rewritten >> place) & 1) != 0;
-      if (!is_rewritten) keep(op.makes[place].storage, tensor_of(op.makes[place]), moves, op);
+      if (!has_bit(planned.rewritten, place))
+        keep(op.makes[place].storage, tensor_of(op.makes[place]), moves, op);
     }
     for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
   }
@@ -437,6 +438,12 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     for (const auto& [number, tensor] : recording.written) note_link_share(number, tensor);
   }
   record_.operators.push_back(std::move(op));
+}
+
+// Other operators may fill their results on a stream of their own, which the program joins later.
+bool RecordedCall::fills_results(const RecordedOperator& op) {
+  const std::string& name = op.handle->schema().name();
+  return name.starts_with("aten::") || name.starts_with("prims::");
 }
 
 void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op) {
@@ -449,11 +456,8 @@ void RecordedCall::keep(StorageNumber number, const at::Tensor& tensor, bool mov
     storage.kept.storage = tensor.storage();
     return;
   }
-  // Other operators may fill their results on a stream of their own, which the program joins later.
-  const std::string& name = op.handle->schema().name();
-  const bool is_filled = name.starts_with("aten::") || name.starts_with("prims::");
   const WithGil with_gil;
-  storage.kept.packed = pack_whole(storage, tensor.storage(), version, is_filled);
+  storage.kept.packed = pack_whole(storage, tensor.storage(), version, fills_results(op));
 }
 
 // For a view, with a version counter of its own, of a kept value.
@@ -559,8 +563,8 @@ std::unique_ptr<Saved> RecordedCall::pack(PyObject* object, const c10::VariableV
     watch(storage, tensor);
   }
   if (storage.is_pinned()) {
-    std::unique_ptr<Saved> as_is = pack_as_is(context, object, wrapper);
-    if (context == nullptr || storage.is_leaf || !storage.is_movable) return as_is;
+    std::unique_ptr<Saved> as_is = pack_as_is(storage.stays ? nullptr : context, object, wrapper);
+    if (context == nullptr || storage.is_leaf || !storage.is_movable || storage.stays) return as_is;
     std::shared_ptr<Saved> shared = std::move(as_is);
     const Span span = TensorLayout(tensor).span();
     if (span.begin == 0 && span.end == storage.nbytes) storage.given = shared;
@@ -670,8 +674,10 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   }
   if (copies_inputs_ && storage.pinned == 0 && storage.is_movable && !storage.is_leaf && !storage.is_saved)
     copy_input(number);
-  const bool moves =
-      context_ && storage.is_movable && !storage.is_leaf && storage.pinned == 0 && storage.versions.size() == 1;
+  const bool is_given = storage.pinned == 0;
+  const bool is_result = storage.pinned == storage.epoch && storage.is_filled && !storage.stays;
+  const bool moves = context_ && storage.is_movable && !storage.is_leaf && (is_given || is_result) &&
+                     storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
     give_to_context(number);
     return;
@@ -732,7 +738,7 @@ struct Truth {
 
 }  // namespace
 
-std::vector<int32_t> RecordedCall::verify() {
+std::vector<std::pair<int32_t, StorageNumber>> RecordedCall::verify() {
   std::vector<Truth> truths;
   for (const ReplayedTensor* const each : saved_) truths.push_back({each->storage_, each->layout_, each->truth_});
   std::vector<bool> differs(record_.storages.size(), false);
@@ -742,12 +748,13 @@ std::vector<int32_t> RecordedCall::verify() {
       differs[number] = !at::equal(truth.layout.bits_on(truth.tensor.storage()), truth.layout.bits_on(storage));
     }
   });
-  std::vector<int32_t> numbers;
+  std::vector<std::pair<int32_t, StorageNumber>> different;
   for (StorageNumber number = 0; number < differs.size(); ++number) {
-    if (differs[number]) numbers.push_back(record_.operators[record_.storages[number].writers.back()].counted);
+    if (differs[number])
+      different.emplace_back(record_.operators[record_.storages[number].writers.back()].counted, number);
   }
   differs_ = std::move(differs);
-  return numbers;
+  return different;
 }
 
 void RecordedCall::settle(bool keeps_all) {

@@ -39,11 +39,17 @@ namespace torchoffload {
 
 // The actions of a plan: one for the values of each counted operator.
 struct BlockActions {
-  enum class Action : uint8_t { Nothing = 0, Keep = 1, Move = 2, Never = 3 };  // Never: it is not called again
+  enum class Action : uint8_t { Nothing = 0, Keep = 1, Move = 2 };
+  struct Planned {
+    Action action = Action::Nothing;
+    bool runs_once = false;  // it is not called again
+    // A bit for each storage that it makes:
+    uint64_t rewritten = 0;  // a later operator writes to it
+    uint64_t held = 0;       // it comes out differently each time, so it is held, whether or not the operator runs again
+  };
   std::vector<c10::OperatorHandle> operators;
-  std::vector<Action> actions;
-  std::vector<uint64_t> rewritten;  // by operator, a bit for each storage that it makes and a later one writes to
-  bool keeps_if_left = false;       // once a call has left the plan, nothing of it is computed again
+  std::vector<Planned> planned;  // by operator
+  bool keeps_if_left = false;    // once a call has left the plan, nothing of it is computed again
 };
 
 class ReplayedTensor;
@@ -75,9 +81,9 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void finish() REQUIRES(gil);
 
   // Between forward and finish(), if the call verifies: makes everything again and compares each bit. Returns the
-  // counted numbers of operators whose values came out differently, or -1 for one that is not counted. Throws the
-  // errors of replayed operators.
-  std::vector<int32_t> verify() REQUIRES(gil);
+  // storages whose values came out differently, each with the counted number of the operator that wrote to it last, or
+  // -1 for one that is not counted. Throws the errors of replayed operators.
+  std::vector<std::pair<int32_t, StorageNumber>> verify() REQUIRES(gil);
   // Ends that: holds for good all tensors that the call stands in for, or only those that came out differently.
   void settle(bool keeps_all) REQUIRES(gil);
 
@@ -111,8 +117,9 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void note_results(Recording& recording, const torch::jit::Stack& stack);
   void note_writes(Recording& recording);
   bool is_remembered(const TensorRef& ref) const;
-  void finish_recording(Recording&& recording, const OperatorTraits& traits, BlockActions::Action action,
+  void finish_recording(Recording&& recording, const OperatorTraits& traits, const BlockActions::Planned& planned,
                         bool may_be_remembered, const torch::jit::Stack& stack);
+  static bool fills_results(const RecordedOperator& op);
   void keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op);
   void note_link_share(StorageNumber number, const at::Tensor& tensor);
   bool ran_elsewhere(const c10::Device& device);
@@ -127,7 +134,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   void copy_input(StorageNumber number) REQUIRES(gil);
   void tell_written_inputs() REQUIRES(gil);
   void give_to_context(StorageNumber number) REQUIRES(gil);
-  BlockActions::Action planned_action(const c10::OperatorHandle& op, const OperatorTraits& traits) const;
+  BlockActions::Planned planned_for(const c10::OperatorHandle& op, const OperatorTraits& traits) const;
   std::vector<StorageNumber> wanted() const;
   void replay(ReplayedTensor& asked) REQUIRES(gil);
   void run_replay(std::vector<StorageNumber> wanted, c10::function_ref<void(StorageNumber, const c10::Storage&)> give)

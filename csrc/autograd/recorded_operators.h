@@ -94,6 +94,8 @@ struct RecordedStorage {
   bool is_uninitialised = false;
   bool is_saved = false;
   bool is_made_unseen = false;        // by code that no listener looked into
+  bool is_filled = false;             // as its operator returned
+  bool stays = false;                 // it is held on its device, as the plan has it
   std::optional<TensorLayout> whole;  // of a tensor that has all of its bytes
 
   c10::Storage strong;

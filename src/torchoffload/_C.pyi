@@ -141,9 +141,10 @@ def storage_addresses(value: object, /) -> set[int] | None:
     """
 
 class BlockActions:
-    """The actions of a plan: for each counted operator of a block its name, its overload, a byte, and a mask.
+    """The actions of a plan: for each counted operator of a block its name, its overload, a byte, and two masks.
 
-    The mask has a bit for each storage that the operator makes and a later one writes to.
+    The masks have a bit for each storage that the operator makes. ``rewritten``: a later operator writes to it.
+    ``held``: it is held, whether or not the operator is called again.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class BlockActions:
         operators: Sequence[tuple[str, ...]],
         actions: bytes,
         rewritten: Sequence[int],
+        held: Sequence[int],
         keeps_if_left: bool,
         /,
     ) -> None: ...
@@ -190,8 +192,11 @@ class RecordedCall:
     def finish(self) -> None:
         """Forget the storages and values that nothing needs: forward has ended."""
 
-    def verify(self) -> list[int]:
-        """Make everything again, and return the numbers of the operators whose outputs come out differently."""
+    def verify(self) -> list[tuple[int, int]]:
+        """Make everything again. Return the storages that come out differently, each behind its last operator's number.
+
+        The number is -1 for an operator that is not counted.
+        """
 
     def settle(self, keeps_all: bool, /) -> None:
         """Hold all that was verified for good, or that alone which came out differently."""

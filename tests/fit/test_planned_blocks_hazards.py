@@ -1,5 +1,6 @@
 """Planned blocks that do what a recomputation must not repeat, or does not see: the same bits as stock, or an error."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from devices import Device
@@ -300,3 +302,89 @@ def test_a_step_leaves_nothing_alive(device_under_test: Device):
         gc.collect()
         assert [each() for each in Made.outputs] == [None]
         unplan_block(block)
+
+
+# ---- results that come out differently each time ----
+
+CALLS: list[int] = []
+
+
+@torch.library.custom_op("torchoffload_test::scaled_with_state", mutates_args=())
+def scaled_with_state(x: torch.Tensor, state_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result and a state that nobody has set, as PyTorch's attention returns without dropout."""
+    CALLS.append(state_bytes)
+    return x * 2, torch.full((state_bytes,), len(CALLS) % 251, dtype=torch.uint8, device=x.device)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    result, state = output
+    ctx.mark_non_differentiable(state)
+    ctx.save_for_backward(result, state)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor, _state: Any) -> tuple[torch.Tensor, None]:
+    result, state = ctx.saved_tensors
+    return grad * result + state[0], None
+
+
+scaled_with_state.register_autograd(_gradient, setup_context=_save)
+
+
+def attend(state_bytes: int) -> Use:
+    return lambda block, h: torch.sin(scaled_with_state(torch.sin(h), state_bytes)[0])
+
+
+@pytest.mark.parametrize("state_bytes", [16, 1 << 17])
+def test_a_state_that_nobody_has_set_is_held(device_under_test: Device, state_bytes: int):
+    """If it is small, the operator runs again for its other result."""
+    is_small = state_bytes == 16
+    block = Linears(attend(state_bytes))
+    recorded = record(block, torch.ones(4, 8, WIDTH))
+    (call,) = [each for each in recorded.operators if "scaled_with_state" in str(each.operator)]
+    assert (call.differs, len(call.held)) == (not is_small, is_small)
+    least = corners(block, torch.ones(4, 8, WIDTH))[0]
+    assert (least.kept_bytes == 0) is is_small
+
+    def program(run: Run):
+        CALLS.clear()
+        block = run.module(lambda: Linears(attend(state_bytes)))
+        x = run.leaf(4, 8, WIDTH)
+        if not run.stock:
+            plan_block(block, least.plan)
+        with run.offload():
+            y = block(x)
+        y.sum().backward()
+        if not run.stock:
+            assert len(CALLS) == (2 if is_small else 1)
+        return [x.grad, *(each.grad for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+
+
+@pytest.mark.devices("disk", "simulated-late")
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_result_that_is_never_made_again_moves_if_planned(device_under_test: Device, stays: bool):
+    """Its memory is free until the call is computed again, although the recomputation reads it."""
+    seen: list[Any] = []
+
+    def change_past_the_dispatcher(block: Any, h: torch.Tensor) -> torch.Tensor:
+        changed = torch.sin(h)
+        changed.detach().numpy()[:] *= 2
+        seen[:] = [StorageWeakRef(changed.untyped_storage())]
+        return torch.cos(changed.view(-1)).view(h.shape)
+
+    def program(run: Run):
+        block = run.module(lambda: Linears(change_past_the_dispatcher))
+        x = run.leaf(64, 8, WIDTH)
+        if not run.stock:
+            plan = corners(block, x.detach().clone())[0].plan
+            assert plan.final
+            plan_block(block, dataclasses.replace(plan, moved=frozenset() if stays else plan.kept))
+        with run.offload(offload_window_bytes=0):
+            y = block(x)
+        if not run.stock:
+            assert seen[0].expired() is not stays
+        y.sum().backward()
+        return [x.grad, *(each.grad for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)

@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from torchoffload._core import core
-from torchoffload._fit.block.record import BlockRecord
+from torchoffload._fit.block.record import PLACES, BlockRecord
 
 __all__ = ["MOST_OPERATORS", "BlockPlan", "Corner", "OperatorGroup", "block_frontier", "group_operators"]
 
 MOST_OPERATORS = 4096  # of a block that can be planned; kMostGroups of the core
-_MASK_BITS = 64  # of ``BlockActions.rewritten``; an output behind them is kept although a later operator writes to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +72,9 @@ class BlockPlan:
         that the operator makes.
     final : frozenset of int
         Those that are not called again, since their outputs come out differently.
+    held : frozenset of (int, int)
+        Small outputs that are held, since they come out differently each time: the operator, and the place of the
+        output as in ``rewritten``.
     copies_inputs : bool
         Whether a call holds copies of the arguments that autograd does not save, since the program may write to them.
     """
@@ -84,33 +86,39 @@ class BlockPlan:
     between: frozenset[int] = frozenset()
     rewritten: frozenset[tuple[int, int]] = frozenset()
     final: frozenset[int] = frozenset()
+    held: frozenset[tuple[int, int]] = frozenset()
     copies_inputs: bool = False
 
     @cached_property
     def actions(self) -> Any:
         """The plan as the core reads it."""
         names = [tuple(each.name().partition(".")[::2]) for each in self.operators]
-        masks = [0] * len(names)
-        for number, place in self.rewritten:
-            if place < _MASK_BITS:
-                masks[number] |= 1 << place
-        return core.BlockActions(names, bytes(map(self._action, range(len(names)))), masks, bool(self.final))
+        actions = bytes(map(self._action, range(len(names))))
+        masks = [_masks(places, len(names)) for places in (self.rewritten, self.held)]
+        return core.BlockActions(names, actions, *masks, bool(self.final))
 
     def _action(self, number: int) -> int:
-        if number in self.final:
-            return _Action.NEVER
+        runs_once = _Action.RUNS_ONCE if number in self.final else _Action.NOTHING
         if number not in self.kept or number in self.between:
-            return _Action.NOTHING
-        return _Action.MOVE if number in self.moved else _Action.KEEP
+            return runs_once
+        return runs_once | (_Action.MOVE if number in self.moved else _Action.KEEP)
 
 
-class _Action(enum.IntEnum):
-    """The action for an operator; the core's ``BlockActions::Action``."""
+class _Action(enum.IntFlag):
+    """The action for an operator; the core's ``BlockActions::Action``, and whether it is not called again."""
 
     NOTHING = 0
     KEEP = 1
     MOVE = 2
-    NEVER = 3
+    RUNS_ONCE = 4
+
+
+def _masks(places: Iterable[tuple[int, int]], count: int) -> list[int]:
+    masks = [0] * count
+    for number, place in places:
+        if place < PLACES:  # an output behind them is kept although a later operator writes to it
+            masks[number] |= 1 << place
+    return masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +247,12 @@ def _plan(
             for group in groups
             if any(record.operators[number].differs for number in group.operators)
             for number in group.operators
+        ),
+        held=frozenset(
+            (number, place)
+            for number, call in enumerate(record.operators)
+            for place, storage in enumerate(sorted(call.makes))
+            if storage in call.held
         ),
         copies_inputs=record.copies_inputs,
     )

@@ -1,5 +1,6 @@
 """The record of one call of a block: its operators, the storages they read, make and write, and their times."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,7 +16,10 @@ from torchoffload._fit.machine.operators import tensors
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.operator_mode import OperatorMode
 
-__all__ = ["BlockRecord", "OperatorCall", "Recorder", "Recording"]
+__all__ = ["PLACES", "BlockRecord", "OperatorCall", "Recorder", "Recording"]
+
+PLACES = 64  # of an operator's outputs, that a plan may say something about: the bits of ``BlockActions``' masks
+_MOST_HELD_BYTES = 64 << 10  # as of the small tensors that a call copies
 
 
 @dataclass(kw_only=True)
@@ -38,7 +42,10 @@ class OperatorCall:
         Whether it must not run again, because it wrote to a storage that the block has not made, or read one after the
         block wrote to it. Its output is held.
     differs : bool
-        Whether its output came out differently when the call was verified.
+        Whether it must not run again, because its output came out differently when the call was verified.
+    held : frozenset of int
+        Small storages that it made and that alone came out differently, such as the random state that attention
+        returns without dropout, which nobody has set. They are held, and the operator may run again.
     """
 
     operator: Any
@@ -49,6 +56,7 @@ class OperatorCall:
     draws: bool = False
     runs_once: bool = False
     differs: bool = False
+    held: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -180,11 +188,20 @@ class Recording:
         except RuntimeError as error:
             record.refusal = f"computed again right away, it fails: {str(error).splitlines()[0]}"
             return
-        for number in different:
+        by_operator: defaultdict[int, set[int]] = defaultdict(set)
+        for number, storage in different:
+            by_operator[number].add(storage)
+        for number, storages in by_operator.items():
             if number < 0:
                 record.refusal = "a cast of a parameter or an argument comes out differently when it is computed again"
+                continue
+            call = record.operators[number]
+            are_results = storages < call.makes and all(record.epochs[each] == 1 for each in storages)
+            has_places = len(call.makes) <= PLACES
+            if are_results and has_places and sum(record.nbytes[each] for each in storages) <= _MOST_HELD_BYTES:
+                call.held = frozenset(storages)
             else:
-                record.operators[number].differs = True
+                call.differs = True
 
 
 def _where(storages: list[dict[str, Any]], name: str) -> frozenset[int]:

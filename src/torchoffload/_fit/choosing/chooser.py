@@ -27,6 +27,7 @@ from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._modules.selection import Chosen
 from torchoffload._pytorch import hook_stack
+from torchoffload._pytorch.compiled_calls import has_compiled
 
 __all__ = ["Chooser"]
 
@@ -207,10 +208,13 @@ class Chooser:
     def _check(self, driver: _Fitted) -> None:
         """Have a scouting call, if calls of blocks save something else than a dry run has said.
 
-        The first step of the survey shows it for most blocks, and the last one for all.
+        The first step of the survey shows it for most blocks, and the last one for all. A compiled block saves what its
+        compiler chose, which no dry run knows, and is a whole in any case.
         """
         real: dict[nn.Module, int] = {}
         for module, nbytes in driver.saves:
+            if has_compiled(module):
+                continue
             real[module] = max(real.get(module, 0), nbytes)
         both = [(nbytes, self._predicted.get(module, 0)) for module, nbytes in real.items()]
         difference = sum(abs(nbytes - predicted) for nbytes, predicted in both)

@@ -3,15 +3,15 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
+from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_transformed
 
@@ -117,8 +117,8 @@ class Collector:
         """The call of a module that is running, the innermost one; the root of the tree outside of all."""
         return self._stack[-1]
 
-    def watch(self, modules: Mapping[nn.Module, Hashable]) -> list[RemovableHandle]:
-        """Have the calls of modules tell of themselves.
+    def watch(self, modules: Mapping[nn.Module, Hashable]) -> list[Callable[[], None]]:
+        """Have the calls of modules tell of themselves, also those of modules that were compiled in place.
 
         Parameters
         ----------
@@ -127,15 +127,15 @@ class Collector:
 
         Returns
         -------
-        list of RemovableHandle
-            They end it.
+        list of callable
+            Call them to end it.
         """
-        handles = []
+        ends_it: list[Callable[[], None]] = []
         for called, module in modules.items():
             begins, ends = functools.partial(self._begins, module), functools.partial(self._ends, module)
-            handles.append(called.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
-            handles.append(called.register_forward_hook(ends, always_call=True))
-        return handles
+            add_call_hooks(called, begins, ends, outermost=True)
+            ends_it.append(functools.partial(remove_call_hooks, called, begins, ends))
+        return ends_it
 
     def _begins(self, module: Hashable, _called: nn.Module, args: Any, kwargs: Any) -> None:
         if not is_transformed():

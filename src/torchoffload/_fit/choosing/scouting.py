@@ -1,5 +1,6 @@
 """A scouting call: a real call of a model in which all that autograd saves moves, and tells in which module it was."""
 
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -44,14 +45,14 @@ class Scouting:
         windows = {"offload_window_bytes": 0, "reload_window_bytes": 0}
         manager = OffloadActivations(model=model, **(options.as_keywords() | windows))
         called = list(called_modules(model))
-        inside = [each for each in called if each is not model and each._compiled_call_impl is None]
-        handles = self._collector.watch(dict(zip(inside, inside, strict=True)))
+        inside = [each for each in called if each is not model]
+        ends_watch = self._collector.watch(dict(zip(inside, inside, strict=True)))
         self._collector.begin(model, arguments)
         self._context = manager._open()
         # Below a frame that Dynamo has given up it would trace the hook.
         disable: Any = torch._dynamo.disable if any(map(is_compiled, called)) else lambda pack: pack
         hooks = saved_tensors_hooks(disable(self._pack), core.unpack)
-        hook_stack.push(self, Role.MODULE, hooks, frame, partial(_end, self._context, handles))
+        hook_stack.push(self, Role.MODULE, hooks, frame, partial(_end, self._context, ends_watch))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         self._collector.note_save(tensor)
@@ -64,7 +65,7 @@ class Scouting:
         return self._collector.tree()
 
 
-def _end(context: core.Context, handles: list[Any]) -> None:
+def _end(context: core.Context, ends_watch: list[Callable[[], None]]) -> None:
     context.exit()
-    for handle in handles:
-        handle.remove()
+    for end in ends_watch:
+        end()

@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, 
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 10"
+_FORMAT = "torchoffload plan 11"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +144,7 @@ def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:
     return BlockPlan(
         operators=tuple(map(_operator, given["operators"])),
         rewritten=frozenset((number, place) for number, place in given["rewritten"]),
+        held=frozenset((number, place) for number, place in given["held"]),
         copies_inputs=given["copies_inputs"],
         **sets,
     )

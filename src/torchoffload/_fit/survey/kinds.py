@@ -86,7 +86,10 @@ class SurveyedKind:
         self.groups = record.groups if may_recompute and may_agree else ()
         self.are_inputs_known = False
         record.copies_inputs = True
-        self.least = self._corners()[0].plan if self.obstacle is None else None
+        self.least: BlockPlan | None = None
+        if self.obstacle is None:
+            least = self._corners()[0].plan
+            self.least = replace(least, moved=least.kept)
 
     @property
     def copies_inputs(self) -> bool:
