@@ -119,6 +119,8 @@ class Training:
         """Train under fit as a user does: the loop ends at the first error."""
         row: dict[str, Any] = {"way": "fit", "given_gib": memory_gib, "error": None}
         taken: list[float] = []
+        reserved_gib: list[float] = []
+        pinned_gib: list[float] = []
         fitted = None
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         try:
@@ -126,7 +128,8 @@ class Training:
             for _ in range(MOST_STEPS):
                 torch.cuda.reset_peak_memory_stats()
                 taken.append(self.step())
-                row["most_reserved_gib"] = max(row.get("most_reserved_gib", 0), torch.cuda.max_memory_reserved() / GIB)
+                reserved_gib.append(round(torch.cuda.max_memory_reserved() / GIB, 3))
+                pinned_gib.append(round(torchoffload.stats().pinned_bytes / GIB, 3))
                 if fitted.phase in {"settled", "least memory"}:
                     break
             row["settled_after"] = len(taken) if fitted.phase in {"settled", "least memory"} else None
@@ -138,6 +141,7 @@ class Training:
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:400]}"
             row["trace"] = traceback.format_exc()[-4000:]
         row["first_ms"] = [round(each, 1) for each in taken]
+        row |= {"first_reserved_gib": reserved_gib, "first_pinned_gib": pinned_gib}
         row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"] - retries
         if fitted is not None:
             with contextlib.suppress(Exception):
