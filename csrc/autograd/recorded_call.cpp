@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string_view>
+#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 
@@ -593,14 +595,20 @@ at::Tensor ReplayedTensor::stand_in() const {
 void ReplayedTensor::prepare() {
   const bool is_checked = !mutated(Mutant::ReplayedVersionChecked);
   if (is_checked) version_check_.check([this] { return stand_in(); });
-  if (!kept_ && !value_) call_->replay(*this);
+  if (!kept_ && !has_value()) call_->replay(*this);
+}
+
+bool ReplayedTensor::has_value() {
+  if (value_) return true;
+  if (c10::intrusive_ptr<c10::StorageImpl> alive = handed_out_.lock()) value_ = c10::Storage(std::move(alive));
+  return static_cast<bool>(value_);
 }
 
 at::Tensor ReplayedTensor::unpack(Versions versions) {
   if (versions == Versions::Check && !mutated(Mutant::ReplayedVersionChecked))
     version_check_.check([this] { return stand_in(); });
   if (kept_) return kept_->unpack(Versions::Ignore);
-  if (!value_) call_->replay(*this);
+  if (!has_value()) call_->replay(*this);
   at::Tensor tensor = layout_.build(value_, 0, version_check_.version());
   call_->asked_for(*this);
   return version_check_.is_held_without_us() ? held(tensor) : tensor;
@@ -871,6 +879,17 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   }
 }
 
+namespace {
+
+// PyTorch's own nodes ask once for each tensor, and drop it as soon as they have computed. Autograd drops the saved
+// tensors of a node later: only once it has summed the node's results to their sizes, which takes memory as well.
+bool asks_once(const torch::autograd::Node* node) {
+  static constexpr std::string_view kGenerated = "N5torch8autograd9generated";
+  return node != nullptr && std::string_view(typeid(*node).name()).starts_with(kGenerated);
+}
+
+}  // namespace
+
 // With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another
 // one asks, it is done.
 void RecordedCall::asked_for(ReplayedTensor& saved) {
@@ -878,7 +897,12 @@ void RecordedCall::asked_for(ReplayedTensor& saved) {
     saved.value_ = {};
     return;
   }
-  if (!program::keeps_graph()) return;
+  if (!program::keeps_graph()) {
+    if (!asks_once(torch::autograd::get_current_node().get())) return;
+    saved.handed_out_ = saved.value_.getWeakStorageImpl();
+    saved.value_ = {};
+    return;
+  }
   const void* const node = torch::autograd::get_current_node().get();
   if (node != asking_node_) {
     for (ReplayedTensor* const each : std::exchange(handed_out_, {})) {

@@ -183,6 +183,7 @@ class ReplayedTensor final : public Saved {
   friend class RecordedCall;
   std::optional<LiveSave> describe() const override;
   at::Tensor stand_in() const;
+  bool has_value();
 
   std::shared_ptr<RecordedCall> call_;
   StorageNumber storage_;
@@ -190,6 +191,8 @@ class ReplayedTensor final : public Saved {
   VersionCheck version_check_;
   TensorLayout layout_;
   c10::Storage value_;
+  // Once a node that asks once has it: it is there as long as the node, or the program, holds it.
+  c10::weak_intrusive_ptr<c10::StorageImpl> handed_out_{c10::intrusive_ptr<c10::StorageImpl>()};
   at::Tensor truth_;             // while the call may be verified
   std::unique_ptr<Saved> kept_;  // it is not made again
 };

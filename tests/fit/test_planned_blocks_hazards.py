@@ -304,6 +304,69 @@ def test_a_step_leaves_nothing_alive(device_under_test: Device):
         unplan_block(block)
 
 
+# ---- how long values that are made again live ----
+
+
+def test_a_value_is_dropped_as_soon_as_its_node_has_computed(device_under_test: Device):
+    """As under a checkpoint: autograd sums what the node has computed, which takes memory, before it drops the value."""
+    seen: list[Any] = []
+
+    def watched(block: Any, h: torch.Tensor) -> torch.Tensor:
+        result = torch.sin(h)
+        node = result.grad_fn
+        node.register_prehook(lambda _: seen.append(StorageWeakRef(node._saved_self.untyped_storage())))
+        node.register_hook(lambda *_: seen.append(seen[0].expired()))
+        return result
+
+    def program(run: Run):
+        block = run.module(lambda: Linears(watched))
+        x = run.leaf(64, 8, WIDTH)
+        if not run.stock:
+            plan_block(block, corners(run.module(lambda: Linears(lambda _, h: torch.sin(h))), x.detach().clone())[0].plan)
+        seen.clear()
+        with run.offload():
+            y = block(x)
+        y.sum().backward()
+        if not run.stock:
+            assert seen[1] is True
+        return [x.grad, *(each.grad for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+
+
+class AsksTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0] + grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_node_or_a_hook_may_ask_again(device_under_test: Device, asks_first: bool):
+    def hooked(block: Any, h: torch.Tensor) -> torch.Tensor:
+        result = torch.sin(h)
+        node, times = result.grad_fn, []
+        ask = lambda *_: times.append(node._saved_self.sum())  # noqa: E731
+        node.register_prehook(ask) if asks_first else node.register_hook(ask)
+        return AsksTwice.apply(result)
+
+    def program(run: Run):
+        block = run.module(lambda: Linears(hooked))
+        x = run.leaf(4, 8, WIDTH)
+        if not run.stock:
+            plan_block(block, corners(block, x.detach().clone())[0].plan)
+        with run.offload():
+            y = block(x)
+        y.sum().backward()
+        return [x.grad, *(each.grad for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+
+
 # ---- results that come out differently each time ----
 
 CALLS: list[int] = []
