@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <torch/csrc/Exceptions.h>
 
+#include "engine/operation.h"
 #include "system/gil.h"
 
 namespace torchoffload {
@@ -14,7 +15,7 @@ namespace torchoffload {
 class SCOPED_CAPABILITY WithoutGil {
  public:
   WithoutGil() RELEASE(gil) : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() RELEASE() { PyEval_RestoreThread(state_); }
+  ~WithoutGil() RELEASE() { take_gil_back(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 

@@ -865,6 +865,7 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   if (graph_task != kNoGraphTask && graph_task != value_task_) {
     value_task_ = graph_task;
     program::at_end_of_graph_task([weak = weak_from_this()] {
+      if (Operation::is_shut_down()) return;
       const WithGil with_gil;
       if (const std::shared_ptr<RecordedCall> call = weak.lock()) call->drop_values();
     });

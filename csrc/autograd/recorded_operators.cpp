@@ -18,6 +18,7 @@ bool VersionMark::is_of(const c10::VariableVersion& other) const {
 }
 
 void DeleteWithGil::operator()(Saved* saved) const {
+  if (Operation::is_shut_down()) return;  // leaked
   const WithGil with_gil;
   delete saved;
 }

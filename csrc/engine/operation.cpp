@@ -16,6 +16,16 @@ namespace {
 std::atomic<bool> shut_down_flag = false;  // callbacks of autograd ask before they take the GIL
 uint64_t latest_operation GUARDED_BY(gil) = 0;
 
+// See Note [Threads at exit].
+template <typename Take>
+auto or_stop(const Take& take) noexcept {
+  try {
+    return take();
+  } catch (...) {
+    while (true) pause();
+  }
+}
+
 }  // namespace
 
 Operation::Operation() : now_(ThreadState::current()), is_inside_another_(now_.operation_began != 0) {
@@ -68,11 +78,7 @@ BlockingSection::BlockingSection()
       thread_state_(PyEval_SaveThread()) {}
 
 BlockingSection::~BlockingSection() {
-  try {
-    PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state_));
-  } catch (...) {  // see Note [Threads at exit]
-    while (true) pause();
-  }
+  take_gil_back(thread_state_);
   now_.operation_depth = depth_;
   (void)PutOffDrops::put_in_force(put_off_);
 }
@@ -85,7 +91,11 @@ bool is_interrupted() {
   return true;
 }
 
-WithGil::WithGil() : state_(PyGILState_Ensure()) {}
+void take_gil_back(void* thread_state) noexcept {
+  or_stop([thread_state] { PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state)); });
+}
+
+WithGil::WithGil() : state_(or_stop(PyGILState_Ensure)) {}
 
 WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
 

@@ -96,8 +96,13 @@ class Operation {
 
 // Note [Threads at exit]
 // Once the interpreter goes down, Python ends a thread that asks for the GIL by unwinding its stack. Here the stack
-// leads through a destructor, and unwinding that would call std::terminate. Such a thread is stopped for the rest of
-// the process instead, as Python itself does from 3.14 on.
+// leads through destructors, and unwinding one would call std::terminate. Such a thread is stopped for the rest of the
+// process instead, as Python itself does from 3.14 on. So the GIL is taken by take_gil_back() and WithGil alone. Saved
+// values that are dropped by then are leaked, without asking for the GIL. PyTorch's own calls do not stop a thread: one
+// of autograd's that drops a graph task as the interpreter goes down aborts the process, with hooks of ours or without.
+
+// Takes back the GIL that PyEval_SaveThread() gave up.
+void take_gil_back(void* thread_state) noexcept;
 
 // Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. Operations of other
 // threads may run meanwhile, so the ledger must be read again afterwards. Drops no memory that the operation gave up

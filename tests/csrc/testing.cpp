@@ -1,11 +1,24 @@
 // The submodule `testing` of the test build: what tests may see and do below the public face.
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
+#include <thread>
+
+#include "autograd/python_calls.h"
+#include "engine/operation.h"
 #include "engine/registry.h"
 
 namespace py = pybind11;
 
 namespace torchoffload {
+
+namespace {
+
+constexpr useconds_t kPauseUs = 1000;
+
+void take_gil() { const WithGil with_gil; }
+
+}  // namespace
 
 void bind_core_testing(py::module_& module);
 void bind_plan_testing(py::module_& module);
@@ -38,6 +51,22 @@ void bind_testing(py::module_& module) {
     for (Coder* const coder : coders) {
       coder->prepare();
       coder->await_prepared();
+    }
+  });
+  // A thread that is not Python's takes the GIL again and again from now on; see Note [Threads at exit].
+  testing.def("take_gil_for_ever", [] {
+    std::thread([]() noexcept {
+      while (true) {
+        take_gil();
+        usleep(kPauseUs);
+      }
+    }).detach();
+  });
+  // The calling thread gives the GIL back again and again.
+  testing.def("give_gil_for_ever", [] {
+    while (true) {
+      const WithoutGil without_gil;
+      usleep(kPauseUs);
     }
   });
   testing.def("engine_count", [] { return all_engines().size(); });

@@ -5,7 +5,6 @@ Everything here needs a CUDA device; the rest of the suite runs on it too, as "c
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torchoffload
 from devices import Device
 from gradients import Live, Run, assert_same_gradients, settled
 from models import TinyGpt, tokens_and_labels, update
+from places import environment_with_support
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices("cuda")]
 
@@ -358,6 +358,7 @@ def test_a_model_on_two_devices(device_under_test: Device):
 def test_the_process_ends_with_copies_in_flight(ending: str):
     program = f"""
 import os, torch, torchoffload
+from autograd_threads import await_autograd
 def fork():
     pid = os.fork()
     if pid == 0:
@@ -367,16 +368,18 @@ def fork():
     assert os.waitpid(pid, 0)[1] == 0, "the child died"
     y.sum().backward()
     assert torch.equal(x.grad, expected)
+    await_autograd("cuda")
 x = torch.linspace(-1, 1, 1 << 24, device="cuda", requires_grad=True)
 x.exp().exp().exp().sum().backward()
 expected, x.grad = x.grad, None
+await_autograd("cuda")
 with torchoffload.OffloadActivations(min_offload_size=0):
     torch.cuda._sleep({DELAY_CYCLES})
     y = x.exp().exp().exp()
 print("reached", flush=True)
 {ending}
 """
-    environment = os.environ | {"TORCHOFFLOAD_TESTING": "0"}
+    environment = environment_with_support() | {"TORCHOFFLOAD_TESTING": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.returncode, done.stdout.split()) == (0, ["reached"]), done.stderr
     assert "rror" not in done.stderr, done.stderr

@@ -17,7 +17,7 @@ import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
 from models import TinyGpt, tokens_and_labels, update
-from places import TESTS
+from places import TESTS, environment_with_support
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices("cuda")]
 
@@ -182,6 +182,7 @@ def test_the_core_cases_on_another_allocator(options: str):
 
 PROFILED_ON_A_PLUGGABLE_ALLOCATOR = """
 import sys, torch, torchoffload
+from autograd_threads import await_autograd
 from torch.cuda.memory import CUDAPluggableAllocator, change_current_allocator
 allocator = CUDAPluggableAllocator(sys.argv[1], "give", "take")
 change_current_allocator(allocator)
@@ -191,6 +192,7 @@ with torchoffload.profile() as profile, torchoffload.OffloadActivations(min_offl
 y.sum().backward()
 assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
 assert torchoffload.stats().bytes_offloaded > 0
+await_autograd("cuda")
 print("done")
 """
 
@@ -212,5 +214,6 @@ def test_a_profile_on_an_allocator_that_keeps_no_account(tmp_path: Path):
     source.write_text(PLUGGABLE_ALLOCATOR)
     subprocess.run([nvcc, "-shared", "-Xcompiler", "-fPIC", str(source), "-o", str(library)], check=True, timeout=300)
     command = [sys.executable, "-c", PROFILED_ON_A_PLUGGABLE_ALLOCATOR, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = environment_with_support()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "done", done.stderr[-2000:]

@@ -4,7 +4,6 @@ Which bits come back is in tests/engine/test_coded_values.py.
 """
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import torchoffload
 from coded_copies import NOTHING_AHEAD, codes_of_cuda, same_bits, saved_and_back
 from devices import Device
 from gradients import Run, assert_same_gradients
+from places import environment_with_support
 
 pytestmark = [pytest.mark.cuda, pytest.mark.devices("cuda")]
 
@@ -74,6 +74,7 @@ def test_gradients_are_those_of_stock(device_under_test: Device, options: dict[s
 
 MADE_WHILE_STEPS_GO_ON = """
 import time, torch, torchoffload
+from autograd_threads import await_autograd
 x = torch.randn(1 << 22, device="cuda").bfloat16().requires_grad_()
 wanted = torch.autograd.grad((x.sin() * x).exp().sum(), x)[0]
 deadline = time.monotonic() + 60
@@ -87,20 +88,24 @@ while not counts or counts[-1] == 0:
     assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
     counts.append(torchoffload.stats().records_coded)
 assert torchoffload.stats().coding_obstacles == {}
+await_autograd("cuda")
 print("right")
 """
 
 THE_PROGRAM_ENDS_MEANWHILE = """
 import torch, torchoffload
+from autograd_threads import await_autograd
 x = torch.randn(1 << 22, device="cuda").bfloat16().requires_grad_()
 with torchoffload.OffloadActivations(compress=True):
     y = x.sin()
 y.sum().backward()
+await_autograd("cuda")
 print("right")
 """
 
 A_GRAPH_IS_CAPTURED_MEANWHILE = """
 import torch, torchoffload
+from autograd_threads import await_autograd
 from torchoffload._C_testing import testing
 x = torch.ones(1 << 20, device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -116,16 +121,19 @@ with torchoffload.OffloadActivations(compress=True, offload_window_bytes=0, relo
     v = w.sin()
 v.sum().backward()
 assert torchoffload.stats().records_coded == 1, torchoffload.report()
+await_autograd("cuda")
 print("right")
 """
 
 NOTHING_IS_MADE_ON_A_DEVICE_THAT_IS_NOT_USED = """
 import torch, torchoffload
+from autograd_threads import await_autograd
 x = torch.randn(1 << 22, device="cuda:1").bfloat16().requires_grad_()
 with torchoffload.OffloadActivations(compress=True):
     y = x.sin()
 y.sum().backward()
 assert not torch._C._cuda_hasPrimaryContext(0)
+await_autograd("cuda:1")
 print("right")
 """
 
@@ -142,7 +150,7 @@ print("right")
     ],
 )
 def test_kernels_are_made_in_the_background(program: str):
-    environment = os.environ | {"TORCHOFFLOAD_TESTING": "1"}
+    environment = environment_with_support() | {"TORCHOFFLOAD_TESTING": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from places import TESTS
+from places import TESTS, environment_with_support
 
 pytestmark = pytest.mark.cuda
 
@@ -21,6 +21,7 @@ CASES = [
 
 WHO_MOVES = """
 import torch, torchoffload
+from autograd_threads import await_autograd
 x = torch.linspace(1, 2, 1 << 16, device="cuda", requires_grad=True)
 with torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0):
     y = x.sin().exp()
@@ -28,12 +29,13 @@ y.sum().backward()
 assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
 assert torchoffload.stats().bytes_reloaded > 0
 assert not torchoffload.stats().coding_obstacles
+await_autograd("cuda")
 print(torchoffload.report())
 """
 
 
 def test_it_moves_tensors_of_a_cuda_device():
-    environment = os.environ | {"TORCHOFFLOAD_GENERIC_BACKEND": "1"}
+    environment = environment_with_support() | {"TORCHOFFLOAD_GENERIC_BACKEND": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WHO_MOVES], env=environment, capture_output=True, text=True, check=False
     )

@@ -64,6 +64,7 @@ def test_what_a_function_fills_on_a_stream_of_its_own_is_copied_when_it_is_there
 _FIRST_OF_A_PROCESS = """
 import sys
 import torch, torchoffload
+from autograd_threads import await_autograd
 from test_cuda_side_streams import FilledBeside
 if sys.argv[1] == "allocated before":
     torch.zeros(1, device="cuda")
@@ -76,6 +77,7 @@ with torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0,
     y = y.exp()
 y.sum().backward()
 assert torch.equal(x.grad, 6 * x.detach().exp()), x.grad
+await_autograd("cuda")
 """
 
 

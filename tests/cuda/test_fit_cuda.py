@@ -1,6 +1,5 @@
 """fit on a GPU: the memory that was given is kept to, step after step."""
 
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import torchoffload
+from places import environment_with_support
 from torchoffload._devices import CudaMeter
 
 pytestmark = pytest.mark.cuda
@@ -131,6 +131,7 @@ def test_the_meter_says_what_the_allocator_says():
 
 _EXPANDABLE = """
 import torch, torchoffload
+from autograd_threads import await_autograd
 from torch import nn
 model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4))).cuda()
 {before}
@@ -143,6 +144,7 @@ with torchoffload.fit(model, "4GiB"{more}) as handle:
     print([each["is_expandable"] for each in of_x])
     model(x).square().mean().backward()
     torch.cuda.synchronize()
+await_autograd("cuda")
 """
 
 
@@ -165,7 +167,7 @@ kept = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     ],
 )
 def test_segments_are_expandable_where_nothing_else_was_chosen(before, more, environment, told, is_expandable):
-    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    kept = {name: value for name, value in environment_with_support().items() if "ALLOC_CONF" not in name}
     found = subprocess.run(
         [sys.executable, "-c", _EXPANDABLE.format(before=before, more=more)],
         env=kept | environment, capture_output=True, text=True, timeout=300, check=False,

@@ -30,6 +30,7 @@ import os, sys
 os.environ["TORCHOFFLOAD_TESTING"] = "1"
 sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
 import torch, private_device, torchoffload
+from autograd_threads import await_autograd
 private_device.register()
 with private_device.private_devices():
     torchoffload._C_testing.testing.set_private_streams(False)
@@ -38,6 +39,7 @@ with private_device.private_devices():
         y = x.sin().exp()
     y.sum().backward()
     assert torch.equal(x.grad.cpu(), (x.sin().exp() * x.cos()).detach().cpu())
+    await_autograd("privateuseone")
     print(torchoffload.report())
 """
 MIB = 1 << 20

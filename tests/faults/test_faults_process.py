@@ -81,6 +81,25 @@ def test_an_end_with_work_in_flight_is_quiet(tmp_path: Path, how: str):
     assert time.monotonic() - begin < 60
 
 
+ASKED_FOR_THE_GIL = """
+import sys, threading, time
+from torchoffload._C_testing import testing
+if sys.argv[1] == "of C++":
+    testing.take_gil_for_ever()
+else:
+    threading.Thread(target=testing.give_gil_for_ever, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("thread", ["of C++", "of Python"])
+def test_a_thread_that_asks_for_the_gil_as_the_interpreter_goes_down_is_stopped(thread: str):
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_FOR_THE_GIL, thread], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_exception_with_work_in_flight_is_the_one_that_is_shown(tmp_path: Path):
     done = ending_of("ends", tmp_path, "raise")
     assert done.returncode == 1

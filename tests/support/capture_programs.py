@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchoffload
+from autograd_threads import await_autograd
 
 SIDE = 256
 
@@ -145,4 +146,5 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()
+    await_autograd("cuda")
     print("right", flush=True)
