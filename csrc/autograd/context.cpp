@@ -192,13 +192,13 @@ TapeId Context::open_tape(Engine& engine) {
     engine.fit_store(*state_);
     const TapeId opened = engine.open_tape(state_);
     const bool has_no_windows = engine.backend().streams.copies_at_once();
-    if (has_no_windows) engine.change_windows(opened, WindowBytes());
+    if (has_no_windows) engine.change_windows(opened, WindowBytes(), Engine::Part::Begins);
     OnThread& entry = on_this_thread();
     std::erase_if(entry.tapes, [&](const Tapes::value_type& known)
                                    REQUIRES(gil) { return known.first == &engine && !engine.is_open(known.second); });
     entry.tapes.emplace_back(&engine, opened);
     if (state_->module_windows.empty() || has_no_windows) return opened;
-    engine.change_windows(opened, WindowBytes(entry.windows));
+    engine.change_windows(opened, WindowBytes(entry.windows), Engine::Part::Begins);
   }
 }
 
@@ -331,8 +331,9 @@ uint32_t Context::set_module(uint32_t number) {
     const ModuleWindows& now = windows[number != 0 ? number : before];
     entry.windows = {number != 0 ? now.offload_bytes : now.after_bytes, now.reload_bytes};
     const WindowBytes changed = entry.windows;
+    const Engine::Part part = number != 0 ? Engine::Part::Begins : Engine::Part::GoesOn;
     const Operation operation;
-    for (const auto& [engine, tape] : Tapes(entry.tapes)) engine->change_windows(tape, changed);
+    for (const auto& [engine, tape] : Tapes(entry.tapes)) engine->change_windows(tape, changed, part);
   }
   return before;
 }

@@ -63,11 +63,13 @@ class TapeWindows {
   void close(uint64_t end_save) { reload_place_ = end_save_ = end_save; }
 
   void set_limits(WindowBytes limits) { limits_ = limits; }
-  // The windows change with this save, which comes behind all that the tape has. The offload window holds from now on,
-  // and the reload window while the consumer asks for saves from this one on, up to the next for which it changes.
-  void set_limits_from(uint64_t save, WindowBytes limits) {
-    reload_bytes_from_.emplace_back(save, limits.reload_bytes);
+  // A part of the tape begins with this save, which comes behind all that the tape has. The offload window holds from
+  // now on, and the reload window while the consumer asks for saves of this part. A record that was reloaded before the
+  // consumer came to the part, and is asked for only behind it, lies in that window, too.
+  void begin_part(uint64_t save, WindowBytes limits) {
     limits_ = limits;
+    if (!reload_bytes_from_.empty() && reload_bytes_from_.back().first == save) reload_bytes_from_.pop_back();
+    reload_bytes_from_.emplace_back(save, limits.reload_bytes);
   }
   const WindowBytes& limits() const { return limits_; }
 
@@ -85,6 +87,7 @@ class TapeWindows {
   // behind that input. So if a backward begins before the tape's end, its place is known from its second ask on.
   uint64_t consumer_asks(uint64_t save) {
     use_reload_bytes_at(save);
+    std::erase_if(taken_, [&](const auto& taken) { return taken.first >= save; });
     const std::optional<uint64_t> before = std::exchange(asked_before_, save);
     if (!before) return save + 1 < end_save_ ? kUnknownPlace : save;
     return std::max(save, *before);
@@ -94,7 +97,26 @@ class TapeWindows {
     reload_place_ = save < reload_place_ ? std::min(reload_place_, place) : save;
   }
   // A graph task that asked for the tape has ended. The next one may begin at any save.
-  void consumer_ended() { asked_before_.reset(); }
+  void consumer_ended() {
+    asked_before_.reset();
+    taken_.clear();
+  }
+
+  // If the windows change on the consumer's way to a save: may a record of so many bytes, which that save asks for, be
+  // on the device by then? It would lie in the window of each part of the tape between here and there, beside the
+  // records that were taken for saves behind that part.
+  bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
+    for (auto part = reload_bytes_from_.rbegin(); part != reload_bytes_from_.rend() && part->first > save; ++part) {
+      if (asked_before_ && part->first > *asked_before_) continue;
+      uint64_t held_bytes = nbytes;
+      for (const auto& [of, bytes] : taken_) held_bytes += of < part->first ? bytes : 0;
+      if (held_bytes > part->second) return false;
+    }
+    return true;
+  }
+  void took_for(uint64_t save, uint64_t nbytes) {
+    if (!reload_bytes_from_.empty()) taken_.emplace_back(save, nbytes);
+  }
 
  private:
   void use_reload_bytes_at(uint64_t save) {
@@ -108,8 +130,11 @@ class TapeWindows {
   uint64_t reload_place_ = 0;
   uint64_t end_save_ = 0;
   std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
-  // The reload window from each of these saves on; empty: it does not change.
+  // The first save of each part, and its reload window; empty: there is one part.
   std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
+  // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
+  // the consumer comes to that save. One that was given up meanwhile counts on, so that less is reloaded ahead.
+  std::vector<std::pair<uint64_t, uint64_t>> taken_;
 };
 
 // The bytes of all tapes.
@@ -198,7 +223,7 @@ class Windows {
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
   // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
   // more, beside the records that are reloaded and not yet asked for, those being started, those taken by this call,
-  // and `kept_bytes`. `records` answers questions about the tape: `first_save()` is the number of its first save that
+  // and `kept_bytes`; or that would not fit in a window that the consumer comes to before it asks for the record. `records` answers questions about the tape: `first_save()` is the number of its first save that
   // is not forgotten, and `at(save)` is the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeWindows& tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
@@ -215,9 +240,10 @@ class Windows {
       if (saved.rests == Rests::OnItsWay) break;  // a later search goes on with it
       if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
       if (saved.rests != Rests::InSlot || is_taken(saved.id)) continue;
-      if (held_bytes + saved.nbytes > window_bytes) break;
+      if (held_bytes + saved.nbytes > window_bytes || !tape.has_room_on_the_way_to(place - 1, saved.nbytes)) break;
       held_bytes += saved.nbytes;
       taken.push_back({saved.id, place - 1});
+      tape.took_for(place - 1, saved.nbytes);
     }
     tape.reloads_came_to(place);
     return taken;

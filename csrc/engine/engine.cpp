@@ -99,9 +99,14 @@ void Engine::append_live_rows(std::vector<TapeRow>& rows) const {
   }
 }
 
-void Engine::change_windows(TapeId tape, WindowBytes windows) {
+void Engine::change_windows(TapeId tape, WindowBytes windows, Part part) {
   if (is_inherited() || !records_.ledger.is_open(tape)) return;
-  records_.held(tape).windows.set_limits_from(records_.ledger.tape(tape).end_save(), windows);
+  TapeWindows& known = records_.held(tape).windows;
+  if (part == Part::Begins) {
+    known.begin_part(records_.ledger.tape(tape).end_save(), windows);
+  } else {
+    known.set_limits(windows);
+  }
   if (records_.backend.streams.is_capturing()) return;
   flush_pending();  // a copy that has not begun counts in no window, and fewer may wait for room now
   offloader_.drain_window(windows.offload_bytes, records_.held(tape).windows.kept_bytes());

@@ -93,7 +93,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Call it once a tape was closed as its context was left: starts reloads for the expected backward. May block.
   void forward_ended(TapeId tape) REQUIRES(gil) { reloader_.forward_ended(tape); }
   // Gives an open tape these windows from its next save on. Waits until the bytes fit in the offload window. May block.
-  void change_windows(TapeId tape, WindowBytes windows) REQUIRES(gil);
+  // Part::Begins: a part of the tape begins with that save, which has this reload window; see TapeWindows::begin_part().
+  enum class Part : uint8_t { Begins, GoesOn };
+  void change_windows(TapeId tape, WindowBytes windows, Part part) REQUIRES(gil);
   TapeRow& row(TapeId tape) REQUIRES(gil) { return records_.row(tape); }
 
   // ---- saves ----

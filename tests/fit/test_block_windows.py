@@ -142,7 +142,9 @@ def reloads(windows: Sequence[Windows]) -> list[list[int]]:
         pytest.param([LARGE] * 4, [[4, 3, 2, 1], [], [], []], id="all at once"),
         pytest.param([LARGE, LARGE, LARGE, 0], [[4], [3, 2, 1], [], []], id="behind the first block"),
         pytest.param([0, 1, 3, 3], [[4, 3], [], [2, 1], []], id="as much as there is room for"),
-        pytest.param([0, 0, LARGE, 0], [[4], [3, 2, 1], [], []], id="what was reloaded stays"),
+        pytest.param([0, 0, LARGE, 0], [[4], [3, 2], [], [1]], id="it has room in the windows on the way, too"),
+        pytest.param([0, 1, LARGE, 0], [[4], [3, 2, 1], [], []], id="beside what is asked for before"),
+        pytest.param([0, LARGE, 2, LARGE], [[4, 3, 2], [], [1], []], id="until the consumer comes there"),
     ],
 )
 def test_what_is_reloaded_ahead_has_room_in_the_window_of_the_block_that_runs(

@@ -308,7 +308,7 @@ def test_a_step_leaves_nothing_alive(device_under_test: Device):
 
 
 def test_a_value_is_dropped_as_soon_as_its_node_has_computed(device_under_test: Device):
-    """As under a checkpoint: autograd sums what the node has computed, which takes memory, before it drops the value."""
+    """As under a checkpoint: autograd sums the node's results, which takes memory, before it drops the value."""
     seen: list[Any] = []
 
     def watched(block: Any, h: torch.Tensor) -> torch.Tensor:
@@ -322,7 +322,9 @@ def test_a_value_is_dropped_as_soon_as_its_node_has_computed(device_under_test: 
         block = run.module(lambda: Linears(watched))
         x = run.leaf(64, 8, WIDTH)
         if not run.stock:
-            plan_block(block, corners(run.module(lambda: Linears(lambda _, h: torch.sin(h))), x.detach().clone())[0].plan)
+            plan_block(
+                block, corners(run.module(lambda: Linears(lambda _, h: torch.sin(h))), x.detach().clone())[0].plan
+            )
         seen.clear()
         with run.offload():
             y = block(x)

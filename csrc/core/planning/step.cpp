@@ -73,7 +73,8 @@ class Walk {
         plan_(plan),
         events_(events),
         saves_(operator_saves(shape)),
-        live_(shape.count()) {}
+        live_(shape.count()),
+        place_of_(shape.count()) {}
 
   PlannedStep run() {
     forward();
@@ -179,6 +180,13 @@ class Walk {
     std::ranges::reverse(by_last_save_);  // of records with the same last save the first one is reloaded first
     std::stable_sort(by_last_save_.begin(), by_last_save_.end(),
                      [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; });
+    for (size_t place = 0; place < by_last_save_.size(); ++place) {
+      place_of_[by_last_save_[place]] = place;
+      if (plan_.reload_bytes_from.empty()) continue;
+      const uint64_t reload_bytes = plan_.reload_bytes_from[by_last_save_[place]];
+      if (place == 0 || reload_bytes != plan_.reload_bytes_from[by_last_save_[place - 1]])
+        tape_.begin_part(place, {0, reload_bytes});
+    }
     tape_.close(by_last_save_.size());
     for (const size_t used : uses) use(used);
   }
@@ -189,7 +197,7 @@ class Walk {
     advance(times_.records[used].needed_s);
     tape_.released(std::exchange(released_bytes_, 0));
     note(StepEvent::What::Ask, used);
-    if (!plan_.reload_bytes_from.empty()) tape_.set_limits({0, plan_.reload_bytes_from[used]});
+    if (!plan_.reload_bytes_from.empty()) tape_.consumer_asks(place_of_[used]);
     switch (live_[used].state) {
       case State::Resident:  // the record was kept; its handle dies after the operator has run
         released_bytes_ = nbytes;
@@ -240,6 +248,7 @@ class Walk {
   const OperatorSaves saves_;
   std::vector<Live> live_;
   std::vector<size_t> by_last_save_;  // the records that are asked for; the last one in this list is reloaded first
+  std::vector<size_t> place_of_;      // by record: its place in that list
   Windows windows_;
   TapeWindows tape_;
   PlannedStep step_;

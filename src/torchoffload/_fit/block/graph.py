@@ -94,8 +94,8 @@ class BlockPlan:
         """The plan as the core reads it."""
         names = [tuple(each.name().partition(".")[::2]) for each in self.operators]
         actions = bytes(map(self._action, range(len(names))))
-        masks = [_masks(places, len(names)) for places in (self.rewritten, self.held)]
-        return core.BlockActions(names, actions, *masks, bool(self.final))
+        rewritten, held = (_masks(places, len(names)) for places in (self.rewritten, self.held))
+        return core.BlockActions(names, actions, rewritten, held, bool(self.final))
 
     def _action(self, number: int) -> int:
         runs_once = _Action.RUNS_ONCE if number in self.final else _Action.NOTHING
