@@ -555,7 +555,9 @@ class JointGraph:
         forward, backward = self.runs(self.stock, {})
         self.forward_s, self.backward_s = [0.0] * len(self.pieces), [0.0] * len(self.pieces)
         of_node: dict[fx.Node, float] = {}
-        for node, piece, seconds in zip(forward.nodes, self._forward_pieces(forward), self._seconds(forward), strict=True):
+        for node, piece, seconds in zip(
+            forward.nodes, self._forward_pieces(forward), self._seconds(forward), strict=True
+        ):
             self.forward_s[piece] += seconds
             of_node[node] = seconds
         for piece, seconds in zip(self._backward_pieces(backward), self._seconds(backward), strict=True):

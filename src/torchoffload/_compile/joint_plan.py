@@ -280,7 +280,9 @@ class _Planner:
         joint = self._joint
         least = [kind.choices[0] for kind in (self._kinds[number] for number in self._kind_numbers)]
         ways = joint.bytes_of_pieces(joint.stock), joint.bytes_of_pieces(self._saved(least))
-        forward_bytes, backward_bytes = ([max(each) for each in zip(*both, strict=True)] for both in zip(*ways, strict=True))
+        forward_bytes, backward_bytes = (
+            [max(each) for each in zip(*both, strict=True)] for both in zip(*ways, strict=True)
+        )
         return tuple(
             BlockCall(number, joint.input_bytes + forward, joint.input_bytes + backward)
             for number, forward, backward in zip(self._kind_numbers, forward_bytes, backward_bytes, strict=True)

@@ -6,17 +6,21 @@ It is reckoned for a compiler that fuses operators, as inductor does:
 - A *buffer* is one piece of memory with all its views. It is freed behind its last reader.
 - A value is *fused away*, and has no memory, if its operator and all its readers are cheap and nothing outside of the
   graph gets it. Then its readers read the buffers that it is made from, and these live on until they have.
-- A fused kernel writes its result into a buffer of the same size that it is the last to read. Backward does so with
-  saved values as well, unless they are outputs of forward.
+- Cheap operators that read the same buffer run as one kernel, at the place of the last one, unless an operator that is
+  not cheap needs one of them and is needed by another. All that such a kernel reads and makes is there at once.
+- An operator writes its result into a buffer of the same size that it is the last to read, unless others of its kernel
+  read it as well. Backward does so with saved values, too, except for outputs of forward.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Lifetimes", "Run"]
+
+_MOST_APART = 64  # inductor fuses no operators that are further apart
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,75 @@ class Run:
     def peak_bytes(self) -> int:
         """The most bytes at any time."""
         return max(self.alive_bytes, default=0)
+
+
+@dataclass
+class _Kernel:
+    """Cheap operators that run as one: the place of the last, and the buffers that they read, by how many, and make."""
+
+    place: int
+    reads: dict[int, int] = field(default_factory=dict)
+    makes: set[int] = field(default_factory=set)
+    needs: int = 0  # the numbers of the kernels that it needs, as bits
+
+
+class _Kernels:
+    """The kernels of a run: which operators are fused with each other."""
+
+    def __init__(self, nbytes: Sequence[int]) -> None:
+        self.all: list[_Kernel] = []
+        self._nbytes = nbytes
+        self._behind: dict[int, int] = {}  # the kernels that a buffer needs besides those that it is made by, as bits
+        self._made_by: dict[int, int] = {}  # the kernels that make a buffer, or the values that it is fused from
+        self._made_from: dict[int, set[int]] = {}  # the buffers that a value which is fused away is made from
+        self._latest: dict[int, int] = {}  # the latest kernel that reads a buffer
+
+    def add(self, place: int, reads: set[int], makes: list[int], *, is_cheap: bool, is_fused: bool) -> set[int]:
+        """Take notice of the next operator, and return the buffers that it reads."""
+        behind = made_by = 0
+        sources: set[int] = set()
+        for number in reads:
+            behind |= self._behind.get(number, 0)
+            made_by |= self._made_by.get(number, 0)
+            sources |= self._made_from.get(number, {number})
+        if not is_cheap:
+            behind, made_by = behind | made_by, 0
+        elif is_fused:
+            self._made_from |= dict.fromkeys(makes, sources)
+        elif makes:
+            made_by = self._join(place, sources, makes, behind, made_by)
+        self._behind |= dict.fromkeys(makes, behind)
+        self._made_by |= dict.fromkeys(makes, made_by)
+        return sources
+
+    def _join(self, place: int, sources: set[int], makes: list[int], behind: int, made_by: int) -> int:
+        made_bytes = sum(self._nbytes[number] for number in makes)
+        found = {
+            self._latest[each] for each in sources if each in self._latest and 2 * self._nbytes[each] >= made_bytes
+        }
+        first = len(self.all) - _MOST_APART
+        number = next(
+            (each for each in sorted(found, reverse=True) if each >= first and self._may_join(each, behind, made_by)),
+            len(self.all),
+        )
+        if number == len(self.all):
+            self.all.append(_Kernel(place))
+        kernel = self.all[number]
+        kernel.place = place
+        kernel.needs |= (behind | made_by) & ~(1 << number)
+        kernel.makes.update(makes)
+        for each in sources:
+            kernel.reads[each] = kernel.reads.get(each, 0) + 1
+        self._latest |= dict.fromkeys(sources, number)
+        return 1 << number
+
+    def _may_join(self, number: int, behind: int, made_by: int) -> bool:
+        bit = 1 << number
+        if behind & bit:
+            return False
+        needed = (behind | made_by) & ~bit
+        recent = range(max(0, len(self.all) - 2 * _MOST_APART), len(self.all))
+        return not any(needed >> each & 1 and self.all[each].needs & bit for each in recent)
 
 
 class Lifetimes:
@@ -175,9 +248,9 @@ class Lifetimes:
         fused: set[int] = set()
         for number in reversed(begins):
             uses = readers.get(number, [])
-            if number in maker and number not in kept and is_cheap[maker[number]] and uses:
-                if all(is_cheap[place] for place in uses):
-                    fused.add(number)
+            is_cheaply_made = number in maker and number not in kept and is_cheap[maker[number]]
+            if is_cheaply_made and uses and all(is_cheap[place] for place in uses):
+                fused.add(number)
             # A reader whose results are all fused away reads as they are read.
             last = [
                 max(ends[each] for each in makes[place]) if makes[place] and fused.issuperset(makes[place]) else place
@@ -188,37 +261,33 @@ class Lifetimes:
                 ends[number] = max(ends[number], waits[number])
             elif number in kept:
                 ends[number] = end
-        alive_bytes = self._alive_bytes(makes, is_cheap, begins, ends, fused, lent)
-        kernel_bytes = self._kernel_bytes(nodes, makes, is_cheap, fused)
+        kernels, kernel_bytes = self._kernels(nodes, makes, is_cheap, fused)
+        shared: set[int] = set()
+        for kernel in kernels.all:
+            for number in (*kernel.reads, *kernel.makes):
+                ends[number] = max(ends[number], kernel.place)
+            shared.update(
+                number for number, count in kernel.reads.items() if count > 1 and ends[number] == kernel.place
+            )
+        alive_bytes = self._alive_bytes(makes, is_cheap, begins, ends, fused, lent | shared)
         return Run(nodes, alive_bytes, kernel_bytes, begins, ends, fused)
 
-    def _kernel_bytes(
+    def _kernels(
         self, nodes: list[fx.Node], makes: list[list[int]], is_cheap: list[bool], fused: set[int]
-    ) -> list[int]:
-        nbytes = self.nbytes
-        made_from: dict[int, set[int]] = {}  # the buffers that a value which is fused away is made from
-        passed: set[int] = set()  # the buffers that the present kernel reads or writes
+    ) -> tuple[_Kernels, list[int]]:
+        kernels = _Kernels(self.nbytes)
+        passed: set[int] = set()  # the buffers that cheap operators have read or written since the last other one
         found = []
-        for place, node in enumerate(nodes):
-            if not is_cheap[place]:
-                if makes[place]:
-                    passed.clear()
-                found.append(0)
-                continue
-            made = makes[place]
-            reads: set[int] = set()
-            for number in self.buffers(node.all_input_nodes):
-                reads |= made_from.get(number, set()) if number in fused else {number}
-            if not made:
-                found.append(0)
-            elif fused.issuperset(made):
-                made_from |= dict.fromkeys(made, reads)
-                found.append(0)
-            else:
-                new = {*reads, *made} - passed
-                passed |= new
-                found.append(sum(nbytes[number] for number in new))
-        return found
+        for place, (node, made) in enumerate(zip(nodes, makes, strict=True)):
+            reads = self.buffers(node.all_input_nodes).difference(self._of[node])
+            is_fused = bool(made) and fused.issuperset(made)
+            sources = kernels.add(place, reads, made, is_cheap=is_cheap[place], is_fused=is_fused)
+            new = {*sources, *made} - passed if is_cheap[place] and made and not is_fused else set()
+            passed |= new
+            if made and not is_cheap[place]:
+                passed.clear()
+            found.append(sum(self.nbytes[number] for number in new))
+        return kernels, found
 
     def _alive_bytes(
         self, makes: list[list[int]], is_cheap: list[bool], begins: dict[int, int], ends: dict[int, int],

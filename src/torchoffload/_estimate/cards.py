@@ -163,8 +163,8 @@ _DEVICE_NAMES = {
     "H100 80GB HBM3": "H100 SXM", "H200 NVL": "H200",
 }  # fmt: skip
 
-# Operations of tensor cores in a clock and multiprocessor, in bfloat16 (before 8.0 in float16) with float32 accumulation,
-# and those in float32, by compute capability. The figures of the cards above are about their products with processors
+# Operations of tensor cores in a clock and multiprocessor, in bfloat16 (before 8.0 in float16) with float32
+# accumulation, and those in float32, by compute capability. The figures of the cards above are about their products with processors
 # and clock. Of two that share a capability, the lower one is taken: an A10 or an L40S computes twice as fast.
 _PER_CLOCK = {
     (7, 0): (1024, 128), (7, 5): (1024, 128), (8, 0): (2048, 128), (8, 6): (512, 256), (8, 7): (1024, 256),
