@@ -10,7 +10,9 @@ learns, or that keeps all (a budget of 1 byte), and beside ``activation_memory_b
 ``compile_options(memory=)`` at several parts of what stock compiled takes beside its weights and its batch, in a
 context ("ours, 0.5"), and without moving ("ours, 0.5, kept or computed again"). Times are medians of forward and
 backward together. ``same_gradients`` compares bits with those of the compiled model, which all ways must have that only
-move. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned peak with the gradients of the step
+move, and the plan for any memory. Gradients that the compiled model itself makes in other bits from step to step, by
+atomic additions, are left out, and ``unsteady`` counts them; ``--deterministic`` has PyTorch make none such, in other
+times. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned peak with the gradients of the step
 before, which a plan does not count; ``predicted_ms`` and ``stock_ms`` are by the assumed rates of the device. On a CPU
 no memory is measured, and values move to a disk.
 """
@@ -20,7 +22,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -58,6 +62,7 @@ class Row:
     moved_gib: float
     compile_s: float
     same_gradients: bool
+    unsteady: int = 0
     memory_gib: float = 0.0
     predicted_gib: float = 0.0
     predicted_ms: float = 0.0
@@ -102,6 +107,10 @@ class Clock:
         return begin.elapsed_time(end) if self.on_cuda else (end - begin) * 1e3
 
 
+def _gradients(subject: Subject) -> list[torch.Tensor]:
+    return [parameter.grad.cpu() for parameter in subject.model.parameters() if parameter.grad is not None]
+
+
 def _latest_plan() -> Any:
     """Return the plan of the graph that was compiled last."""
     return list(planned._plans.values())[-1].plan if planned._plans else None
@@ -114,7 +123,7 @@ class Bench:
         self.workload, self.options = workload, options
         self.device = torch.device(options.device)
         self.clock = Clock(self.device)
-        self.gradients: list[torch.Tensor] | None = None
+        self.gradients: list[torch.Tensor | None] | None = None  # of the first way; None: it does not repeat its bits
         self.stock_bytes: tuple[int, int] | None = None  # the stock plan's predicted peak, and the weights of it
 
     def planned_bytes(self, part: float) -> int:
@@ -132,12 +141,13 @@ class Bench:
         clock = self.clock
         torch._dynamo.reset()
         planned._plans.clear()
+        gc.collect()  # the model of the former way is in cycles
         if clock.on_cuda:
             torch.cuda.empty_cache()
         torch.manual_seed(0)
         subject = make_subject(self.workload, self.device)
-        fixed_bytes = clock.allocated()
         gradients_bytes = sum(each.grad.nbytes for each in subject.model.parameters() if each.grad is not None)
+        weights_bytes = sum(each.nbytes for each in (*subject.model.parameters(), *subject.model.buffers()))
         if not clock.on_cuda:
             context |= {"tier": "disk", "min_offload_size": 1024}
         entered = torchoffload.OffloadActivations(model=subject.model, **context) if moves else contextlib.nullcontext()
@@ -152,10 +162,11 @@ class Bench:
             compile_s = time.perf_counter() - began
             plan = _latest_plan()
             if part is not None and self.stock_bytes is None:
-                fixed = sum(each.nbytes for each in (*subject.model.parameters(), *subject.model.buffers()))
-                self.stock_bytes = plan.stock_peak_bytes, fixed
+                self.stock_bytes = plan.stock_peak_bytes, weights_bytes
             for _ in range(self.options.warm_up):
                 self.step(subject, entered)
+            if self.gradients is None:
+                self.note_gradients(subject, entered)
             torchoffload.reset_stats()
             clock.reset()
             moments, loss_bytes = [], 0
@@ -166,8 +177,9 @@ class Bench:
             clock.synchronize()
         row = Row(
             self.workload, way, statistics.median(clock.between_ms(begin, end) for begin, end in moments[1:]),
-            (loss_bytes - fixed_bytes) / GIB, clock.peak() / GIB,
+            max(0, loss_bytes - weights_bytes - gradients_bytes) / GIB, clock.peak() / GIB,
             torchoffload.stats().bytes_offloaded / (self.options.steps + 1) / GIB, compile_s, self.is_same(subject),
+            sum(each is None for each in self.gradients or ()),
         )  # fmt: skip
         if plan is not None and memory is not None:
             row.memory_gib = (memory + gradients_bytes) / GIB if memory < 1 << 50 else 0.0
@@ -189,12 +201,20 @@ class Bench:
         loss.backward()
         return loss_bytes
 
+    def note_gradients(self, subject: Subject, context: Any) -> None:
+        """Note the gradients of one more step of the first way, without those that differ in further ones."""
+        self.step(subject, context)
+        noted: list[torch.Tensor | None] = list(_gradients(subject))
+        for _ in range(3):
+            self.step(subject, context)
+            for place, (first, other) in enumerate(zip(noted, _gradients(subject), strict=True)):
+                noted[place] = first if first is not None and torch.equal(first, other) else None
+        self.gradients = noted
+
     def is_same(self, subject: Subject) -> bool:
         """Whether the gradients of the latest step are those of the first way, bit for bit."""
-        gradients = [parameter.grad.cpu() for parameter in subject.model.parameters() if parameter.grad is not None]
-        if self.gradients is None:
-            self.gradients = gradients
-        return all(torch.equal(a, b) for a, b in zip(self.gradients, gradients, strict=True))
+        pairs = zip(self.gradients or (), _gradients(subject), strict=True)
+        return all(first is None or torch.equal(first, latest) for first, latest in pairs)
 
     @staticmethod
     def ways() -> dict[str, dict[str, Any]]:
@@ -248,6 +268,7 @@ def _run_all(options: argparse.Namespace) -> None:
             path = Path(directory) / "rows.json"
             command = [sys.executable, __file__, "--workload", workload, "--alone", "--out", str(path)]
             command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--device", options.device]
+            command += ["--deterministic"] if options.deterministic else []
             if options.ways:
                 command += ["--ways", *options.ways]
             subprocess.run(command, check=False)
@@ -265,6 +286,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="compare bits, and not times")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # one workload, in this process
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -274,6 +296,9 @@ def main() -> None:
     if not options.alone:
         _run_all(options)
         return
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
     rows: list[Row] = []
     try:
         rows.extend(Bench(options.workload[0], options).all_ways())

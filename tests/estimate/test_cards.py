@@ -1,10 +1,12 @@
 """The cards and the optimizers that are known by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from torchoffload import Card
-from torchoffload._estimate.cards import CARDS, find_card
+from torchoffload._estimate.cards import CARDS, card_of_device, find_card
 from torchoffload._estimate.optimizers import OPTIMIZERS, find_optimizer
 
 WANTED = {
@@ -55,6 +57,41 @@ def test_figures_of_a_card_are_checked(value: object, error: type):
     figures = dict.fromkeys(("half_tflops", "single_tflops", "tf32_tflops", "memory_gib", "bandwidth_gb_per_s"), 1.0)
     with pytest.raises(error, match="link_gb_per_s"):
         Card(name="own", link_gb_per_s=value, **figures)
+
+
+def device(name: str, capability: tuple[int, int] = (9, 0), **more: int) -> SimpleNamespace:
+    major, minor = capability
+    more |= {"multi_processor_count": 108, "total_memory": 40 << 30}
+    return SimpleNamespace(name=name, major=major, minor=minor, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"), ("NVIDIA A100 80GB PCIe", "A100 80GB"), ("Tesla T4", "T4"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H200", "H200"),
+    ],
+)  # fmt: skip
+def test_a_device_is_the_card_of_its_name(name: str, card: str):
+    found = card_of_device(device(name))
+    assert found is not None
+    assert found.name == card
+
+
+def test_another_device_is_known_by_its_clocks():
+    """Those of an A100, whose rates they give to within a tenth."""
+    clocks = {"clock_rate": 1_410_000, "memory_clock_rate": 1_215_000, "memory_bus_width": 5120}
+    found = card_of_device(device("NVIDIA A100X", (8, 0), **clocks))
+    assert found is not None
+    assert found.half_tflops == pytest.approx(312, rel=0.1)
+    assert found.single_tflops == pytest.approx(19.5, rel=0.1)
+    assert found.bandwidth_gb_per_s == pytest.approx(1555, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "GRID A100X-40C"])
+def test_a_device_that_tells_no_clocks_is_not_guessed(name: str):
+    assert card_of_device(device(name, clock_rate=0)) is None
 
 
 def test_an_unknown_card_that_resembles_none_is_an_error_that_lists_them():

@@ -5,9 +5,10 @@ them all. An operator that makes several such pieces is a group without memory, 
 A *piece* is the part of the graph that belongs to one block of the model, or the operators before or behind the blocks.
 """
 
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,11 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from torchoffload._compile.lifetimes import Lifetimes, Run
 from torchoffload._compile.rewrite import hint, storage_of, value_of
+from torchoffload._estimate.cards import Card
+from torchoffload._estimate.operators import Cost, cost_of
+from torchoffload._estimate.rates import seconds_of
 
 __all__ = ["Group", "JointGraph", "Piece", "Rates", "may_compute_again"]
 
@@ -30,6 +35,15 @@ _ATTENTIONS = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+# Inductor fuses these as well, which PyTorch's partitioner does not take for fusible.
+_FUSED_AS_WELL = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "cat", "constant_pad_nd", "embedding", "gather", "index", "select_scatter", "slice_scatter", "where",
+        "_unsafe_index", "_unsafe_masked_index",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
 _TAGS = tuple(
     getattr(torch.Tag, name)
     for name in ("nondeterministic_seeded", "nondeterministic_bitwise")
@@ -47,10 +61,14 @@ class Rates:
         The bytes that operators read and write.
     flops_per_s : float
         The floating-point operations of matrix products, convolutions and attention.
+    card : Card or None
+        The device, if it is a card whose figures are known: then ``estimate``'s efficiencies say how fast each kind of
+        operator is there, and ``flops_per_s`` is not used.
     """
 
     bytes_per_s: float
     flops_per_s: float
+    card: Card | None = None
 
 
 @dataclass(eq=False)
@@ -75,10 +93,6 @@ class Group:
         The numbers of the groups that its nodes read.
     readers : set of int
         The numbers of the groups that read it.
-    is_cheap : bool
-        Whether a compiler fuses its operator with others.
-    is_fused : bool
-        Whether it is cheap, and read by cheap operators alone: then it never is in memory, unless it is saved.
     may_recompute : bool
         Whether its operator gives the same values whenever it is called.
     """
@@ -91,8 +105,6 @@ class Group:
     seconds: float = 0.0
     inputs: set[int] = field(default_factory=set)
     readers: set[int] = field(default_factory=set)
-    is_cheap: bool = False
-    is_fused: bool = False
     may_recompute: bool = False
 
 
@@ -163,6 +175,14 @@ def _memory_bytes(value: torch.Tensor) -> int:
     return nbytes
 
 
+def _storages_of(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
+    """Yield the memory that each result of a node is in, and its bytes."""
+    for value in _elements(node):
+        storage = storage_of(value)
+        if storage is not None:
+            yield storage, _memory_bytes(value)
+
+
 def _items(node: fx.Node) -> list[tuple[str, bool]]:
     """Return the modules around a node that are items of lists of modules, the outermost first.
 
@@ -200,40 +220,41 @@ class _Costs:
 
     def is_cheap(self, node: fx.Node) -> bool:
         """Whether a compiler fuses an operator with its readers."""
+        if getattr(node.target, "overloadpacket", None) in _FUSED_AS_WELL:
+            return True
         return bool(self._kinds.is_fusible(node)) and not self._kinds.is_compute_intensive(node)
 
-    def seconds(self, node: fx.Node, *, writes: bool) -> float:
-        """Return how long an operator takes: by its bytes, or by its floating-point operations if they take longer."""
-        made = sum(map(_memory_bytes, _elements(node)))
-        if self.is_cheap(node):
-            return made / self._rates.bytes_per_s * (1.0 if writes else _LEAST_SHARE)
-        read = sum(_memory_bytes(value) for each in node.all_input_nodes for value in _elements(each))
-        return max((made + read) / self._rates.bytes_per_s, self._flops(node) / self._rates.flops_per_s)
+    def kernel_s(self, nbytes: float) -> float:
+        """Return how long a kernel of fused operators takes that reads and writes so many bytes."""
+        return nbytes / self._rates.bytes_per_s
 
-    @staticmethod
-    def _flops(node: fx.Node) -> float:
-        from torch.utils.flop_counter import flop_registry
-
-        target = getattr(node.target, "overloadpacket", None)
-        count = flop_registry.get(target)
-        if count is None and getattr(target, "__name__", None) in _ATTENTIONS:  # all of them do the same
-            count = flop_registry.get(torch.ops.aten._scaled_dot_product_flash_attention)
-        if count is None:
+    def seconds(self, node: fx.Node) -> float:
+        """Return how long an operator takes that is not fused with others."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
             return 0.0
-
-        def sized(given: Any) -> Any:
-            value = given.meta.get("val") if isinstance(given, fx.Node) else given
-            if not isinstance(value, torch.Tensor):
-                return value
-            return torch.empty([hint(size) or 1 for size in value.shape], dtype=value.dtype, device="meta")
-
-        made = node.meta.get("val")
-        results = type(made)(map(sized, made)) if isinstance(made, (list, tuple)) else sized(made)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _sized)
+        made = [_as_example(value) for value in _elements(node)]
+        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         try:
-            given = fx.map_arg((node.args, dict(node.kwargs)), sized)
-            return float(count(*given[0], **given[1], out_val=results))
-        except (TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError):
-            return 0.0  # counted by its bytes: this release counts it in another way
+            cost = cost_of(target, args, kwargs, read, made, [])
+        except (TypeError, ValueError, AttributeError, IndexError, KeyError):  # this release calls it in another way
+            nbytes = sum(_memory_bytes(value) for each in (node, *node.all_input_nodes) for value in _elements(each))
+            cost = Cost("other", 0, nbytes, 0, torch.float32)
+        if self._rates.card is not None:
+            return seconds_of(cost, self._rates.card)
+        return max(cost.nbytes / self._rates.bytes_per_s, cost.flops / self._rates.flops_per_s)
+
+
+def _as_example(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another one, of the sizes that the graph was traced with."""
+    sizes, strides = ([hint(each) or 1 for each in numbers] for numbers in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+
+
+def _sized(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return _as_example(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
 
 
 class JointGraph:
@@ -254,6 +275,8 @@ class JointGraph:
 
     Attributes
     ----------
+    forward_s, backward_s : list of float
+        How long the forward and the backward of each piece take by PyTorch's own plan.
     groups : list of Group
         All groups that do not depend on gradients, in order.
     pieces : list of Piece
@@ -266,6 +289,8 @@ class JointGraph:
         The numbers of the groups that PyTorch has backward compute again.
     saved : dict of int to list of fx.Node
         The values that PyTorch saves of a group.
+    stock : list of fx.Node
+        All values that PyTorch saves.
     """
 
     def __init__(
@@ -283,6 +308,8 @@ class JointGraph:
         self._connect()
         self._find_stock(stock)
         self._divide()
+        self.stock = list(stock)
+        self._find_seconds()
 
     # ---- groups ----
 
@@ -323,17 +350,11 @@ class JointGraph:
             group.nbytes = 0 if value is None else _memory_bytes(value)
         written = self._written_inputs()
         for group in self.groups:
-            called = group.maker.args[0] if group.maker.target is operator.getitem else group.maker
-            group.is_cheap = isinstance(called, fx.Node) and self._costs.is_cheap(called)
             reads_written = any(written.intersection(self._sources(node)) for node in group.nodes)
             group.may_recompute = may_compute_again(group.maker) and not reads_written
-        for group in reversed(self.groups):
-            readers = [self.groups[number] for number in group.readers]
-            is_returned = any(node in self.forward_outputs for node in group.nodes)
-            is_read_cheaply = bool(readers) and all(each.is_cheap for each in readers)
-            group.is_fused = group.is_cheap and is_read_cheaply and not is_returned
-            if group.maker.target is not operator.getitem:
-                group.seconds = self._costs.seconds(group.maker, writes=not group.is_fused)
+        self._lifetimes = Lifetimes(
+            self._graph, self._backward, self.forward_outputs, self.backward_outputs, _storages_of, self._costs.is_cheap
+        )
 
     def _written_inputs(self) -> set[StorageWeakRef | None]:
         """Return the memory of the inputs that forward writes to: operators that read them are not called again."""
@@ -389,19 +410,19 @@ class JointGraph:
 
     def _divide(self) -> None:
         names = [self._blocks.of(group.maker) for group in self.groups]
-        known = [place for place, name in enumerate(names) if name is not None]
+        is_late = [group.maker.meta.get("partitioner_tag") == "is_backward" for group in self.groups]
+        # Backward makes some values of its own for a block, behind all that forward does.
+        known = [place for place, name in enumerate(names) if name is not None and not is_late[place]]
         order: dict[str, int] = {}
         if known:
             order["before"] = 0
         before = "before" if known else ""
         labels = []
         latest = before
-        for place, group in enumerate(self.groups):
-            name = names[place]
-            is_late = group.maker.meta.get("partitioner_tag") == "is_backward"
-            if name is not None and not (is_late and name not in order):
+        for place, name in enumerate(names):
+            if name is not None and not (is_late[place] and name not in order):
                 latest = name
-            elif known and place > known[-1] and not is_late:
+            elif known and place > known[-1] and not is_late[place]:
                 latest = "behind"
             order.setdefault(latest, len(order))
             labels.append(latest)
@@ -432,102 +453,119 @@ class JointGraph:
         nodes = [node for node in self.placeholders if is_counted(node)]
         return {storage_of(value): _memory_bytes(value) for node in nodes for value in _elements(node)}
 
-    def forward_bytes(self) -> list[int]:
-        """Return, for each piece, the most in memory while its forward runs, beside the inputs and the saved values.
+    def runs(self, saved: Iterable[fx.Node], releases: Mapping[fx.Node, fx.Node | None]) -> tuple[Run, Run]:
+        """Return the runs of forward and of backward, if these values are saved.
 
-        Of the piece itself, all that PyTorch saves is there as well.
+        ``releases``: those that move, as ``Lifetimes.forward`` takes them.
         """
-        groups = self._of_forward
-        last = self._last_uses(groups)
-        most = [0] * len(self.pieces)
-        own = [0] * len(self.pieces)
-        alive = 0
-        ending: dict[int, list[Group]] = {}
-        for place, group in enumerate(groups):
-            if not group.is_fused:
-                alive += group.nbytes
-                ending.setdefault(last[group.number], []).append(group)
-            most[group.piece] = max(most[group.piece], alive + own[group.piece])
-            for dead in ending.pop(place, []):
-                alive -= dead.nbytes
-                if dead.number in self.saved:
-                    own[dead.piece] += dead.nbytes
-        self.loss_bytes = alive + self.gradient_bytes
-        return most
+        saved = list(saved)
+        return self._lifetimes.forward(saved, releases), self._lifetimes.backward(saved, releases)
+
+    def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return values in the order in which forward makes them."""
+        return sorted(nodes, key=self._lifetimes.place)
+
+    def buffers(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """Return the numbers of the buffers that values are in."""
+        return self._lifetimes.buffers(nodes)
+
+    def nbytes_of(self, number: int) -> int:
+        """Return the bytes of a buffer."""
+        return self._lifetimes.nbytes[number]
+
+    def buffer_bytes(self, nodes: Iterable[fx.Node]) -> int:
+        """Return the bytes of the buffers that values are in; those of the graph's inputs do not count."""
+        return sum(self._lifetimes.nbytes[number] for number in self._lifetimes.buffers(nodes))
 
     @cached_property
-    def _of_forward(self) -> list[Group]:
-        """The groups that forward's outputs depend on."""
-        wanted = [self.group_of[node] for node in self.forward_outputs if node in self.group_of]
-        found: set[int] = set()
-        while wanted:
-            group = wanted.pop()
-            if group.number not in found:
-                found.add(group.number)
-                wanted += [self.groups[number] for number in group.inputs]
-        return [group for group in self.groups if group.number in found]
+    def output_bytes(self) -> int:
+        """The bytes of forward's outputs."""
+        return self.buffer_bytes(self.forward_outputs)
 
-    def _last_uses(self, groups: list[Group]) -> dict[int, int]:
-        """Return the place of the last operator that reads each group, through readers that are fused."""
-        places = {group.number: place for place, group in enumerate(groups)}
-        last: dict[int, int] = {}
-        returned = {self.group_of[node].number for node in self.forward_outputs if node in self.group_of}
-        for group in reversed(groups):
-            readers = [number for number in group.readers if number in places]
-            uses = [last[number] if self.groups[number].is_fused else places[number] for number in readers]
-            last[group.number] = len(groups) if group.number in returned else max(uses, default=places[group.number])
-        return last
+    def bytes_of_pieces(self, saved: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+        """Return, for each piece, the most in memory while its forward and its backward run, if these are saved.
 
-    def forward_s(self) -> list[float]:
-        """Return how long the forward of each piece takes."""
-        seconds = [0.0] * len(self.pieces)
-        for group in self._of_forward:
-            seconds[group.piece] += group.seconds
-        return seconds
-
-    def backward_costs(self) -> tuple[list[float], list[int]]:
-        """Return for each piece how long its backward takes, and the most in memory meanwhile.
-
-        The bytes are those of gradients: beside the inputs, and beside all that forward saves.
+        The bytes are those beside the inputs, and beside the saved values of the other pieces.
         """
-        names = {piece.name: number for number, piece in enumerate(self.pieces) if piece.name}
-        nodes = [node for node in self._graph.nodes if node in self._backward and node.op == "call_function"]
-        made: dict[StorageWeakRef, list[Any]] = {}  # [maker, last use, bytes]
-        returned = {storage_of(value) for node in self.backward_outputs for value in _elements(node)}
-        places = {node: place for place, node in enumerate(nodes)}
-        pieces = []
-        seconds = [0.0] * len(self.pieces)
-        latest = len(self.pieces) - 1
-        for place, node in enumerate(nodes):
-            latest = names.get(self._blocks.of(node) or "", latest)
-            pieces.append(latest)
-            fuses = self._costs.is_cheap(node) and all(map(self._costs.is_cheap, node.users))
-            is_new = False
-            for value in _elements(node):
-                storage = storage_of(value)
-                if storage is None or node in self.group_of:
-                    continue
-                last = max((places.get(user, place) for user in node.users), default=place)
-                last = len(nodes) if storage in returned else last
-                if storage in made:
-                    made[storage][1] = max(made[storage][1], last)
-                else:
-                    is_new = True
-                    nbytes = 0 if fuses and storage not in returned else _memory_bytes(value)
-                    made[storage] = [place, last, nbytes]
-            seconds[latest] += self._costs.seconds(node, writes=not fuses) if is_new else 0.0
-        changes = [0] * (len(nodes) + 2)
-        for begin, end, nbytes in made.values():
-            changes[begin] += nbytes
-            changes[end + 1] -= nbytes
-        most, alive = [0] * len(self.pieces), self.gradient_bytes
-        for place, piece in enumerate(pieces):
-            alive += changes[place]
-            most[piece] = max(most[piece], alive)
+        forward, backward = self.runs(saved, {})
+        in_forward = self._most(forward, self._forward_pieces(forward), saved)
+        in_backward = self._most(backward, self._backward_pieces(backward), saved)
         # Before the blocks, the gradients of the blocks are there, too, even if nothing there has a backward.
-        for number in range(len(most) - 2, -1, -1):
-            most[number] = most[number] or (most[number + 1] if number + 1 < len(most) else 0)
-        return seconds, most
+        for number in range(len(in_backward) - 2, -1, -1):
+            in_backward[number] = in_backward[number] or in_backward[number + 1]
+        return in_forward, [nbytes + self.gradient_bytes for nbytes in in_backward]
+
+    def _most(self, run: Run, pieces: list[int], saved: Sequence[fx.Node]) -> list[int]:
+        of_pieces: list[set[int]] = [set() for _ in self.pieces]
+        for node in saved:
+            if node in self.group_of:
+                of_pieces[self.group_of[node].piece] |= self._lifetimes.buffers([node])
+        changes = [[0] * (len(run.nodes) + 2) for _ in self.pieces]
+        for piece, numbers in enumerate(of_pieces):
+            for number in numbers & run.begins.keys():
+                changes[piece][max(run.begins[number], 0)] += self._lifetimes.nbytes[number]
+                changes[piece][run.ends[number] + 1] -= self._lifetimes.nbytes[number]
+        held = [list(itertools.accumulate(each)) for each in changes]
+        all_held = [sum(each) for each in zip(*held, strict=True)]
+        most = [0] * len(self.pieces)
+        for place, (piece, alive_bytes) in enumerate(zip(pieces, run.alive_bytes, strict=True)):
+            most[piece] = max(most[piece], alive_bytes - all_held[place] + held[piece][place])
+        return most
+
+    def _forward_pieces(self, run: Run) -> list[int]:
+        """Return the number of the piece that each operator of a forward belongs to."""
+        found, latest = [], 0
+        for node in run.nodes:
+            group = self.group_of.get(node)
+            latest = latest if group is None else group.piece
+            found.append(latest)
+        return found
+
+    def _backward_pieces(self, run: Run) -> list[int]:
+        """Return the number of the piece in whose backward each operator runs."""
+        names = {piece.name: number for number, piece in enumerate(self.pieces) if piece.name}
+        found: list[int | None] = []
+        latest = len(self.pieces) - 1
+        for node in run.nodes:
+            is_again = node not in self._backward
+            latest = latest if is_again else names.get(self._blocks.of(node) or "", latest)
+            found.append(None if is_again else latest)
+        pieces: list[int] = []
+        for piece in reversed(found):  # what is computed again is there for the gradient behind it
+            latest = latest if piece is None else piece
+            pieces.append(latest)
+        return pieces[::-1]
+
+    def _seconds(self, run: Run) -> list[float]:
+        """Return how long each operator of a run takes."""
+        costs = self._costs
+        return [
+            costs.kernel_s(nbytes) if costs.is_cheap(node) else self._operator_s(node)
+            for node, nbytes in zip(run.nodes, run.kernel_bytes, strict=True)
+        ]
+
+    def _operator_s(self, node: fx.Node) -> float:
+        if node not in self._operator_seconds:
+            is_view = not self._lifetimes.buffers([node]) - self._lifetimes.buffers(node.all_input_nodes)
+            self._operator_seconds[node] = 0.0 if is_view else self._costs.seconds(node)
+        return self._operator_seconds[node]
+
+    def _find_seconds(self) -> None:
+        self._operator_seconds: dict[fx.Node, float] = {}
+        forward, backward = self.runs(self.stock, {})
+        self.forward_s, self.backward_s = [0.0] * len(self.pieces), [0.0] * len(self.pieces)
+        of_node: dict[fx.Node, float] = {}
+        for node, piece, seconds in zip(
+            forward.nodes, self._forward_pieces(forward), self._seconds(forward), strict=True
+        ):
+            self.forward_s[piece] += seconds
+            of_node[node] = seconds
+        for piece, seconds in zip(self._backward_pieces(backward), self._seconds(backward), strict=True):
+            self.backward_s[piece] += seconds
+        for group in self.groups:
+            least = self._costs.kernel_s(_LEAST_SHARE * sum(map(_memory_bytes, _elements(group.maker))))
+            if group.maker.target is not operator.getitem:
+                group.seconds = max(least, of_node.get(group.maker, 0.0))
 
     def may_move(self, group: Group) -> bool:
         """Return whether saved values of a group may leave the device: nobody outside of the graph has its memory."""

@@ -160,7 +160,6 @@ class _PieceKind:
 class _Candidate:
     plan: StepPlan
     peak_bytes: int
-    held_bytes: int
 
 
 class _PieceShape:
@@ -256,28 +255,49 @@ class _Planner:
     def __init__(self, joint: JointGraph, room: Room) -> None:
         self._joint, self._room = joint, room
         self._shapes = [_PieceShape(joint, number, piece) for number, piece in enumerate(joint.pieces)]
-        forward_s, (backward_s, backward_bytes) = joint.forward_s(), joint.backward_costs()
-        forward_bytes = joint.forward_bytes()
         numbers: dict[Any, int] = {}
         self._kinds: list[_PieceKind] = []
-        calls = []
-        for number, shape in enumerate(self._shapes):
-            key = shape.key(forward_s[number], backward_s[number])
+        self._kind_numbers = []
+        for shape, *times in zip(self._shapes, joint.forward_s, joint.backward_s, strict=True):
+            key = shape.key(*times)
             if key not in numbers:
                 numbers[key] = len(self._kinds)
-                times = joint.rounded_s(forward_s[number]), joint.rounded_s(backward_s[number])
-                self._kinds.append(_kind_of(joint, shape, *times))
-            own = sum(group.nbytes for group in shape.piece.groups if group.number in joint.saved)
-            if len(self._kinds[numbers[key]].choices) > 1:  # what is computed again is there with what it is made from
-                own += max(group.nbytes for group in shape.piece.groups)
-            own += backward_bytes[number]
-            calls.append(BlockCall(numbers[key], joint.input_bytes + forward_bytes[number], joint.input_bytes + own))
+                self._kinds.append(_kind_of(joint, shape, *map(joint.rounded_s, times)))
+            self._kind_numbers.append(numbers[key])
         self._step = Step(
             kinds=tuple(each.kind for each in self._kinds),
-            calls=tuple(calls),
-            loss_bytes=joint.input_bytes + joint.loss_bytes,
+            calls=self._calls(),
+            loss_bytes=joint.input_bytes + joint.gradient_bytes + joint.output_bytes,
             may_move=False,
         )
+        self._reload_bytes = 0
+
+    def _calls(self) -> tuple[BlockCall, ...]:
+        """Return the pieces with the memory that each takes: the most by PyTorch's plan and by the one of least bytes.
+
+        The planner goes by these; the peak of a plan that it finds is reckoned by ``_peak_bytes``.
+        """
+        joint = self._joint
+        least = [kind.choices[0] for kind in (self._kinds[number] for number in self._kind_numbers)]
+        ways = joint.bytes_of_pieces(joint.stock), joint.bytes_of_pieces(self._saved(least))
+        forward_bytes, backward_bytes = (
+            [max(each) for each in zip(*both, strict=True)] for both in zip(*ways, strict=True)
+        )
+        return tuple(
+            BlockCall(number, joint.input_bytes + forward, joint.input_bytes + backward)
+            for number, forward, backward in zip(self._kind_numbers, forward_bytes, backward_bytes, strict=True)
+        )
+
+    def _saved(self, choices: Iterable[_Choice]) -> list[fx.Node]:
+        """Return the values that are saved beside the graph's inputs, if each piece goes one way."""
+        joint = self._joint
+        saved: list[fx.Node] = []
+        taken: set[int] = set()
+        for shape, choice in zip(self._shapes, choices, strict=True):
+            saved += [node for place in choice.kept for node in self._values(shape.piece.groups[place], choice)]
+            taken.update(shape.taken(choice.again))
+        more = [node for number in sorted(taken) for node in joint.values(joint.groups[number])]
+        return list(dict.fromkeys([*saved, *more]))
 
     @property
     def _moving_step(self) -> Step | None:
@@ -292,6 +312,7 @@ class _Planner:
         window = room.reload_window_bytes
         if window is None:
             window = max(largest, min(_DEFAULT_RELOAD_VALUES * largest, _DEFAULT_RELOAD_BYTES))
+        self._reload_bytes = window
         return dataclasses.replace(
             self._step,
             calls=tuple(
@@ -305,44 +326,69 @@ class _Planner:
             latency_s=room.link.latency_s,
         )
 
-    def _candidate(self, step: Step, plan: StepPlan) -> _Candidate:
-        """Return a plan with the memory that it takes while all graphs of the step hold as much as this one."""
-        held = plan.kept_bytes + plan.loss_window_bytes
-        peak = step.peak_bytes(plan) + (self._room.graphs - 1) * (held + self._joint.input_bytes)
-        return _Candidate(plan, peak, held)
+    def _peak_bytes(self, plan: StepPlan) -> int:
+        """Return the peak of a plan, while all graphs of the step hold as much as this one."""
+        joint = self._joint
+        chosen = list(self._chosen(plan))
+        saved = self._saved(choice for _, _, choice, _ in chosen)
+        windows = self._windows(plan, self._moved(plan))
+        moved = [node for node in joint.in_order(saved) if node.name in windows]
+        forward, backward = joint.runs(saved, self._releases(moved, windows))
+        # Before backward reads a value that moved, it may be ahead of time in the reload window.
+        ahead = [0] * (len(backward.nodes) + 1)
+        for number in joint.buffers(moved) & backward.begins.keys():
+            ahead[backward.begins[number]] += joint.nbytes_of(number)
+        coming_bytes, most = 0, 0
+        for alive_bytes, begins in zip(reversed(backward.alive_bytes), reversed(ahead[:-1]), strict=True):
+            most = max(most, alive_bytes + min(coming_bytes, self._reload_bytes))
+            coming_bytes += begins
+        most = max(most, joint.buffer_bytes(saved) - joint.buffer_bytes(moved) + min(coming_bytes, self._reload_bytes))
+        peak_bytes = joint.input_bytes + max(forward.peak_bytes, most + joint.gradient_bytes)
+        return peak_bytes + (self._room.graphs - 1) * (self._held_bytes(plan) + joint.input_bytes)
 
-    def _stock(self) -> _Candidate:
-        plan = plan_step(self._step, _ANY_BYTES)
-        if plan is None:
-            raise AssertionError("a step without a limit of memory has a plan")
-        return self._candidate(self._step, plan)
+    @staticmethod
+    def _held_bytes(plan: StepPlan) -> int:
+        return plan.kept_bytes + plan.loss_window_bytes
 
-    def _others(self, stock: _Candidate) -> Iterator[_Candidate]:
+    def _releases(self, moved: list[fx.Node], windows: dict[str, int]) -> dict[fx.Node, fx.Node | None]:
+        """Return the value behind which the graph waits for each copy."""
+        releases: dict[fx.Node, fx.Node | None] = {}
+        for number, node in enumerate(moved):
+            passed = 0
+            releases[node] = None
+            for later in moved[number + 1 :]:
+                passed += self._joint.buffer_bytes([later])
+                if passed >= windows[node.name]:
+                    releases[node] = later
+                    break
+        return releases
+
+    def _others(self, stock: StepPlan) -> Iterator[StepPlan]:
         """Yield the plans of less memory; they do not depend on the memory that is given."""
         for step in (self._step, self._moving_step):
             if step is None:
                 continue
             least = least_plan(step)
-            yield self._candidate(step, least)
-            low, high = step.peak_bytes(least), stock.plan.peak_bytes
+            yield least
+            low, high = step.peak_bytes(least), stock.peak_bytes
             for level in range(1, _LEVELS):
                 plan = plan_step(step, low + (high - low) * level // _LEVELS) if high > low else None
                 if plan is not None:
-                    yield self._candidate(step, plan)
+                    yield plan
 
     def plan(self) -> GraphPlan:
         """Return the fastest plan within the memory, or if none is, the one of the least memory."""
-        stock = self._stock()
-        memory_bytes = self._room.memory_bytes
-        if stock.peak_bytes <= memory_bytes:
-            return self._carried_out(stock, stock)
-        others = list(self._others(stock))
-        fitting = [each for each in others if each.peak_bytes <= memory_bytes]
-        if fitting:
-            best = min(fitting, key=lambda each: (each.plan.step_s, each.plan.moved_bytes, each.peak_bytes))
-        else:
-            best = min([*others, stock], key=lambda each: each.peak_bytes)
-        return self._carried_out(best, stock)
+        stock = plan_step(self._step, _ANY_BYTES)
+        if stock is None:
+            raise AssertionError("a step without a limit of memory has a plan")
+        stock_bytes, memory_bytes = self._peak_bytes(stock), self._room.memory_bytes
+        found = [_Candidate(stock, stock_bytes)]
+        if stock_bytes > memory_bytes:
+            for plan in sorted(self._others(stock), key=lambda each: (each.step_s, each.moved_bytes, each.peak_bytes)):
+                found.append(_Candidate(plan, self._peak_bytes(plan)))
+                if found[-1].peak_bytes <= memory_bytes:
+                    return self._carried_out(found[-1], found[0])
+        return self._carried_out(min(found, key=lambda each: each.peak_bytes), found[0])
 
     # ---- from the plan of a step to values ----
 
@@ -355,18 +401,13 @@ class _Planner:
         return self._joint.saved[group.number] if choice.is_stock else self._joint.values(group)
 
     def _carried_out(self, candidate: _Candidate, stock: _Candidate) -> GraphPlan:
-        joint, plan = self._joint, candidate.plan
-        pieces, saved, moved = [], [], []
-        taken: set[int] = set()
+        plan = candidate.plan
+        pieces = []
         for shape, kind, choice, planned in self._chosen(plan):
             groups = shape.piece.groups
-            moving = {kind.output_groups[number] for number in planned.moved}
-            saved += [node for place in choice.kept for node in self._values(groups[place], choice)]
-            moved.append([node for place in sorted(moving) for node in self._values(groups[place], choice)])
-            taken.update(shape.taken(choice.again))
-            again = [groups[place] for place in choice.again if groups[place].number not in joint.again]
+            moved_bytes = sum(groups[kind.output_groups[number]].nbytes for number in planned.moved)
+            again = [groups[place] for place in choice.again if groups[place].number not in self._joint.again]
             again = [group for group in again if group.maker.target is not operator.getitem]
-            moved_bytes = sum(groups[place].nbytes for place in moving)
             pieces.append(PiecePlan(
                 shape.piece.name,
                 sum(groups[place].nbytes for place in choice.kept) + choice.way.input_bytes - moved_bytes,
@@ -374,19 +415,29 @@ class _Planner:
                 tuple(str(group.maker.target).removeprefix("aten.") for group in again),
                 choice.way.recompute_s,
             ))  # fmt: skip
-        is_stock = all(choice.is_stock for _, _, choice, _ in self._chosen(plan))
-        saved += [node for number in sorted(taken) for node in joint.values(joint.groups[number]) if node not in saved]
+        choices = [choice for _, _, choice, _ in self._chosen(plan)]
         return GraphPlan(
             pieces=tuple(pieces),
-            saved=None if is_stock else saved,
-            windows=self._windows(plan, moved),
+            saved=None if all(choice.is_stock for choice in choices) else self._saved(choices),
+            windows=self._windows(plan, self._moved(plan)),
             predicted_s=plan.step_s,
             predicted_peak_bytes=candidate.peak_bytes,
             stock_s=stock.plan.step_s,
             stock_peak_bytes=stock.peak_bytes,
-            held_bytes=candidate.held_bytes,
+            held_bytes=self._held_bytes(plan),
             fits=candidate.peak_bytes <= self._room.memory_bytes,
         )
+
+    def _moved(self, plan: StepPlan) -> list[list[fx.Node]]:
+        """Return the values of each piece that move."""
+        return [
+            [
+                node
+                for place in sorted(kind.output_groups[number] for number in planned.moved)
+                for node in self._values(shape.piece.groups[place], choice)
+            ]
+            for shape, kind, choice, planned in self._chosen(plan)
+        ]
 
     def _windows(self, plan: StepPlan, moved: list[list[fx.Node]]) -> dict[str, int]:
         """Return the window of each value that moves.

@@ -182,7 +182,7 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
-        note_plan(memory, chooser.plan)
+        note_plan(memory, chooser.plan, may_move=options is not None)
     return graphs, chooser.plan
 
 
@@ -264,7 +264,8 @@ def _sources() -> str:
     """Return a digest of the sources that plan and rewrite graphs."""
     digest = hashlib.sha256(build_info.version.encode())
     here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), *(here.parent / "_fit" / "plan").glob("*.py")]):
+    others = (here.parent / "_fit" / "plan", here.parent / "_estimate")
+    for path in sorted(path for folder in (here, *others) for path in folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

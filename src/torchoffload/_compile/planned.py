@@ -14,6 +14,7 @@ from torchoffload._contexts.amounts import amount_text, parse_amount
 from torchoffload._contexts.options import OffloadOptions, described
 from torchoffload._core import core
 from torchoffload._devices import accelerator, accelerators_in_use, meter_for
+from torchoffload._estimate.cards import card_of_device
 from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
@@ -22,9 +23,9 @@ __all__ = ["Memory", "checked_memory", "device_rates", "note_plan", "plan_lines"
 
 _ANY_BYTES = 1 << 61
 _MOST_GRAPHS = 32  # of those that report() tells about
-# Of a GPU's or a CPU's peak rates; for one whose rates PyTorch does not know.
+# For a device whose rates nobody knows.
 _DEFAULT_RATES = {"cuda": Rates(1.2e12, 2.5e14), "cpu": Rates(1e10, 2e11)}
-_REACHED_OF_BYTES, _REACHED_OF_FLOPS = 0.75, 0.6  # the parts of the peak rates that kernels reach
+_REACHED_OF_BYTES = 0.75  # the part of a card's bandwidth that fused kernels reach, as in estimate
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,18 @@ def planned_device() -> torch.device:
     return torch.device("cpu") if device is None else device
 
 
-def _rounded(value: float, digits: int) -> float:
-    return round(value, digits - 1 - math.floor(math.log10(value)))
-
-
 @functools.cache
 def device_rates(device_type: str) -> Rates:
-    """Return how fast the current device of a type computes, to two digits."""
-    rates = _DEFAULT_RATES.get(device_type, _DEFAULT_RATES["cpu"])
-    if device_type == "cuda":
-        try:
-            from torch._inductor.utils import get_device_tflops, get_gpu_dram_gbps
+    """Return how fast the current device of a type computes.
 
-            known = Rates(get_gpu_dram_gbps() * 1e9, get_device_tflops(torch.bfloat16) * 1e12)
-        except (ImportError, RuntimeError, AssertionError, AttributeError, KeyError, TypeError):
-            return rates  # this release of PyTorch or of Triton does not know them
-        if known.bytes_per_s > 0 and known.flops_per_s > 0:
-            bytes_per_s, flops_per_s = known.bytes_per_s * _REACHED_OF_BYTES, known.flops_per_s * _REACHED_OF_FLOPS
-            rates = Rates(_rounded(bytes_per_s, 2), _rounded(flops_per_s, 2))
+    PyTorch's own figures are not taken: for a card that its list lacks, such as the H200, they are a thousandth of the
+    truth (``torch._inductor.utils.get_device_tflops`` gives Triton a clock in MHz that is to be in kHz).
+    """
+    rates = _DEFAULT_RATES.get(device_type, _DEFAULT_RATES["cpu"])
+    if device_type == "cuda" and torch.version.hip is None:
+        card = card_of_device(torch.cuda.get_device_properties(torch.cuda.current_device()))
+        if card is not None:
+            rates = Rates(card.bandwidth_gb_per_s * 1e9 * _REACHED_OF_BYTES, card.half_tflops * 1e12, card)
     return rates
 
 
@@ -156,8 +151,11 @@ def _frame() -> Any:
     return getattr(compile_id, "frame_id", None)
 
 
-def note_plan(memory: Memory, plan: GraphPlan) -> None:
-    """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together."""
+def note_plan(memory: Memory, plan: GraphPlan, *, may_move: bool) -> None:
+    """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together.
+
+    ``may_move``: whether the graph was compiled in a context by which its values may move.
+    """
     key = (memory, _frame())
     is_new = key not in _plans
     _plans.pop(key, None)
@@ -169,7 +167,7 @@ def note_plan(memory: Memory, plan: GraphPlan) -> None:
             f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
             f"{human_bytes(plan.predicted_peak_bytes)} by the plan of the least memory. Give "
             f'memory="{amount_text(plan.predicted_peak_bytes)}", or a smaller batch'
-            + ("." if plan.windows else ", or compile inside of an OffloadActivations, so that values may move.")
+            + ("." if may_move else ", or compile inside of an OffloadActivations, so that values may move.")
         )
     count = sum(each.memory == memory for each in _plans.values())
     if is_new and count > memory.graphs:

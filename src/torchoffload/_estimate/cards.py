@@ -3,8 +3,9 @@
 import difflib
 import re
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["CARDS", "Card", "find_card"]
+__all__ = ["CARDS", "Card", "card_of_device", "find_card"]
 
 # Copies between pinned memory and the device, one direction, in GB/s. Generation 5 was measured on an H200
 # (docs/performance.md): 55 of the 63 that 16 lanes carry. Of the 31.5 and 15.8 of the older ones about four fifths are
@@ -152,3 +153,56 @@ def find_card(gpu: object) -> Card:
     end = f"; did you mean {known[near[0]].name!r}?" if near else "."
     names = ", ".join(card.name for card in CARDS)
     raise ValueError(f"gpu: no card {gpu!r} is known{end} The cards: {names}. Any other one: torchoffload.Card(...).")
+
+
+# The names that torch.cuda.get_device_name gives to the cards above, where they are not those names themselves.
+_DEVICE_NAMES = {
+    "RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "A100-SXM4-40GB": "A100 40GB", "A100-PCIE-40GB": "A100 40GB", "A100-PG509-200": "A100 40GB",
+    "A100-SXM4-80GB": "A100 80GB", "A100 80GB PCIe": "A100 80GB", "A100-SXM-80GB": "A100 80GB",
+    "H100 80GB HBM3": "H100 SXM", "H200 NVL": "H200",
+}  # fmt: skip
+
+# Operations of tensor cores in a clock and multiprocessor, in bfloat16 (before 8.0 in float16) with float32
+# accumulation, and those in float32, by compute capability. The figures of the cards above are about their products with processors
+# and clock. Of two that share a capability, the lower one is taken: an A10 or an L40S computes twice as fast.
+_PER_CLOCK = {
+    (7, 0): (1024, 128), (7, 5): (1024, 128), (8, 0): (2048, 128), (8, 6): (512, 256), (8, 7): (1024, 256),
+    (8, 9): (512, 256), (9, 0): (4096, 256), (10, 0): (8192, 256), (10, 3): (8192, 256), (12, 0): (512, 256),
+    (12, 1): (512, 256),
+}  # fmt: skip
+
+
+def card_of_device(properties: Any) -> Card | None:
+    """Return the card that a CUDA device is, by its name, or else by its processors and clocks.
+
+    Parameters
+    ----------
+    properties : torch.cuda._CudaDeviceProperties
+        As ``torch.cuda.get_device_properties`` returns them.
+
+    Returns
+    -------
+    Card or None
+        None if neither the name is known nor the clocks are told.
+    """
+    plain = _plain(properties.name)
+    for card in CARDS:
+        if plain == _plain(card.name):
+            return card
+    for name, of_card in _DEVICE_NAMES.items():
+        if plain == _plain(name):
+            return find_card(of_card)
+    # In kHz, and in bits; a virtual machine may hide the clocks.
+    clock_hz, memory_hz = (1e3 * (getattr(properties, f"{name}clock_rate", 0) or 0) for name in ("", "memory_"))
+    bus_bits = getattr(properties, "memory_bus_width", 0) or 0
+    known = _PER_CLOCK.get((properties.major, properties.minor))
+    if known is None or not (clock_hz and memory_hz and bus_bits):
+        return None
+    half, single = (properties.multi_processor_count * clock_hz * each / 1e12 for each in known)
+    return Card(
+        name=properties.name, half_tflops=half, single_tflops=single,
+        tf32_tflops=max(single, half / 2), memory_gib=properties.total_memory / 2**30,
+        bandwidth_gb_per_s=2 * memory_hz * bus_bits / 8 / 1e9, link_gb_per_s=_PCIE_4,
+        has_bfloat16=properties.major >= 8, source="its processors and clocks",
+    )  # fmt: skip
