@@ -1,6 +1,7 @@
 """benchmarks/ as a user runs it, only smaller: train_step.py, its tables and chart, link.py, and peers' packages."""
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,28 @@ def module(monkeypatch: pytest.MonkeyPatch):
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / script), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=dict(os.environ))
+
+
+# ---- compiled.py ----
+
+
+def test_compiled_compares_no_gradients_that_stock_does_not_repeat(module: Callable, monkeypatch: pytest.MonkeyPatch):
+    compiled = module("compiled")
+    model = torch.nn.Linear(2, 2)
+    subject = SimpleNamespace(model=model)
+    bench = compiled.Bench("", SimpleNamespace(device="cpu"))
+    calls = itertools.count()
+
+    def step(_subject: object, _context: object) -> None:
+        model.weight.grad, model.bias.grad = torch.full((2, 2), float(next(calls))), torch.ones(2)
+
+    monkeypatch.setattr(bench, "step", step)
+    bench.note_gradients(subject, None)
+    assert [each is None for each in bench.gradients] == [True, False]
+    step(subject, None)
+    assert bench.is_same(subject)
+    model.bias.grad += 1
+    assert not bench.is_same(subject)
 
 
 # ---- train_step.py on the disk tier ----

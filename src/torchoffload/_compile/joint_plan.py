@@ -384,7 +384,8 @@ class _Planner:
         stock_bytes, memory_bytes = self._peak_bytes(stock), self._room.memory_bytes
         found = [_Candidate(stock, stock_bytes)]
         if stock_bytes > memory_bytes:
-            for plan in sorted(self._others(stock), key=lambda each: (each.step_s, each.moved_bytes, each.peak_bytes)):
+            others = {each.calls: each for each in self._others(stock)}.values()  # levels may have the same plan
+            for plan in sorted(others, key=lambda each: (each.step_s, each.moved_bytes, each.peak_bytes)):
                 found.append(_Candidate(plan, self._peak_bytes(plan)))
                 if found[-1].peak_bytes <= memory_bytes:
                     return self._carried_out(found[-1], found[0])

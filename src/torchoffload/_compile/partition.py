@@ -182,7 +182,7 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
-        note_plan(memory, chooser.plan, may_move=options is not None)
+        note_plan(memory, chooser.plan, in_context=_context_options() is not None)
     return graphs, chooser.plan
 
 

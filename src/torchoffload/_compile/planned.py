@@ -151,10 +151,10 @@ def _frame() -> Any:
     return getattr(compile_id, "frame_id", None)
 
 
-def note_plan(memory: Memory, plan: GraphPlan, *, may_move: bool) -> None:
+def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool) -> None:
     """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together.
 
-    ``may_move``: whether the graph was compiled in a context by which its values may move.
+    ``in_context``: whether the graph was compiled inside of a context.
     """
     key = (memory, _frame())
     is_new = key not in _plans
@@ -167,7 +167,7 @@ def note_plan(memory: Memory, plan: GraphPlan, *, may_move: bool) -> None:
             f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
             f"{human_bytes(plan.predicted_peak_bytes)} by the plan of the least memory. Give "
             f'memory="{amount_text(plan.predicted_peak_bytes)}", or a smaller batch'
-            + ("." if may_move else ", or compile inside of an OffloadActivations, so that values may move.")
+            + ("." if in_context else ", or compile inside of an OffloadActivations, so that values may move.")
         )
     count = sum(each.memory == memory for each in _plans.values())
     if is_new and count > memory.graphs:

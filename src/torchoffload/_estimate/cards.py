@@ -155,21 +155,18 @@ def find_card(gpu: object) -> Card:
     raise ValueError(f"gpu: no card {gpu!r} is known{end} The cards: {names}. Any other one: torchoffload.Card(...).")
 
 
-# The names that torch.cuda.get_device_name gives to the cards above, where they are not those names themselves.
+# The names that torch.cuda.get_device_name gives to the cards above, unless they are those names themselves.
 _DEVICE_NAMES = {
-    "RTX 6000 Ada Generation": "RTX 6000 Ada",
-    "A100-SXM4-40GB": "A100 40GB", "A100-PCIE-40GB": "A100 40GB", "A100-PG509-200": "A100 40GB",
-    "A100-SXM4-80GB": "A100 80GB", "A100 80GB PCIe": "A100 80GB", "A100-SXM-80GB": "A100 80GB",
-    "H100 80GB HBM3": "H100 SXM", "H200 NVL": "H200",
+    "RTX 6000 Ada Generation": "RTX 6000 Ada", "A100-SXM4-40GB": "A100 40GB", "A100-PCIE-40GB": "A100 40GB",
+    "A100-SXM4-80GB": "A100 80GB", "A100 80GB PCIe": "A100 80GB", "H100 80GB HBM3": "H100 SXM", "H200 NVL": "H200",
 }  # fmt: skip
 
 # Operations of tensor cores in a clock and multiprocessor, in bfloat16 (before 8.0 in float16) with float32
-# accumulation, and those in float32, by compute capability. The figures of the cards above are about their products with processors
-# and clock. Of two that share a capability, the lower one is taken: an A10 or an L40S computes twice as fast.
+# accumulation, and those in float32, by compute capability. The figures of the cards above are about their products
+# with processors and clock. Of cards that share a capability the slowest is taken: an L40S computes twice as fast.
 _PER_CLOCK = {
-    (7, 0): (1024, 128), (7, 5): (1024, 128), (8, 0): (2048, 128), (8, 6): (512, 256), (8, 7): (1024, 256),
-    (8, 9): (512, 256), (9, 0): (4096, 256), (10, 0): (8192, 256), (10, 3): (8192, 256), (12, 0): (512, 256),
-    (12, 1): (512, 256),
+    (7, 0): (1024, 128), (7, 5): (1024, 128), (8, 0): (2048, 128), (8, 6): (512, 256), (8, 9): (512, 256),
+    (9, 0): (4096, 256), (10, 0): (8192, 256), (12, 0): (512, 256),
 }  # fmt: skip
 
 
