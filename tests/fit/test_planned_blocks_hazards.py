@@ -426,6 +426,28 @@ def test_a_state_that_nobody_has_set_is_held(device_under_test: Device, state_by
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
 
 
+def test_a_call_that_leaves_its_plan_holds_such_a_state_too(device_under_test: Device):
+    def attend_another_way(block: Any, h: torch.Tensor) -> torch.Tensor:
+        return attend(16)(block, torch.cos(h) if block.other_way else h)
+
+    def program(run: Run):
+        CALLS.clear()
+        block = run.module(lambda: Linears(attend_another_way))
+        x = run.leaf(4, 8, WIDTH)
+        if not run.stock:
+            plan = corners(block, x.detach().clone())[0].plan
+            assert plan.held and not plan.final
+            plan_block(block, plan)
+            CALLS.clear()
+        block.other_way = True
+        with run.offload():
+            y = block(x)
+        y.sum().backward()
+        return [x.grad, *(each.grad for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+
+
 @pytest.mark.devices("disk", "simulated-late")
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_result_that_is_never_made_again_moves_if_planned(device_under_test: Device, stays: bool):

@@ -95,7 +95,7 @@ class BlockPlan:
         names = [tuple(each.name().partition(".")[::2]) for each in self.operators]
         actions = bytes(map(self._action, range(len(names))))
         rewritten, held = (_masks(places, len(names)) for places in (self.rewritten, self.held))
-        return core.BlockActions(names, actions, rewritten, held, bool(self.final))
+        return core.BlockActions(names, actions, rewritten, held, bool(self.final or self.held))
 
     def _action(self, number: int) -> int:
         runs_once = _Action.RUNS_ONCE if number in self.final else _Action.NOTHING
