@@ -15,6 +15,7 @@ from torch.nn import functional
 from devices import Device
 from gradients import Run, assert_same_gradients
 from planned_blocks import WIDTH, Corner, Normalised, corners, record
+from torchoffload._fit.block import record as record_module
 from torchoffload._fit.block.blocks import plan_block, unplan_block
 from torchoffload._fit.block.graph import BlockPlan, block_frontier
 
@@ -399,8 +400,21 @@ def attend(state_bytes: int) -> Use:
     return lambda block, h: torch.sin(scaled_with_state(torch.sin(h), state_bytes)[0])
 
 
+@pytest.fixture
+def is_pytorchs_own(monkeypatch: pytest.MonkeyPatch):
+    """Have the operator count as one of PyTorch's: on a CPU none of these returns such a state."""
+    monkeypatch.setattr(record_module, "_DRAW_FROM_GENERATORS", ("aten", "prims", "torchoffload_test"))
+
+
+def test_an_operator_of_another_library_is_not_called_again_if_a_small_result_differs(device_under_test: Device):
+    """It may have drawn from that state, and its other result may be the same by chance."""
+    recorded = record(Linears(attend(16)), torch.zeros(4, 8, WIDTH))
+    (call,) = [each for each in recorded.operators if "scaled_with_state" in str(each.operator)]
+    assert (call.differs, call.held) == (True, frozenset())
+
+
 @pytest.mark.parametrize("state_bytes", [16, 1 << 17])
-def test_a_state_that_nobody_has_set_is_held(device_under_test: Device, state_bytes: int):
+def test_a_state_that_nobody_has_set_is_held(device_under_test: Device, is_pytorchs_own: None, state_bytes: int):
     """If it is small, the operator runs again for its other result."""
     is_small = state_bytes == 16
     block = Linears(attend(state_bytes))
@@ -426,7 +440,7 @@ def test_a_state_that_nobody_has_set_is_held(device_under_test: Device, state_by
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
 
 
-def test_a_call_that_leaves_its_plan_holds_such_a_state_too(device_under_test: Device):
+def test_a_call_that_leaves_its_plan_holds_such_a_state_too(device_under_test: Device, is_pytorchs_own: None):
     def attend_another_way(block: Any, h: torch.Tensor) -> torch.Tensor:
         return attend(16)(block, torch.cos(h) if block.other_way else h)
 
@@ -436,7 +450,8 @@ def test_a_call_that_leaves_its_plan_holds_such_a_state_too(device_under_test: D
         x = run.leaf(4, 8, WIDTH)
         if not run.stock:
             plan = corners(block, x.detach().clone())[0].plan
-            assert plan.held and not plan.final
+            assert plan.held
+            assert not plan.final
             plan_block(block, plan)
             CALLS.clear()
         block.other_way = True
@@ -475,3 +490,19 @@ def test_a_result_that_is_never_made_again_moves_if_planned(device_under_test: D
         return [x.grad, *(each.grad for each in block.parameters())]
 
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
+
+
+@pytest.mark.devices("cuda")
+def test_attention_without_dropout_is_computed_again(device_under_test: Device):
+    """PyTorch returns a random state with it that nobody has set."""
+
+    def attend_for_real(_block: Any, h: torch.Tensor) -> torch.Tensor:
+        heads = h.view(*h.shape[:2], 2, WIDTH // 2).transpose(1, 2).bfloat16()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            attended = functional.scaled_dot_product_attention(heads, heads, heads)
+        return attended.transpose(1, 2).reshape(h.shape).float()
+
+    recorded = record(Linears(attend_for_real).cuda(), torch.randn(4, 33, WIDTH, device="cuda"))
+    assert not any(call.differs for call in recorded.operators), recorded.operators
+    assert block_frontier(recorded)[0].kept_bytes == 0
+    assert_right(device_under_test, lambda: Linears(attend_for_real), min_moved_fraction=1e-9)

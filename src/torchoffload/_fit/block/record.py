@@ -20,6 +20,9 @@ __all__ = ["PLACES", "BlockRecord", "OperatorCall", "Recorder", "Recording"]
 
 PLACES = 64  # of an operator's outputs, that a plan may say something about: the bits of ``BlockActions``' masks
 _MOST_HELD_BYTES = 64 << 10  # as of the small tensors that a call copies
+# PyTorch's own operators draw random numbers from generators, whose states a replay restores. An operator of another
+# library may return a state of its own from which it has drawn, and its other results may come out the same by chance.
+_DRAW_FROM_GENERATORS = ("aten", "prims")
 
 
 @dataclass(kw_only=True)
@@ -196,9 +199,9 @@ class Recording:
                 record.refusal = "a cast of a parameter or an argument comes out differently when it is computed again"
                 continue
             call = record.operators[number]
+            is_known = getattr(call.operator, "namespace", "") in _DRAW_FROM_GENERATORS and len(call.makes) <= PLACES
             are_results = storages < call.makes and all(record.epochs[each] == 1 for each in storages)
-            has_places = len(call.makes) <= PLACES
-            if are_results and has_places and sum(record.nbytes[each] for each in storages) <= _MOST_HELD_BYTES:
+            if is_known and are_results and sum(record.nbytes[each] for each in storages) <= _MOST_HELD_BYTES:
                 call.held = frozenset(storages)
             else:
                 call.differs = True
