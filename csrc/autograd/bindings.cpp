@@ -386,8 +386,8 @@ py::list read_moments(RecordedCall& call) {
 
 void add_recorded_calls(py::module_& m) {
   py::class_<BlockActions, std::shared_ptr<BlockActions>>(m, "BlockActions")
-      .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("rewritten"),
-           py::arg("held"), py::arg("keeps_if_left"), py::pos_only());
+      .def(py::init(&parse_actions), py::arg("operators"), py::arg("actions"), py::arg("rewritten"), py::arg("held"),
+           py::arg("keeps_if_left"), py::pos_only());
   py::class_<RecordedCall, std::shared_ptr<RecordedCall>>(m, "RecordedCall")
       .def(py::init(&make_call), py::arg("plan").none(true), py::arg("inputs"), py::arg("context"), py::arg("observer"),
            py::arg("clock"), py::arg("verifies"), py::arg("times_replay"), py::arg("copies_inputs"))

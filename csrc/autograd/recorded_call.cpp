@@ -430,8 +430,7 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
   if (planned.action != BlockActions::Action::Nothing) {
     const bool moves = planned.action == BlockActions::Action::Move && context_;
     for (size_t place = 0; place < op.makes.size(); ++place) {
-      if (!has_bit(planned.rewritten, place))
-        keep(op.makes[place].storage, tensor_of(op.makes[place]), moves, op);
+      if (!has_bit(planned.rewritten, place)) keep(op.makes[place].storage, tensor_of(op.makes[place]), moves, op);
     }
     for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
   }
@@ -684,8 +683,8 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
     copy_input(number);
   const bool is_given = storage.pinned == 0;
   const bool is_result = storage.pinned == storage.epoch && storage.is_filled && !storage.stays;
-  const bool moves = context_ && storage.is_movable && !storage.is_leaf && (is_given || is_result) &&
-                     storage.versions.size() == 1;
+  const bool moves =
+      context_ && storage.is_movable && !storage.is_leaf && (is_given || is_result) && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {
     give_to_context(number);
     return;

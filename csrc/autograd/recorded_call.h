@@ -45,7 +45,7 @@ struct BlockActions {
     bool runs_once = false;  // it is not called again
     // A bit for each storage that it makes:
     uint64_t rewritten = 0;  // a later operator writes to it
-    uint64_t held = 0;       // it comes out differently each time, so it is held, whether or not the operator runs again
+    uint64_t held = 0;  // it comes out differently each time, so it is held, whether or not the operator runs again
   };
   std::vector<c10::OperatorHandle> operators;
   std::vector<Planned> planned;  // by operator

@@ -87,10 +87,11 @@ class TapeWindows {
   // behind that input. So if a backward begins before the tape's end, its place is known from its second ask on.
   uint64_t consumer_asks(uint64_t save) {
     use_reload_bytes_at(save);
-    std::erase_if(taken_, [&](const auto& taken) { return taken.first >= save; });
     const std::optional<uint64_t> before = std::exchange(asked_before_, save);
-    if (!before) return save + 1 < end_save_ ? kUnknownPlace : save;
-    return std::max(save, *before);
+    if (!before) return place_ = save + 1 < end_save_ ? kUnknownPlace : save;
+    place_ = std::max(save, *before);
+    std::erase_if(taken_, [&](const auto& taken) { return taken.first > place_; });
+    return place_;
   }
   // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
   void consumer_missed(uint64_t save, uint64_t place) {
@@ -99,6 +100,7 @@ class TapeWindows {
   // A graph task that asked for the tape has ended. The next one may begin at any save.
   void consumer_ended() {
     asked_before_.reset();
+    place_ = kUnknownPlace;
     taken_.clear();
   }
 
@@ -107,7 +109,7 @@ class TapeWindows {
   // records that were taken for saves behind that part.
   bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
     for (auto part = reload_bytes_from_.rbegin(); part != reload_bytes_from_.rend() && part->first > save; ++part) {
-      if (asked_before_ && part->first > *asked_before_) continue;
+      if (part->first > place_) continue;
       uint64_t held_bytes = nbytes;
       for (const auto& [of, bytes] : taken_) held_bytes += of < part->first ? bytes : 0;
       if (held_bytes > part->second) return false;
@@ -130,6 +132,7 @@ class TapeWindows {
   uint64_t reload_place_ = 0;
   uint64_t end_save_ = 0;
   std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
+  uint64_t place_ = kUnknownPlace;        // the consumer's
   // The first save of each part, and its reload window; empty: there is one part.
   std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
   // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
@@ -223,8 +226,9 @@ class Windows {
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
   // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
   // more, beside the records that are reloaded and not yet asked for, those being started, those taken by this call,
-  // and `kept_bytes`; or that would not fit in a window that the consumer comes to before it asks for the record. `records` answers questions about the tape: `first_save()` is the number of its first save that
-  // is not forgotten, and `at(save)` is the SavedRecord there.
+  // and `kept_bytes`; or that would not fit in a window that the consumer comes to before it asks for the record.
+  // `records` answers questions about the tape: `first_save()` is the number of its first save that is not forgotten,
+  // and `at(save)` is the SavedRecord there.
   template <typename Records>
   std::vector<Ahead> take_reloads(TapeWindows& tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
     std::vector<Ahead> taken;

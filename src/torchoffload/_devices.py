@@ -20,6 +20,7 @@ __all__ = [
     "accelerators_in_use",
     "copy_s",
     "cuda_device_count",
+    "cuda_properties",
     "description",
     "host_buffer",
     "is_capturing",
@@ -310,6 +311,11 @@ def _accelerator_type() -> str | None:
 def cuda_device_count() -> int:
     """Return the number of CUDA devices, which PyTorch counts through NVML if it can: CUDA is not initialized then."""
     return torch.cuda.device_count()
+
+
+def cuda_properties() -> Any:
+    """Return PyTorch's properties of the current CUDA device."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device())
 
 
 def other_accelerator_is_there() -> bool:

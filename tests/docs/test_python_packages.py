@@ -17,7 +17,8 @@ LAYERS = (
     ("_observe",),
     ("_modules", "_checkpoint"),
     ("_fit",),
-    ("_compile", "_estimate", "_selftest"),
+    ("_estimate", "_selftest"),
+    ("_compile",),
 )
 # The same of the rooms of _fit.
 ROOMS = ("machine", "block", "plan", "survey", "choosing", "model")

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -308,7 +309,7 @@ def test_two_threads_train_one_model(device_under_test: Device):
             thread.start()
         for thread in threads:
             thread.join()
-    assert not failures
+    assert not failures, "".join(traceback.format_exception(failures[0]))
 
 
 def test_what_a_block_can_reach_costs_nothing(device_under_test: Device):

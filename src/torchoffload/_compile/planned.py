@@ -13,7 +13,7 @@ from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
 from torchoffload._contexts.amounts import amount_text, parse_amount
 from torchoffload._contexts.options import OffloadOptions, described
 from torchoffload._core import core
-from torchoffload._devices import accelerator, accelerators_in_use, meter_for
+from torchoffload._devices import accelerator, accelerators_in_use, cuda_properties, meter_for
 from torchoffload._estimate.cards import card_of_device
 from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._observe.units import human_bytes
@@ -94,7 +94,7 @@ def device_rates(device_type: str) -> Rates:
     """
     rates = _DEFAULT_RATES.get(device_type, _DEFAULT_RATES["cpu"])
     if device_type == "cuda" and torch.version.hip is None:
-        card = card_of_device(torch.cuda.get_device_properties(torch.cuda.current_device()))
+        card = card_of_device(cuda_properties())
         if card is not None:
             rates = Rates(card.bandwidth_gb_per_s * 1e9 * _REACHED_OF_BYTES, card.half_tflops * 1e12, card)
     return rates

@@ -175,7 +175,7 @@ def card_of_device(properties: Any) -> Card | None:
 
     Parameters
     ----------
-    properties : torch.cuda._CudaDeviceProperties
+    properties : object
         As ``torch.cuda.get_device_properties`` returns them.
 
     Returns
