@@ -17,6 +17,7 @@ import torchoffload
 from devices import Device
 from fitted_models import options_of
 from fitted_programs import LEAST, WIDTH, Loop, Mlp, Net, Way, assert_as_stock
+from torchoffload._fit.model import fitted_model
 
 pytestmark = pytest.mark.devices("disk")
 each_way = pytest.mark.parametrize("way", LEAST, ids=map(str, LEAST))
@@ -310,6 +311,38 @@ def test_two_threads_train_one_model(device_under_test: Device):
         for thread in threads:
             thread.join()
     assert not failures, "".join(traceback.format_exception(failures[0]))
+
+
+def test_a_call_on_another_thread_waits_until_a_plan_is_made(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch
+):
+    """It begins a step, and so would take the calls of the surveyed one away from the plan that is made of them."""
+    model = Net(Mlp)
+    threads: list[threading.Thread] = []
+    is_in_block, may_go_on = threading.Event(), threading.Event()
+    surveyed_step = fitted_model.surveyed_step
+
+    def wait_on_another_thread(*_: Any) -> None:
+        if threads and threading.current_thread() is threads[0]:
+            is_in_block.set()
+            may_go_on.wait(10)
+
+    def surveyed_meanwhile(*arguments: Any) -> Any:
+        found = surveyed_step(*arguments)
+        if not threads:
+            threads.append(threading.Thread(target=plain_step, args=(model,)))
+            threads[0].start()
+            is_in_block.wait(0.5)
+        return found
+
+    monkeypatch.setattr(fitted_model, "surveyed_step", surveyed_meanwhile)
+    model.blocks[1].register_forward_pre_hook(wait_on_another_thread)
+    with torchoffload.fit(model, 1 << 50, move=False):
+        for _ in range(8):
+            plain_step(model)
+            if threads:
+                may_go_on.set()
+        threads[0].join()
 
 
 def test_what_a_block_can_reach_costs_nothing(device_under_test: Device):

@@ -25,6 +25,10 @@ class Driver(FittedModel):
 
     def call_begins(self, inputs: Any) -> None:
         """Take notice of a call of the model with gradients, and change its plan if it is time to."""
+        with self._changing:  # several threads may train one model
+            self._call_begins(inputs)
+
+    def _call_begins(self, inputs: Any) -> None:
         size = self.clock.call_begins(argument_bytes(inputs))
         if isinstance(self.state, Surveying):
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]

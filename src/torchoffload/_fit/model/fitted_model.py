@@ -1,6 +1,7 @@
 """A fitted model: the phase that it is at, and the work of going from one phase to the next."""
 
 import abc
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -94,6 +95,7 @@ class FittedModel(abc.ABC):
         budget: Budget,
         options: FitOptions,
     ) -> None:
+        self._changing = threading.RLock()  # held as a call of the model begins, which may end a phase
         self.model = weakref.ref(model)
         self.model_name = type(model).__name__
         self._options = options
