@@ -403,19 +403,21 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     return made.element < 0 ? value.toTensor() : value.toTensorList().get(static_cast<size_t>(made.element));
   };
   // Operators on a second stream are not ordered behind those on the first one, so they are not replayed on that.
+  bool is_elsewhere = false;
   for (uint32_t ref = op.first_ref; ref < op.first_ref + op.ref_count; ++ref) {
     const TensorRef& read = record_.refs[ref];
-    if (read.from == TensorRef::From::Storage) op.runs_once |= ran_elsewhere(record_.storages[read.number].device);
+    if (read.from == TensorRef::From::Storage) is_elsewhere |= ran_elsewhere(record_.storages[read.number].device);
   }
   for (const RecordedOperator::Made& made : op.makes)
-    op.runs_once |= ran_elsewhere(record_.storages[made.storage].device);
+    is_elsewhere |= ran_elsewhere(record_.storages[made.storage].device);
+  op.runs_once |= is_elsewhere;
   const auto has_bit = [](uint64_t mask, size_t place) { return place < 64 && ((mask >> place) & 1) != 0; };
   for (size_t place = 0; place < op.makes.size(); ++place) {
     RecordedStorage& storage = record_.storages[op.makes[place].storage];
     storage.is_uninitialised = traits.leaves_uninitialised;
     if (!op.runs_once && !has_bit(planned.held, place)) continue;
     const at::Tensor tensor = tensor_of(op.makes[place]);
-    storage.is_filled = fills_results(op);
+    storage.is_filled = fills_results(op) && !is_elsewhere;
     storage.stays = planned.action == BlockActions::Action::Keep;
     pin(storage, tensor.storage());
     watch(storage, tensor);
@@ -682,7 +684,8 @@ void RecordedCall::finish_storage(StorageNumber number, const Replay& needs) {
   if (copies_inputs_ && storage.pinned == 0 && storage.is_movable && !storage.is_leaf && !storage.is_saved)
     copy_input(number);
   const bool is_given = storage.pinned == 0;
-  const bool is_result = storage.pinned == storage.epoch && storage.is_filled && !storage.stays;
+  // A write to a result that autograd has saved, too, is an error without us, so that no program makes one.
+  const bool is_result = storage.pinned == storage.epoch && storage.is_saved && storage.is_filled && !storage.stays;
   const bool moves =
       context_ && storage.is_movable && !storage.is_leaf && (is_given || is_result) && storage.versions.size() == 1;
   if (moves && std::ranges::none_of(storage.versions, [](const auto& each) { return each.has_changed(); })) {

@@ -506,3 +506,34 @@ def test_attention_without_dropout_is_computed_again(device_under_test: Device):
     assert not any(call.differs for call in recorded.operators), recorded.operators
     assert block_frontier(recorded)[0].kept_bytes == 0
     assert_right(device_under_test, lambda: Linears(attend_for_real), min_moved_fraction=1e-9)
+
+
+@pytest.mark.devices("disk", "simulated-late")
+def test_a_result_that_is_never_made_again_may_be_written_to_if_autograd_has_not_saved_it(device_under_test: Device):
+    """It stays, so that the call notes the write of a later block, and keeps the former value."""
+
+    class ReturnsBoth(Linears):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.seen.add_(1)
+            scaled = self.up(x) * self.seen  # reads what the block has written, and so runs once
+            view = scaled.view(-1).view(x.shape)
+            return self.down(torch.exp(view + 1) * torch.sigmoid(view - 1)), scaled
+
+    class Writes(Linears):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(self.up(x.mul_(3)))
+
+    def program(run: Run):
+        first, second = (run.module(lambda kind=kind: kind(lambda _, h: h)) for kind in (ReturnsBoth, Writes))
+        x = run.leaf(64, 8, WIDTH)
+        if not run.stock:
+            plan = corners(first, x.detach().clone())[0].plan
+            plan_block(first, dataclasses.replace(plan, moved=plan.kept))
+            plan_block(second, BlockPlan(operators=()))
+        with run.offload(offload_window_bytes=0):
+            y, scaled = first(x)
+            z = second(scaled)
+        (y.sum() + z.sum()).backward()
+        return [x.grad, *(each.grad for block in (first, second) for each in block.parameters())]
+
+    assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.01)
