@@ -88,10 +88,10 @@ class TapeWindows {
   uint64_t consumer_asks(uint64_t save) {
     use_reload_bytes_at(save);
     const std::optional<uint64_t> before = std::exchange(asked_before_, save);
-    if (!before) return place_ = save + 1 < end_save_ ? kUnknownPlace : save;
-    place_ = std::max(save, *before);
-    std::erase_if(taken_, [&](const auto& taken) { return taken.first > place_; });
-    return place_;
+    if (!before) return save + 1 < end_save_ ? kUnknownPlace : save;
+    const uint64_t place = std::max(save, *before);
+    std::erase_if(taken_, [&](const auto& taken) { return taken.first > place; });
+    return place;
   }
   // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
   void consumer_missed(uint64_t save, uint64_t place) {
@@ -100,7 +100,6 @@ class TapeWindows {
   // A graph task that asked for the tape has ended. The next one may begin at any save.
   void consumer_ended() {
     asked_before_.reset();
-    place_ = kUnknownPlace;
     taken_.clear();
   }
 
@@ -109,7 +108,7 @@ class TapeWindows {
   // records that were taken for saves behind that part.
   bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
     for (auto part = reload_bytes_from_.rbegin(); part != reload_bytes_from_.rend() && part->first > save; ++part) {
-      if (part->first > place_) continue;
+      if (asked_before_ && part->first > *asked_before_) continue;
       uint64_t held_bytes = nbytes;
       for (const auto& [of, bytes] : taken_) held_bytes += of < part->first ? bytes : 0;
       if (held_bytes > part->second) return false;
@@ -132,7 +131,6 @@ class TapeWindows {
   uint64_t reload_place_ = 0;
   uint64_t end_save_ = 0;
   std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
-  uint64_t place_ = kUnknownPlace;        // the consumer's
   // The first save of each part, and its reload window; empty: there is one part.
   std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
   // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
