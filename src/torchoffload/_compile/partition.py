@@ -22,9 +22,9 @@ from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torchoffload._compile.joint_plan import GraphPlan, Room
-    from torchoffload._compile.planned import Memory
+    from torchoffload._compile.planned import Memory, PlanNotes
 
-__all__ = ["compile_options", "partition_fn"]
+__all__ = ["compile_options", "partition_fn", "planned_options"]
 
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -170,7 +170,7 @@ def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
 
 def _planned_partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, memory: "Memory", options: OffloadOptions | None,
-    **keywords: Any,
+    notes: "PlanNotes | None", **keywords: Any,
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
     from torchoffload._compile.planned import note_plan, room
@@ -182,20 +182,20 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
-        note_plan(memory, chooser.plan, in_context=_context_options() is not None)
+        note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
     return graphs, chooser.plan
 
 
 def _partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, *, by_inductor: bool, memory: "Memory | None" = None,
-    may_move: bool = True, **keywords: Any,
+    notes: "PlanNotes | None" = None, may_move: bool = True, **keywords: Any,
 ) -> _Graphs:  # fmt: skip
     options = _context_options() if may_move else None
     plan = None
     if memory is None:
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     else:
-        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, **keywords)
+        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, notes, **keywords)
     if options is None or (plan is not None and not plan.windows):
         return graphs
     if (difference := _difference()) is not None:
@@ -280,11 +280,14 @@ def _plan_key(memory: "Memory | None", options: OffloadOptions | None) -> str:
 
 
 @functools.cache
-def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
+def _partitioner_class() -> type:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         """The partitioner of ``compile_options()``."""
+
+        def __init__(self, memory: "Memory | None", notes: "PlanNotes | None") -> None:
+            self._memory, self._notes = memory, notes
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> _Graphs:
             may_move = not _captures_cuda_graphs()
@@ -293,19 +296,48 @@ def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
                     "torchoffload: values inside of a graph that is compiled with CUDA graphs do not move, and the "
                     'context keeps what it saves: compile without mode="reduce-overhead" and triton.cudagraphs.'
                 )
-            given = {**keywords, "memory": memory, "may_move": may_move}
+            given = {**keywords, "memory": self._memory, "notes": self._notes, "may_move": may_move}
             return _partition(gm, joint_inputs, given.pop("num_fwd_outputs"), by_inductor=True, **given)
 
         def uuid(self) -> str:
             """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
             options = _context_options() if not _captures_cuda_graphs() else None
             moves = None if options is None else _moves(options, by_inductor=True)
-            return f"torchoffload {_sources()} {moves!r}{_plan_key(memory, options)}"
+            return f"torchoffload {_sources()} {moves!r}{_plan_key(self._memory, options)}"
 
         def __reduce__(self) -> tuple[Any, ...]:  # the keys of the caches hold a pickle of all options
-            return _partitioner, (memory,)
+            return _partitioner, (self._memory,)
 
-    return Partitioner()
+    return Partitioner
+
+
+@functools.cache
+def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
+    made: Callable[..., _Graphs] = _partitioner_class()(memory, None)
+    return made
+
+
+def planned_options(memory: "Memory", notes: "PlanNotes") -> dict[str, Any]:
+    """Return ``compile_options`` for the graphs of one model, of which ``fit`` tells by its notes.
+
+    Parameters
+    ----------
+    memory : Memory
+        The memory for all of the model's graphs.
+    notes : PlanNotes
+        Told of each plan, in place of warnings.
+
+    Returns
+    -------
+    dict
+        The options; empty if PyTorch partitions graphs in a way that is not known here.
+    """
+    if (difference := _difference_for_plans()) is not None:
+        _warn_of(difference)
+        return {}
+    from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
+
+    return {"custom_partitioner_fn": _partitioner_class()(memory, notes)}
 
 
 @is_not_traced
