@@ -16,6 +16,7 @@ from torch import fx
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import build_info
+from torchoffload._fit.model.planned_graphs import register_planner
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torchoffload._compile.joint_plan import GraphPlan, Room
     from torchoffload._compile.planned import Memory, PlanNotes
 
-__all__ = ["compile_options", "partition_fn", "planned_options"]
+__all__ = ["compile_options", "partition_fn"]
 
 _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -317,27 +318,33 @@ def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
     return made
 
 
-def planned_options(memory: "Memory", notes: "PlanNotes") -> dict[str, Any]:
-    """Return ``compile_options`` for the graphs of one model, of which ``fit`` tells by its notes.
+class _PlannedGraphs:
+    """The graphs of a model that ``fit`` compiles; see ``PlannedGraphs`` in ``_fit/model/planned_graphs.py``."""
 
-    Parameters
-    ----------
-    memory : Memory
-        The memory for all of the model's graphs.
-    notes : PlanNotes
-        Told of each plan, in place of warnings.
+    def __init__(self, nbytes: int, graphs: int) -> None:
+        from torchoffload._compile.planned import Memory, PlanNotes
 
-    Returns
-    -------
-    dict
-        The options; empty if PyTorch partitions graphs in a way that is not known here.
-    """
-    if (difference := _difference_for_plans()) is not None:
-        _warn_of(difference)
-        return {}
-    from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
+        self.nbytes, self.graphs = nbytes, graphs
+        self._notes = PlanNotes(Memory(nbytes, graphs))
 
-    return {"custom_partitioner_fn": _partitioner_class()(memory, notes)}
+    @property
+    def plans(self) -> "tuple[GraphPlan, ...]":
+        return self._notes.plans
+
+    def lines(self) -> list[str]:
+        return self._notes.lines()
+
+    def options(self) -> dict[str, Any]:
+        """Return the options; none if PyTorch partitions graphs in a way that is not known here."""
+        if (difference := _difference_for_plans()) is not None:
+            _warn_of(difference)
+            return {}
+        from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
+
+        return {"custom_partitioner_fn": _partitioner_class()(self._notes.memory, self._notes)}
+
+
+register_planner(_PlannedGraphs)
 
 
 @is_not_traced

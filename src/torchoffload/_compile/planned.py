@@ -24,7 +24,6 @@ __all__ = [
     "PlanNotes",
     "checked_memory",
     "device_rates",
-    "graph_lines",
     "note_plan",
     "plan_lines",
     "planned_device",
@@ -162,9 +161,16 @@ def _frame() -> Any:
 
 
 class PlanNotes:
-    """The plans for the graphs of one model, for ``fit``, which tells of them itself."""
+    """The plans for the graphs of one model, for ``fit``, which tells of them itself.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    memory : Memory
+        The memory that they are planned for.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self._plans: dict[Any, GraphPlan] = {}  # by the compiled frame
 
     def note(self, plan: GraphPlan) -> None:
@@ -175,6 +181,10 @@ class PlanNotes:
     def plans(self) -> tuple[GraphPlan, ...]:
         """The plans, in the order in which their code was first compiled."""
         return tuple(self._plans.values())
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report on the plans."""
+        return [line for number, plan in enumerate(self.plans) for line in _graph_lines(number, self.memory, plan)]
 
 
 def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None = None) -> None:
@@ -238,7 +248,7 @@ def _work(piece: PiecePlan) -> Any:
     return piece.kept_bytes, piece.moved_bytes, piece.again
 
 
-def graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
+def _graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
     """Return the lines on one graph: its plan beside PyTorch's own, and that of each block."""
     others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
     first = (
@@ -252,4 +262,4 @@ def graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
 def plan_lines() -> list[str]:
     """Return the lines of ``report()`` on the graphs that were planned in this process."""
     planned = enumerate(_plans.values())
-    return [line for number, each in planned for line in graph_lines(number, each.memory, each.plan)]
+    return [line for number, each in planned for line in _graph_lines(number, each.memory, each.plan)]

@@ -11,7 +11,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torchoffload._fit.machine.operators import unique_bytes
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Phase
+from torchoffload._fit.model.planned_graphs import GraphPlan, PlannedGraphs, planned_graphs
 from torchoffload._fit.model.progress import Progress, log_phase
 from torchoffload._fit.model.sizes import argument_bytes, tensors_in
 from torchoffload._fit.plan.budget import Budget
@@ -39,10 +40,6 @@ from torchoffload._pytorch.recompiling import (
 )
 from torchoffload._pytorch.tracing import is_transformed
 from torchoffload._warnings import warn_user
-
-if TYPE_CHECKING:
-    from torchoffload._compile.joint_plan import GraphPlan
-    from torchoffload._compile.planned import Memory
 
 __all__ = ["CompiledModel", "recompilable"]
 
@@ -147,8 +144,7 @@ class CompiledModel:
         self._manager = None
         if options.move and not arguments.options.get("triton.cudagraphs", False):
             self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
-        self._memory: Memory | None = None  # that the graphs are compiled for
-        self._noted: Any = None  # the PlanNotes of the graphs
+        self._graphs: PlannedGraphs | None = None  # None as long as none is to be compiled
         self._outside_bytes = 0  # the bytes that were allocated beside the graphs, when they were compiled
         self._compile_count = 0
         self._steps = 0
@@ -159,9 +155,9 @@ class CompiledModel:
         set_whole_call(model, _Call(former, self))
 
     @property
-    def plans(self) -> "tuple[GraphPlan, ...]":
+    def plans(self) -> tuple[GraphPlan, ...]:
         """The plans of the graphs that were compiled; none if all of them came out of inductor's caches."""
-        return () if self._noted is None else self._noted.plans
+        return () if self._graphs is None else self._graphs.plans
 
     @property
     def phase(self) -> Phase:
@@ -207,7 +203,7 @@ class CompiledModel:
         self.clock.call_begins(argument_bytes(inputs))
         self._open_count = self._open_count + 1 if self.clock.has_open_calls else 1
         self._most_open_count = max(self._most_open_count, self._open_count)
-        if not self.clock.has_open_calls or self._memory is None:
+        if not self.clock.has_open_calls or self._graphs is None:
             self._compile_if_due(inputs)
 
     def call_raised(self) -> None:
@@ -246,52 +242,33 @@ class CompiledModel:
         return max(0, self.meter.counts().allocated_bytes - unique_bytes(inside))
 
     def _compile_if_due(self, inputs: Any) -> None:
-        from torchoffload._compile.planned import Memory
-
         model = self.model()
         if model is None or self._compile_count >= _MOST_COMPILES:
             return
         self.budget.share(None, self.meter)
         outside_bytes = self._outside(model, inputs)
-        memory = Memory(
-            _rounded(max(1, self.budget.usable_bytes - outside_bytes)),
-            max(1, len(self.plans)) * self._most_open_count,
-        )
-        former, plans = self._memory, self.plans
-        if former is not None and not self._has_outgrown(former, memory, plans):
+        nbytes = _rounded(max(1, self.budget.usable_bytes - outside_bytes))
+        graph_count = max(1, len(self.plans)) * self._most_open_count
+        former = self._graphs
+        if former is not None and not _have_outgrown(former, nbytes, graph_count):
             return
-        if former is not None and memory.graphs > former.graphs:
-            self.notes.append(f"a step calls {memory.graphs} graphs, which share the memory: compiled anew")
+        if former is not None and graph_count > former.graphs:
+            self.notes.append(f"a step calls {graph_count} graphs, which share the memory: compiled anew")
         elif former is not None:
             more = human_bytes(outside_bytes - self._outside_bytes)
             self.notes.append(f"{more} more were allocated before a step than at the first one: compiled anew")
-        self._compile(model, memory, outside_bytes)
+        self._compile(model, planned_graphs(nbytes, graph_count), outside_bytes)
 
-    @staticmethod
-    def _has_outgrown(former: "Memory", now: "Memory", plans: "tuple[GraphPlan, ...]") -> bool:
-        """Return whether plans that were made for an amount of memory do not fit any more."""
-        if not all(plan.fits for plan in plans):  # nothing takes less
-            return False
-        if now.graphs > former.graphs:
-            return sum(plan.predicted_peak_bytes for plan in plans) * now.graphs > now.nbytes * len(plans)
-        if not plans:  # those of inductor's caches are not known
-            return now.nbytes < former.nbytes
-        return max(plan.predicted_peak_bytes for plan in plans) > now.nbytes
-
-    def _compile(self, model: nn.Module, memory: "Memory", outside_bytes: int) -> None:
-        from torchoffload._compile.partition import planned_options
-        from torchoffload._compile.planned import PlanNotes
-
+    def _compile(self, model: nn.Module, graphs: PlannedGraphs, outside_bytes: int) -> None:
         call = _call_of(model)
         if call is None:  # the program has compiled the model again, and this fit is over
             return
-        notes = PlanNotes()
-        call.planned = compile_anew(model, self._arguments, planned_options(memory, notes))
-        self._memory, self._noted, self._outside_bytes = memory, notes, outside_bytes
+        call.planned = compile_anew(model, self._arguments, graphs.options())
+        self._graphs, self._outside_bytes = graphs, outside_bytes
         self._compile_count += 1
         self._shapes.clear()
         beside = f", beside {human_bytes(outside_bytes)} that are allocated" if outside_bytes else ""
-        log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(memory.nbytes)}{beside}")
+        log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(graphs.nbytes)}{beside}")
 
     def context(self, inputs: Any) -> Any:
         """Return the context of a call: one that moves if a plan moves anything, or if a graph may be compiled."""
@@ -329,12 +306,12 @@ class CompiledModel:
         if self._was_told or self.phase is not Phase.LEAST:
             return
         self._was_told = True
-        assert self._memory is not None
+        assert self._graphs is not None
         peak_bytes = max(plan.predicted_peak_bytes for plan in self.plans)
         needed_bytes = int((peak_bytes + self._outside_bytes) / (1 - self.budget.margin) * 1.01)
         message = (
             f"The graphs of {self.model_name}, which was compiled as a whole, take {human_bytes(peak_bytes)} by the "
-            f"plan of the least memory, and {human_bytes(self._memory.nbytes)} of {self.budget.limit} are left for "
+            f"plan of the least memory, and {human_bytes(self._graphs.nbytes)} of {self.budget.limit} are left for "
             f'them. Give memory="{amount_text(needed_bytes)}", or a smaller batch'
             + ("." if self._options.move else ", or let tensors move: move=True.")
         )
@@ -347,7 +324,7 @@ class CompiledModel:
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory: the model is compiled anew at its next call."""
         self.budget.give(memory_bytes)
-        self._memory = self._noted = None
+        self._graphs = None
         self._compile_count = 0
         self._was_told = False
 
@@ -378,26 +355,35 @@ class CompiledModel:
 
     def report(self) -> str:
         """Return the report: the plan of each graph, per block."""
-        from torchoffload._compile.planned import graph_lines
-
         allocator = f"; {self.allocator}" if self.allocator else ""
-        memory, plans = self._memory, self.plans
+        graphs = self._graphs
         lines = [
             f"torchoffload.fit: {self.model_name}, compiled as a whole, within "
             f"{human_bytes(self.budget.memory_bytes)}{allocator}"
         ]
         notes = [f"Note: {note}" for note in self.notes]
-        if memory is None:
+        if graphs is None:
             why = self.why_over or "it is made as the model is compiled, at its next call with gradients"
             return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
         lines.append(
-            f"  {human_bytes(memory.nbytes)} are for its graphs: {human_bytes(self._outside_bytes)} were allocated "
+            f"  {human_bytes(graphs.nbytes)} are for its graphs: {human_bytes(self._outside_bytes)} were allocated "
             f"beside them, and {self.budget.margin:.0%} are left for fragmentation"
         )
-        if not plans:
+        if not graphs.plans:
             lines.append("  No graph was planned in this process: inductor's caches had them, or none is compiled yet.")
-        lines += [line for number, plan in enumerate(plans) for line in graph_lines(number, memory, plan)]
-        return "\n".join([*lines, *notes])
+        return "\n".join([*lines, *graphs.lines(), *notes])
+
+
+def _have_outgrown(graphs: PlannedGraphs, nbytes: int, graph_count: int) -> bool:
+    """Return whether plans do not fit any more, in so much memory and for so many graphs, and others may."""
+    plans = graphs.plans
+    if not all(plan.fits for plan in plans):  # nothing takes less
+        return False
+    if graph_count > graphs.graphs:
+        return sum(plan.predicted_peak_bytes for plan in plans) * graph_count > nbytes * len(plans)
+    if not plans:  # those of inductor's caches are not known
+        return nbytes < graphs.nbytes
+    return max(plan.predicted_peak_bytes for plan in plans) > nbytes
 
 
 def _rounded(nbytes: int) -> int:
