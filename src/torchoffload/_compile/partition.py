@@ -16,13 +16,14 @@ from torch import fx
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import build_info
+from torchoffload._fit.model.planned_graphs import register_planner
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user
 
 if TYPE_CHECKING:
     from torchoffload._compile.joint_plan import GraphPlan, Room
-    from torchoffload._compile.planned import Memory
+    from torchoffload._compile.planned import Memory, PlanNotes
 
 __all__ = ["compile_options", "partition_fn"]
 
@@ -170,7 +171,7 @@ def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
 
 def _planned_partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, memory: "Memory", options: OffloadOptions | None,
-    **keywords: Any,
+    notes: "PlanNotes | None", **keywords: Any,
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
     from torchoffload._compile.planned import note_plan, room
@@ -182,20 +183,20 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
-        note_plan(memory, chooser.plan, in_context=_context_options() is not None)
+        note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
     return graphs, chooser.plan
 
 
 def _partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, *, by_inductor: bool, memory: "Memory | None" = None,
-    may_move: bool = True, **keywords: Any,
+    notes: "PlanNotes | None" = None, may_move: bool = True, **keywords: Any,
 ) -> _Graphs:  # fmt: skip
     options = _context_options() if may_move else None
     plan = None
     if memory is None:
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     else:
-        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, **keywords)
+        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, notes, **keywords)
     if options is None or (plan is not None and not plan.windows):
         return graphs
     if (difference := _difference()) is not None:
@@ -280,11 +281,14 @@ def _plan_key(memory: "Memory | None", options: OffloadOptions | None) -> str:
 
 
 @functools.cache
-def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
+def _partitioner_class() -> type:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         """The partitioner of ``compile_options()``."""
+
+        def __init__(self, memory: "Memory | None", notes: "PlanNotes | None") -> None:
+            self._memory, self._notes = memory, notes
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> _Graphs:
             may_move = not _captures_cuda_graphs()
@@ -293,19 +297,54 @@ def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
                     "torchoffload: values inside of a graph that is compiled with CUDA graphs do not move, and the "
                     'context keeps what it saves: compile without mode="reduce-overhead" and triton.cudagraphs.'
                 )
-            given = {**keywords, "memory": memory, "may_move": may_move}
+            given = {**keywords, "memory": self._memory, "notes": self._notes, "may_move": may_move}
             return _partition(gm, joint_inputs, given.pop("num_fwd_outputs"), by_inductor=True, **given)
 
         def uuid(self) -> str:
             """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
             options = _context_options() if not _captures_cuda_graphs() else None
             moves = None if options is None else _moves(options, by_inductor=True)
-            return f"torchoffload {_sources()} {moves!r}{_plan_key(memory, options)}"
+            return f"torchoffload {_sources()} {moves!r}{_plan_key(self._memory, options)}"
 
         def __reduce__(self) -> tuple[Any, ...]:  # the keys of the caches hold a pickle of all options
-            return _partitioner, (memory,)
+            return _partitioner, (self._memory,)
 
-    return Partitioner()
+    return Partitioner
+
+
+@functools.cache
+def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
+    made: Callable[..., _Graphs] = _partitioner_class()(memory, None)
+    return made
+
+
+class _PlannedGraphs:
+    """The graphs of a model that ``fit`` compiles; see ``PlannedGraphs`` in ``_fit/model/planned_graphs.py``."""
+
+    def __init__(self, nbytes: int, graphs: int) -> None:
+        from torchoffload._compile.planned import Memory, PlanNotes
+
+        self.nbytes, self.graphs = nbytes, graphs
+        self._notes = PlanNotes(Memory(nbytes, graphs))
+
+    @property
+    def plans(self) -> "tuple[GraphPlan, ...]":
+        return self._notes.plans
+
+    def lines(self) -> list[str]:
+        return self._notes.lines()
+
+    def options(self) -> dict[str, Any]:
+        """Return the options; none if PyTorch partitions graphs in a way that is not known here."""
+        if (difference := _difference_for_plans()) is not None:
+            _warn_of(difference)
+            return {}
+        from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
+
+        return {"custom_partitioner_fn": _partitioner_class()(self._notes.memory, self._notes)}
+
+
+register_planner(_PlannedGraphs)
 
 
 @is_not_traced

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,16 @@ from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
 
-__all__ = ["Memory", "checked_memory", "device_rates", "note_plan", "plan_lines", "planned_device", "room"]
+__all__ = [
+    "Memory",
+    "PlanNotes",
+    "checked_memory",
+    "device_rates",
+    "note_plan",
+    "plan_lines",
+    "planned_device",
+    "room",
+]
 
 _ANY_BYTES = 1 << 61
 _MOST_GRAPHS = 32  # of those that report() tells about
@@ -151,10 +160,37 @@ def _frame() -> Any:
     return getattr(compile_id, "frame_id", None)
 
 
-def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool) -> None:
+class PlanNotes:
+    """The plans for the graphs of one model, for ``fit``, which tells of them itself.
+
+    Parameters
+    ----------
+    memory : Memory
+        The memory that they are planned for.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self._plans: dict[Any, GraphPlan] = {}  # by the compiled frame
+
+    def note(self, plan: GraphPlan) -> None:
+        """Take notice of a plan. Its nodes, which would hold the graph, are left out."""
+        self._plans[_frame()] = replace(plan, saved=None)
+
+    @property
+    def plans(self) -> tuple[GraphPlan, ...]:
+        """The plans, in the order in which their code was first compiled."""
+        return tuple(self._plans.values())
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report on the plans."""
+        return [line for number, plan in enumerate(self.plans) for line in _graph_lines(number, self.memory, plan)]
+
+
+def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None = None) -> None:
     """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together.
 
-    ``in_context``: whether the graph was compiled inside of a context.
+    ``in_context``: whether the graph was compiled inside of a context. ``notes``: told of it in place of warnings.
     """
     key = (memory, _frame())
     is_new = key not in _plans
@@ -162,6 +198,9 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool) -> None:
     _plans[key] = _Planned(memory, plan)
     while len(_plans) > _MOST_GRAPHS:
         del _plans[next(iter(_plans))]
+    if notes is not None:
+        notes.note(plan)
+        return
     if not plan.fits:
         warn_user(
             f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
@@ -209,15 +248,18 @@ def _work(piece: PiecePlan) -> Any:
     return piece.kept_bytes, piece.moved_bytes, piece.again
 
 
+def _graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
+    """Return the lines on one graph: its plan beside PyTorch's own, and that of each block."""
+    others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
+    first = (
+        f"  compiled graph {number}{others}, for {human_bytes(memory.nbytes)}: predicted peak "
+        f"{human_bytes(plan.predicted_peak_bytes)}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
+        f"{human_bytes(plan.stock_peak_bytes)}, {plan.stock_s * 1e3:.3g} ms"
+    )
+    return [first, *(f"    {_piece_text(run)}" for run in _runs(plan.pieces))]
+
+
 def plan_lines() -> list[str]:
     """Return the lines of ``report()`` on the graphs that were planned in this process."""
-    lines = []
-    for number, (memory, plan) in enumerate((each.memory, each.plan) for each in _plans.values()):
-        others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
-        lines.append(
-            f"  compiled graph {number}{others}, for {human_bytes(memory.nbytes)}: predicted peak "
-            f"{human_bytes(plan.predicted_peak_bytes)}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
-            f"{human_bytes(plan.stock_peak_bytes)}, {plan.stock_s * 1e3:.3g} ms"
-        )
-        lines += [f"    {_piece_text(run)}" for run in _runs(plan.pieces)]
-    return lines
+    planned = enumerate(_plans.values())
+    return [line for number, each in planned for line in _graph_lines(number, each.memory, each.plan)]

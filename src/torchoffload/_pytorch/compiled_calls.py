@@ -27,6 +27,7 @@ __all__ = [
     "keep_call_hooks",
     "remove_call_hooks",
     "runs_hooks_around_call",
+    "set_compiled_call",
 ]
 
 
@@ -115,6 +116,16 @@ def compiled_call(module: nn.Module) -> Callable[..., Any]:
     """Return the function that hooks of ours stand around: the compiled call of the module, or its forward."""
     compiled = module._compiled_call_impl
     return compiled.compiled if isinstance(compiled, _Around) else module.forward
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have a module that was compiled in place make another call, inside of the hooks that stand around it."""
+    with _lock:
+        compiled = module._compiled_call_impl
+        if isinstance(compiled, _Around):
+            compiled.compiled = call
+        else:
+            module._compiled_call_impl = call
 
 
 def add_call_hooks(

@@ -44,7 +44,7 @@ _OF_MODULES = ModuleKeywords.__optional_keys__ - ContextKeywords.__optional_keys
 
 _AMOUNT = re.compile(r"\s*\d+(\.\d+)?\s*(%|[kmgt]i?b?)\s*", re.IGNORECASE)  # a text that cannot be a name
 
-_PHASES = ("survey", "trials", "settled", "least memory", "removed")
+_PHASES = ("survey", "trials", "settled", "least memory", "removed", "compiled")
 _STEPS_TO_A_PLAN = 16  # a survey takes three or so
 
 
@@ -172,9 +172,9 @@ def fit_numbers(fitted: Fitted | None) -> dict[str, float]:
     Returns
     -------
     dict of str to float
-        ``fit/phase`` (0 survey, 1 trials, 2 settled, 3 least memory, 4 removed), ``fit/phase_step``, the step of it,
-        and once a plan is followed ``fit/calls_recomputed`` and ``fit/calls_moved``: how many calls of blocks compute
-        something again, and how many move something.
+        ``fit/phase`` (0 survey, 1 trials, 2 settled, 3 least memory, 4 removed, 5 compiled), ``fit/phase_step``, the
+        step of it, and once a plan is followed ``fit/calls_recomputed`` and ``fit/calls_moved``: how many calls of
+        blocks compute something again, and how many move something.
     """
     if fitted is None:
         return {}

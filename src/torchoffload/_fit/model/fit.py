@@ -21,6 +21,7 @@ from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.choosing.named_blocks import blocks_named, blocks_of
 from torchoffload._fit.machine.allocator import prepare_allocator
 from torchoffload._fit.machine.operators import unique_bytes
+from torchoffload._fit.model.compiled_model import CompiledModel, recompilable
 from torchoffload._fit.model.describe import FrontierPoint, describe, frontier, plot
 from torchoffload._fit.model.driver import Driver
 from torchoffload._fit.model.model_calls import ModelCalls
@@ -34,6 +35,7 @@ from torchoffload._modules.selection import Selector
 from torchoffload._observe.idle import advise_if_idle
 from torchoffload._observe.module_stats import idle_modules_advice
 from torchoffload._observe.units import human_bytes
+from torchoffload._pytorch.recompiling import CompileArguments
 from torchoffload._pytorch.tracing import is_not_traced
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class Fitted:
     the hooks at the end of the block.
     """
 
-    def __init__(self, model: nn.Module, driver: Driver, *, is_off: bool = False) -> None:
+    def __init__(self, model: nn.Module, driver: Driver | CompiledModel, *, is_off: bool = False) -> None:
         self._model = weakref.ref(model)
         self._driver = driver
         self._is_off = is_off
@@ -68,6 +70,7 @@ class Fitted:
     def phase(self) -> str:
         """The phase of the model: "survey", "trials", "settled", "least memory" (nothing fits) or "removed".
 
+        It is "compiled" if the model was compiled as a whole: then its graphs are planned as they are compiled.
         With ``TORCHOFFLOAD_DISABLE=1`` in the environment of the call it is "removed" from the beginning.
         """
         return self._driver.phase.value
@@ -75,6 +78,8 @@ class Fitted:
     @property
     def plan(self) -> FitPlan | None:
         """The plan that is followed; None as long as none has been chosen."""
+        if isinstance(self._driver, CompiledModel):
+            return self._driver.plan
         settled = self._driver.settled
         if settled is None:
             return None
@@ -107,18 +112,30 @@ class Fitted:
         Raises
         ------
         RuntimeError
-            The survey is not done yet: it takes the first steps, three as a rule.
+            The survey is not done yet: it takes the first steps, three as a rule. Or the model was compiled as a whole.
         """
-        self._check_is_on()
-        return frontier(self._driver.snapshot(), count)
+        return frontier(self._surveyed().snapshot(), count)
 
     def report(self) -> str:
         """Return a text for people: the plan, how each block runs, and the gain of more memory."""
-        return _OFF if self._is_off else describe(self._driver.snapshot())
+        if self._is_off:
+            return _OFF
+        driver = self._driver
+        return driver.report() if isinstance(driver, CompiledModel) else describe(driver.snapshot())
 
     def _check_is_on(self) -> None:
         if self._is_off:
             raise RuntimeError(_OFF)
+
+    def _surveyed(self) -> Driver:
+        """Return the driver of a model whose blocks are planned."""
+        self._check_is_on()
+        if isinstance(self._driver, CompiledModel):
+            raise RuntimeError(
+                f"{self._driver.model_name} was compiled as a whole: no step of it is surveyed, and its graphs are "
+                "planned as they are compiled. report() has the plan"
+            )
+        return self._driver
 
     def plot_frontier(self, path: str | os.PathLike[str]) -> None:
         """Write a picture of time against memory, with the plan that is followed. It needs matplotlib.
@@ -131,12 +148,11 @@ class Fitted:
         Raises
         ------
         RuntimeError
-            The survey is not done yet.
+            The survey is not done yet, or the model was compiled as a whole.
         ImportError
             matplotlib is not installed.
         """
-        self._check_is_on()
-        plot(self._driver.snapshot(), path)
+        plot(self._surveyed().snapshot(), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for ``fit(model, plan=path)`` in a later run of the same training.
@@ -149,10 +165,9 @@ class Fitted:
         Raises
         ------
         RuntimeError
-            No plan has been chosen yet.
+            No plan has been chosen yet, or the model was compiled as a whole.
         """
-        self._check_is_on()
-        write_plan(self._driver.snapshot(), path)
+        write_plan(self._surveyed().snapshot(), path)
 
     def replan(self, memory: float | str) -> None:
         """Plan for another amount of memory. The survey still holds; plans are tried again.
@@ -288,6 +303,11 @@ def fit(
 
     Notes
     -----
+    A model that inductor has compiled as a whole (``torch.compile(model)`` or ``model.compile()``) is compiled anew at
+    its next call with gradients, with the same arguments and a plan for its graphs, as by
+    ``compile_options(memory=...)``. No step is measured then. If something is computed again, the last bits of
+    gradients may differ, since inductor may fuse operators in another way.
+
     If it is called again for the same model, it replaces the former call. Each phase that begins is one line in the
     log, of the logger ``"torchoffload"`` at the level INFO.
 
@@ -325,13 +345,17 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
     if options.memory is not None:
         _check_holds_weights(options.memory, model, meter.device, is_lenient=options.on_unfit == "warn")
     memory_bytes = _memory_bytes(options, saved, meter)
+    is_alone = options.group is None or not dist.is_initialized() or dist.get_world_size() == 1
+    if blocks is None and saved is None and options.recompute and is_alone:
+        arguments = recompilable(model)
+        if arguments is not None:
+            return _fit_compiled(model, arguments, memory_bytes, meter, options)
     chooser = None
     if blocks is not None:
         chosen = blocks_of(model, blocks)
     elif saved is not None and not saved.is_of_several:
         chosen = blocks_named(model, saved.names)
     else:
-        is_alone = options.group is None or not dist.is_initialized() or dist.get_world_size() == 1
         chooser = Chooser(model, may_move=options.move, may_scout=options.move and is_alone, options=options.moving)
         chosen = chooser.first_blocks()
     with _lock:
@@ -340,10 +364,7 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
             for each in chosen:
                 if other is not former and each.module in other.driver.names:
                     raise ValueError(f"{each.name!r} is a block of another model that is fitted: remove() that first")
-        if former is not None:
-            del _calls[model]
-            former.remove()
-            former.driver.remove()
+        _remove_former(model)
         budget = Budget(memory_bytes, float(options.margin), meter.device, model)
         try:
             driver = Driver(model, chosen, meter, budget, options)
@@ -362,6 +383,32 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
             driver.remove()
         else:
             _calls[model] = ModelCalls(model, driver, chooser)
+    return Fitted(model, driver, is_off=is_off)
+
+
+def _remove_former(model: nn.Module) -> None:
+    """Remove the former fit of a model, if there is one."""
+    former = _calls.pop(model, None)
+    if former is not None:
+        former.remove()
+        former.driver.remove()
+
+
+def _fit_compiled(
+    model: nn.Module, arguments: CompileArguments, memory_bytes: int, meter: Meter, options: FitOptions
+) -> Fitted:
+    """Fit a model that was compiled as a whole: it is compiled anew at its next call, by plans for its graphs."""
+    with _lock:
+        _remove_former(model)
+        driver = CompiledModel(
+            model, arguments, meter, Budget(memory_bytes, float(options.margin), meter.device, model), options
+        )
+        driver.allocator = prepare_allocator(meter.device, options.allocator)
+        is_off = is_disabled()
+        if is_off:
+            driver.remove()
+        else:
+            _calls[model] = ModelCalls(model, driver, None)
     return Fitted(model, driver, is_off=is_off)
 
 

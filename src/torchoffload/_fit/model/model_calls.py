@@ -18,6 +18,7 @@ from torch import nn
 from torchoffload._core import core
 from torchoffload._fit.choosing.chooser import Chooser
 from torchoffload._fit.model.backwards import Backwards
+from torchoffload._fit.model.compiled_model import CompiledModel
 from torchoffload._fit.model.driver import Driver
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.compiled_calls import add_call_hooks, called_modules, keep_call_hooks, remove_call_hooks
@@ -42,18 +43,18 @@ class ModelCalls:
     ----------
     model : nn.Module
         The model. It is held weakly.
-    driver : Driver
+    driver : Driver or CompiledModel
         The driver that is told of the calls.
     chooser : Chooser or None
         The chooser of the blocks; None if they are given.
 
     Attributes
     ----------
-    driver : Driver
+    driver : Driver or CompiledModel
         The same.
     """
 
-    def __init__(self, model: nn.Module, driver: Driver, chooser: Chooser | None) -> None:
+    def __init__(self, model: nn.Module, driver: Driver | CompiledModel, chooser: Chooser | None) -> None:
         self._model = weakref.ref(model)
         self.driver, self._chooser = driver, chooser
         self._outermost = _Outermost()
@@ -114,7 +115,7 @@ class ModelCalls:
         if module is not model and self._of_parts.has_open_calls and not self.driver.clock.is_between_steps:
             return
         chooser = self._chooser
-        if chooser is None:
+        if chooser is None or isinstance(self.driver, CompiledModel):
             self.driver.call_begins((args, kwargs))
             return
         if not chooser.takes_call(self.driver, module, args, kwargs, frame):
@@ -142,7 +143,12 @@ class ModelCalls:
         outermost.module = outermost.frame = None
         if module is not model:
             self._of_parts.follow(output)
-        if self._chooser is None or not self._chooser.has_taken_call(self.driver, has_returned=has_returned):
+        driver, chooser = self.driver, self._chooser
+        if (
+            chooser is None
+            or isinstance(driver, CompiledModel)
+            or not chooser.has_taken_call(driver, has_returned=has_returned)
+        ):
             if module is model and not has_returned:
                 self.driver.call_raised()
             self.driver.call_ends(output)
@@ -162,9 +168,9 @@ class ModelCalls:
             name = self.driver.model_name
             warn_user(
                 f"torchoffload: a call of {name} became a part of a region of torch.compile, in which fit sees no "
-                "blocks: it does nothing there. Have the graph planned as it is compiled, by torch.compile(model, "
-                "options=torchoffload.compile_options(memory=...)), or compile the blocks instead, each by itself "
-                "(block.compile())."
+                "blocks: it does nothing there. Call fit for the model that torch.compile returned, so that its graph "
+                "is planned as it is compiled (without fit: torchoffload.compile_options(memory=...)), or compile the "
+                "blocks instead, each by itself (block.compile())."
             )
 
 

@@ -18,6 +18,7 @@ class Phase(enum.Enum):
     TRIALS = "trials"
     SETTLED = "settled"
     LEAST = "least memory"
+    COMPILED = "compiled"
     REMOVED = "removed"
 
 

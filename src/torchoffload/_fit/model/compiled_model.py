@@ -1,0 +1,392 @@
+"""A model that was compiled as a whole: its graphs are planned as they are compiled, and no step is surveyed.
+
+``fit`` compiles such a model anew, with the arguments that it was compiled with and ``compile_options``'s partitioner,
+at its first call with gradients. The former compiled function stays: it runs all calls without gradients, and
+``remove()`` puts it back. The model is compiled once more if so much was allocated after the first step, as by an
+optimizer, that its graphs do not fit beside it, or if a step turns out to call several graphs.
+"""
+
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchoffload._contexts.amounts import amount_text
+from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._devices import Meter
+from torchoffload._fit.machine.operators import unique_bytes
+from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.options import FitOptions
+from torchoffload._fit.model.phase import Phase
+from torchoffload._fit.model.planned_graphs import GraphPlan, PlannedGraphs, planned_graphs
+from torchoffload._fit.model.progress import Progress, log_phase
+from torchoffload._fit.model.sizes import argument_bytes, tensors_in
+from torchoffload._fit.plan.budget import Budget
+from torchoffload._fit.plan.fit_plan import FitPlan
+from torchoffload._fit.plan.trials import does_not_fit
+from torchoffload._observe.units import human_bytes
+from torchoffload._pytorch.module_wrappers import COMPILED
+from torchoffload._pytorch.recompiling import (
+    CompileArguments,
+    compile_anew,
+    compile_arguments,
+    set_whole_call,
+    whole_call_of,
+)
+from torchoffload._pytorch.tracing import is_transformed
+from torchoffload._warnings import warn_user
+
+__all__ = ["CompiledModel", "recompilable"]
+
+_MOST_COMPILES = 3  # for one amount of memory; each may take minutes
+_MOST_SHAPES = 256  # that are remembered
+
+
+class _Call:
+    """The call of a compiled model, in the place of its former compiled function.
+
+    The model holds it, so that the model is held by nothing but itself.
+    """
+
+    def __init__(self, former: Callable[..., Any], driver: "CompiledModel") -> None:
+        self.former, self.driver = former, driver
+        self.planned: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of another compiled region
+            return self.former(*args, **kwargs)
+        return _eager()(self, args, kwargs)
+
+
+@functools.cache
+def _eager() -> Callable[..., Any]:
+    """Return ``_run``, marked as not to be traced: below a frame that Dynamo has given up it would be."""
+    disable: Any = torch._dynamo.disable
+    return disable(_run)  # type: ignore[no-any-return]
+
+
+def _run(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if call.planned is None or not torch.is_grad_enabled() or is_transformed():
+        return call.former(*args, **kwargs)
+    driver = call.driver
+    try:
+        with driver.context((args, kwargs)):
+            output = call.planned(*args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        driver.tell_unfit(error)
+        raise
+    driver.log_plans()
+    driver.tell_unfit()
+    return output
+
+
+def _call_of(model: nn.Module) -> "_Call | None":
+    call = whole_call_of(model)
+    return call if isinstance(call, _Call) else None
+
+
+def recompilable(model: nn.Module) -> CompileArguments | None:
+    """Return the arguments with which a model was compiled as a whole; None if it was not, or if they are unknown."""
+    call = whole_call_of(model)
+    if isinstance(call, _Call):  # of a former fit
+        call = call.former
+    return None if call is None else compile_arguments(model, call)
+
+
+class CompiledModel:
+    """One fitted model that was compiled as a whole.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model. It is held weakly.
+    arguments : CompileArguments
+        The arguments with which it was compiled.
+    meter : Meter
+        The device's clock and memory.
+    budget : Budget
+        The memory that plans may take.
+    options : FitOptions
+        The options of ``fit``.
+
+    Attributes
+    ----------
+    model_name : str
+        The model's class.
+    names : mapping
+        The blocks that ``fit`` has hooks on: none.
+    clock : Clock
+        Tells the steps.
+    allocator : str
+        The settings of the device's allocator, for people.
+    notes : list of str
+        The events that did not go as planned.
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: CompileArguments, meter: Meter, budget: Budget, options: FitOptions
+    ) -> None:
+        former = whole_call_of(model)
+        assert former is not None
+        self.model = weakref.ref(model)
+        self.model_name = type(model._modules.get(COMPILED, model)).__name__
+        self.names: Mapping[nn.Module, str] = {}
+        self.meter, self.budget = meter, budget
+        self.allocator = ""
+        self.notes: list[str] = []
+        self.clock = Clock(self, meter, lambda *values: values)
+        self._arguments, self._options = arguments, options
+        self._manager = None
+        if options.move and not arguments.options.get("triton.cudagraphs", False):
+            self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
+        self._graphs: PlannedGraphs | None = None  # None as long as none is to be compiled
+        self._outside_bytes = 0  # the bytes that were allocated beside the graphs, when they were compiled
+        self._compile_count = 0
+        self._steps = 0
+        self._open_count = self._most_open_count = 1  # calls of the model before a common backward
+        self._shapes: set[Any] = set()  # of the arguments of calls
+        self._logged: tuple[GraphPlan, ...] = ()
+        self._was_told = self._is_removed = False
+        set_whole_call(model, _Call(former, self))
+
+    @property
+    def plans(self) -> tuple[GraphPlan, ...]:
+        """The plans of the graphs that were compiled; none if all of them came out of inductor's caches."""
+        return () if self._graphs is None else self._graphs.plans
+
+    @property
+    def phase(self) -> Phase:
+        """The phase: compiled, or removed."""
+        if self._is_removed:
+            return Phase.REMOVED
+        return Phase.COMPILED if all(plan.fits for plan in self.plans) else Phase.LEAST
+
+    @property
+    def why_over(self) -> str | None:
+        """Why there will be no more steps of the model; None if some may come."""
+        if self._is_removed:
+            return "this fit was removed"
+        return "the model does not exist any more" if self.model() is None else None
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether graphs that do not fit are a warning and no error."""
+        return self._options.on_unfit == "warn"
+
+    @property
+    def plan(self) -> FitPlan | None:
+        """The plan of all graphs together; None before they are compiled."""
+        plans = self.plans
+        if not plans:
+            return None
+        pieces = [piece for plan in plans for piece in plan.pieces]
+        return FitPlan(
+            predicted_s=sum(plan.predicted_s for plan in plans),
+            measured_s=None,
+            predicted_peak_bytes=max(plan.predicted_peak_bytes for plan in plans),
+            reserved_bytes=0,
+            recompute_s=sum(piece.again_s for piece in pieces),
+            kept_bytes=sum(piece.kept_bytes for piece in pieces),
+            moved_bytes=sum(piece.moved_bytes for piece in pieces),
+            window_bytes=max((nbytes for plan in plans for nbytes in plan.windows.values()), default=0),
+        )
+
+    # ---- calls and steps ----
+
+    def call_begins(self, inputs: Any) -> None:
+        """Take notice of a call of the model with gradients, and compile it anew if it is time to."""
+        self.clock.call_begins(argument_bytes(inputs))
+        self._open_count = self._open_count + 1 if self.clock.has_open_calls else 1
+        self._most_open_count = max(self._most_open_count, self._open_count)
+        if not self.clock.has_open_calls or self._graphs is None:
+            self._compile_if_due(inputs)
+
+    def call_raised(self) -> None:
+        """Take notice of a call of the model that has raised."""
+        self.clock.call_raised()
+
+    def call_ends(self, output: Any) -> None:
+        """Take notice of the model's output."""
+        self.clock.call_ends(output)
+
+    def step_begins(self, size: int) -> None:
+        """Take notice of a step that begins."""
+
+    def step_finished(self, step: FinishedStep) -> None:  # noqa: ARG002
+        """Count the step."""
+        self._steps += 1
+        self.budget.note_step()
+
+    def backward_began(self) -> None:
+        """Take notice of a backward."""
+
+    def backward_ended(self) -> None:
+        """Take notice of the end of a backward."""
+
+    def note_stuck(self) -> None:
+        """Do nothing: a plan needs no backward to be seen."""
+
+    # ---- compiling ----
+
+    def _outside(self, model: nn.Module, inputs: Any) -> int:
+        """Return the bytes on the device that are neither inputs of the graphs nor made by them."""
+        state = [*model.parameters(), *model.buffers()]
+        if not self.meter.measures_memory:
+            return unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
+        inside = [each for each in (*state, *tensors_in(inputs)) if each.device == self.meter.device]
+        return max(0, self.meter.counts().allocated_bytes - unique_bytes(inside))
+
+    def _compile_if_due(self, inputs: Any) -> None:
+        model = self.model()
+        if model is None or self._compile_count >= _MOST_COMPILES:
+            return
+        self.budget.share(None, self.meter)
+        outside_bytes = self._outside(model, inputs)
+        nbytes = _rounded(max(1, self.budget.usable_bytes - outside_bytes))
+        graph_count = max(1, len(self.plans)) * self._most_open_count
+        former = self._graphs
+        if former is not None and not _have_outgrown(former, nbytes, graph_count):
+            return
+        if former is not None and graph_count > former.graphs:
+            self.notes.append(f"a step calls {graph_count} graphs, which share the memory: compiled anew")
+        elif former is not None:
+            more = human_bytes(outside_bytes - self._outside_bytes)
+            self.notes.append(f"{more} more were allocated before a step than at the first one: compiled anew")
+        self._compile(model, planned_graphs(nbytes, graph_count), outside_bytes)
+
+    def _compile(self, model: nn.Module, graphs: PlannedGraphs, outside_bytes: int) -> None:
+        call = _call_of(model)
+        if call is None:  # the program has compiled the model again, and this fit is over
+            return
+        call.planned = compile_anew(model, self._arguments, graphs.options())
+        self._graphs, self._outside_bytes = graphs, outside_bytes
+        self._compile_count += 1
+        self._shapes.clear()
+        beside = f", beside {human_bytes(outside_bytes)} that are allocated" if outside_bytes else ""
+        log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(graphs.nbytes)}{beside}")
+
+    def context(self, inputs: Any) -> Any:
+        """Return the context of a call: one that moves if a plan moves anything, or if a graph may be compiled."""
+        if self._manager is None:
+            return contextlib.nullcontext()
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(inputs))
+        is_new = shapes not in self._shapes
+        if is_new and len(self._shapes) < _MOST_SHAPES:
+            self._shapes.add(shapes)
+        plans = self.plans
+        return self._manager if is_new or not plans or any(plan.windows for plan in plans) else contextlib.nullcontext()
+
+    def log_plans(self) -> None:
+        """Log the plans that the latest call has made, if it has made any."""
+        plans = self.plans
+        if len(plans) == len(self._logged) and all(map(operator.is_, plans, self._logged)):
+            return
+        self._logged = plans
+        for plan in plans:
+            peak = human_bytes(plan.predicted_peak_bytes)
+            log_phase(
+                self.progress(),
+                f"planned: predicted {plan.predicted_s * 1e3:.1f} ms a step and {peak} at the peak; "
+                f"{self.progress().does}",
+            )
+
+    def tell_unfit(self, error: BaseException | None = None) -> None:
+        """Raise or warn, once, if no plan of a graph fits.
+
+        Parameters
+        ----------
+        error : BaseException, optional
+            The error by which the call has ended.
+        """
+        if self._was_told or self.phase is not Phase.LEAST:
+            return
+        self._was_told = True
+        assert self._graphs is not None
+        peak_bytes = max(plan.predicted_peak_bytes for plan in self.plans)
+        needed_bytes = int((peak_bytes + self._outside_bytes) / (1 - self.budget.margin) * 1.01)
+        message = (
+            f"The graphs of {self.model_name}, which was compiled as a whole, take {human_bytes(peak_bytes)} by the "
+            f"plan of the least memory, and {human_bytes(self._graphs.nbytes)} of {self.budget.limit} are left for "
+            f'them. Give memory="{amount_text(needed_bytes)}", or a smaller batch'
+            + ("." if self._options.move else ", or let tensors move: move=True.")
+        )
+        self.notes.append(message)
+        if self.is_lenient:
+            warn_user(f"torchoffload: fit: {message} It runs in the least memory.")
+            return
+        raise does_not_fit(message, self.meter.device) from error
+
+    def replan(self, memory_bytes: int) -> None:
+        """Plan for another amount of memory: the model is compiled anew at its next call."""
+        self.budget.give(memory_bytes)
+        self._graphs = None
+        self._compile_count = 0
+        self._was_told = False
+
+    def remove(self) -> None:
+        """Put the former compiled function back."""
+        self._is_removed = True
+        self.budget.end()
+        model = self.model()
+        call = None if model is None else _call_of(model)
+        if model is not None and call is not None and call.driver is self:
+            set_whole_call(model, call.former)
+
+    # ---- for people ----
+
+    def progress(self) -> Progress:
+        """Return its present work, in few words."""
+        pieces = [piece for plan in self.plans for piece in plan.pieces if piece.name]
+        is_planned = bool(self.plans)
+        return Progress(
+            model_name=self.model_name,
+            block_count=len(pieces),
+            names=tuple(piece.name.removeprefix("L.self.") for piece in pieces),
+            phase=self.phase,
+            phase_step=self._steps + 1,
+            recomputed_count=sum(bool(piece.again) for piece in pieces) if is_planned else None,
+            moved_count=sum(piece.moved_bytes > 0 for piece in pieces) if is_planned else None,
+        )
+
+    def report(self) -> str:
+        """Return the report: the plan of each graph, per block."""
+        allocator = f"; {self.allocator}" if self.allocator else ""
+        graphs = self._graphs
+        lines = [
+            f"torchoffload.fit: {self.model_name}, compiled as a whole, within "
+            f"{human_bytes(self.budget.memory_bytes)}{allocator}"
+        ]
+        notes = [f"Note: {note}" for note in self.notes]
+        if graphs is None:
+            why = self.why_over or "it is made as the model is compiled, at its next call with gradients"
+            return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
+        lines.append(
+            f"  {human_bytes(graphs.nbytes)} are for its graphs: {human_bytes(self._outside_bytes)} were allocated "
+            f"beside them, and {self.budget.margin:.0%} are left for fragmentation"
+        )
+        if not graphs.plans:
+            lines.append("  No graph was planned in this process: inductor's caches had them, or none is compiled yet.")
+        return "\n".join([*lines, *graphs.lines(), *notes])
+
+
+def _have_outgrown(graphs: PlannedGraphs, nbytes: int, graph_count: int) -> bool:
+    """Return whether plans do not fit any more, in so much memory and for so many graphs, and others may."""
+    plans = graphs.plans
+    if not all(plan.fits for plan in plans):  # nothing takes less
+        return False
+    if graph_count > graphs.graphs:
+        return sum(plan.predicted_peak_bytes for plan in plans) * graph_count > nbytes * len(plans)
+    if not plans:  # those of inductor's caches are not known
+        return nbytes < graphs.nbytes
+    return max(plan.predicted_peak_bytes for plan in plans) > nbytes
+
+
+def _rounded(nbytes: int) -> int:
+    """Return at most 1% less, so that another process finds the same amount, and its graphs in inductor's caches."""
+    step = 1 << max(0, nbytes.bit_length() - 8)
+    return nbytes // step * step

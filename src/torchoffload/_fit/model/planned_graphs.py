@@ -1,0 +1,77 @@
+"""The graphs of a model that was compiled as a whole, as ``fit`` sees them. The package ``_compile`` plans them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+__all__ = ["GraphPlan", "PiecePlan", "PlannedGraphs", "planned_graphs", "register_planner"]
+
+
+class PiecePlan(Protocol):
+    """The plan for a block of a graph; ``torchoffload._compile.joint_plan.PiecePlan`` explains it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kept_bytes(self) -> int: ...
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def again(self) -> tuple[str, ...]: ...
+    @property
+    def again_s(self) -> float: ...
+
+
+class GraphPlan(Protocol):
+    """The plan for a graph; ``torchoffload._compile.joint_plan.GraphPlan`` explains it."""
+
+    @property
+    def pieces(self) -> tuple[PiecePlan, ...]: ...
+    @property
+    def windows(self) -> Mapping[str, int]: ...
+    @property
+    def predicted_s(self) -> float: ...
+    @property
+    def predicted_peak_bytes(self) -> int: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+class PlannedGraphs(Protocol):
+    """The graphs of one model, which are planned for an amount of memory as they are compiled.
+
+    Attributes
+    ----------
+    nbytes : int
+        The memory for all graphs of a step.
+    graphs : int
+        How many calls of graphs a step has.
+    plans : tuple of GraphPlan
+        The plans that were made so far.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def graphs(self) -> int: ...
+    @property
+    def plans(self) -> tuple[GraphPlan, ...]: ...
+
+    def options(self) -> dict[str, Any]:
+        """Return the options for ``torch.compile``."""
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report on the plans."""
+
+
+_Planner = Callable[[int, int], PlannedGraphs]
+_planners: list[_Planner] = []
+
+
+def register_planner(planner: _Planner) -> None:
+    """Have graphs planned by a function that is given the memory in bytes and the number of graphs."""
+    _planners[:] = [planner]
+
+
+def planned_graphs(nbytes: int, graphs: int) -> PlannedGraphs:
+    """Return graphs to be planned for an amount of memory."""
+    return _planners[0](nbytes, graphs)

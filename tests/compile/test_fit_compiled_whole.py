@@ -1,0 +1,366 @@
+"""fit() of a model that was compiled as a whole: its graphs follow a plan for the memory that fit was given."""
+
+import copy
+import gc
+import logging
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import torchoffload
+from models import Block, TinyGpt
+from torchoffload._compile import planned
+from torchoffload._compile.joint_graph import JointGraph
+
+ROOM = 1 << 40
+pytestmark = [pytest.mark.slow]
+in_each_way = pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here() -> Iterator[None]:
+    """Neither a graph nor a plan of another test is found again."""
+    planned._plans.clear()
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module, *, in_place: bool = False, **arguments: Any) -> nn.Module:
+    """The module to call: `model` itself, compiled in place, or the one that torch.compile returns."""
+    if not in_place:
+        return torch.compile(model, **arguments)
+    model.compile(**arguments)
+    return model
+
+
+def gpt(depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return TinyGpt(depth)
+
+
+def batch(tokens: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randint(64, (4, tokens + 1), generator=torch.Generator().manual_seed(tokens))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def train(model: nn.Module, steps: int = 3, data: tuple[torch.Tensor, ...] | None = None) -> list[Any]:
+    """The loss and the gradients of each step."""
+    results = []
+    for _ in range(steps):
+        loss = model(*(data or batch()))
+        loss.backward()
+        results.append((loss.item(), [each.grad for each in model.parameters()]))
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= 0.05 * each.grad
+                each.grad = None
+    return results
+
+
+def compile_count() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def stock_peak_bytes(model: nn.Module) -> int:
+    fitted = compiled(copy.deepcopy(model))
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        train(fitted, steps=1)
+        (plan,) = handle._driver.plans
+    torch._dynamo.reset()
+    counters.clear()
+    return plan.stock_peak_bytes
+
+
+def memory_for(nbytes: int) -> int:
+    """An amount of which so many bytes are left for graphs."""
+    return int(nbytes / 0.96 * 1.01)
+
+
+def again_count(handle: torchoffload.Fitted) -> int:
+    return sum(len(piece.again) for plan in handle._driver.plans for piece in plan.pieces)
+
+
+@in_each_way
+def test_with_enough_memory_the_graph_is_pytorchs_own(in_place: bool):
+    model = gpt()
+    expected = train(compiled(copy.deepcopy(model), in_place=in_place))
+    torch._dynamo.reset()
+    counters.clear()
+    fitted = compiled(model, in_place=in_place)
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        assert handle.phase == "compiled"
+        assert "There is no plan yet" in handle.report()
+        torch.testing.assert_close(train(fitted), expected, rtol=0, atol=0)
+        (plan,) = handle._driver.plans
+        assert plan.predicted_peak_bytes == plan.stock_peak_bytes
+        assert again_count(handle) == 0
+        assert compile_count() == 1
+        assert handle.plan.recompute_s == 0
+
+
+@in_each_way
+def test_in_less_memory_blocks_are_computed_again(in_place: bool, caplog: pytest.LogCaptureFixture):
+    model = gpt()
+    memory = memory_for(int(0.8 * stock_peak_bytes(model)))
+    expected = train(compiled(copy.deepcopy(model), in_place=in_place))
+    torch._dynamo.reset()
+    counters.clear()
+    fitted = compiled(model, in_place=in_place)
+    former = fitted._compiled_call_impl if in_place else fitted.forward
+    with caplog.at_level(logging.INFO, "torchoffload"):
+        handle = torchoffload.fit(fitted, memory, move=False)
+        ours = train(fitted)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert again_count(handle) > 0
+    assert compile_count() == 1
+    assert "its graphs are planned for" in caplog.text
+    assert caplog.text.count("planned: predicted") == 1
+    assert "TinyGpt, compiled as a whole, within" in handle.report()
+    assert "computed again in" in handle.report()
+    assert "compiled, step 3: 2 calls of blocks compute something again" in repr(handle)
+    assert handle.plan.recompute_s > 0
+    for ask in (handle.frontier, lambda: handle.save("unused")):
+        with pytest.raises(RuntimeError, match="was compiled as a whole"):
+            ask()
+    handle.remove()
+    assert handle.phase == "removed"
+    assert (fitted._compiled_call_impl if in_place else fitted.forward) is former
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in fitted.modules())
+
+
+def test_values_that_move_have_their_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing may be computed again here: then a compiler fuses what it fuses without a plan."""
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    monkeypatch.setattr(planned, "_measured_link", lambda *_: planned.LinkRates(1e15, 1e15, 1e-5))
+    model = gpt()
+    memory = memory_for(int(0.9 * stock_peak_bytes(model)))
+    expected = train(compiled(copy.deepcopy(model)))
+    torch._dynamo.reset()
+    counters.clear()
+    fitted = compiled(model)
+    torchoffload.reset_stats()
+    with torchoffload.fit(fitted, memory, tier="disk", disk_dir=tmp_path, min_offload_size=0) as handle:
+        torch.testing.assert_close(train(fitted), expected, rtol=0, atol=0)
+        assert handle.plan.moved_bytes > 0
+        assert handle.plan.recompute_s == 0
+        assert compile_count() == 1
+        assert torchoffload.stats().bytes_offloaded > 0
+
+
+def test_if_no_plan_moves_anything_only_the_first_call_is_in_a_context(tmp_path: Path):
+    fitted = compiled(gpt(1))
+    with torchoffload.fit(fitted, ROOM, tier="disk", disk_dir=tmp_path, min_offload_size=0) as handle:
+        train(fitted, steps=1)
+        torchoffload.reset_stats()
+        train(fitted, steps=1)
+        assert torchoffload.stats().bytes_offloaded == 0
+        assert handle.plan.moved_bytes == 0
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_too_little_memory_is_told_once(lenient: bool):
+    model = gpt(1)
+    memory = int(1.2 * sum(each.numel() * 4 for each in model.parameters()))
+    fitted = compiled(model)
+    handle = torchoffload.fit(fitted, memory, move=False, on_unfit="warn" if lenient else "error")
+    if lenient:
+        with pytest.warns(UserWarning, match=r"which was compiled as a whole, take .*Give memory=") as caught:
+            train(fitted, steps=1)
+        assert len(caught) == 1
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match=r"which was compiled as a whole, take .*Give memory="):
+            fitted(*batch())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "torchoffload")
+        train(fitted)
+    assert handle.phase == "least memory"
+    assert compile_count() == 1
+
+
+def test_the_memory_that_is_named_suffices():
+    fitted = compiled(gpt(1))
+    handle = torchoffload.fit(fitted, int(1.2 * sum(each.numel() * 4 for each in fitted.parameters())), move=False)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fitted(*batch())
+    handle.replan(str(caught.value).split('memory="')[1].split('"')[0])
+    train(fitted, steps=1)
+    assert handle.phase == "compiled"
+
+
+def test_calls_without_gradients_run_what_was_compiled_before():
+    fitted = compiled(gpt(1))
+    with torch.no_grad():
+        expected = fitted(*batch())
+    graphs = compile_count()
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        with torch.no_grad():
+            assert torch.equal(fitted(*batch()), expected)
+        assert compile_count() == graphs
+        assert handle.plan is None
+
+
+def test_fit_again_replaces_the_former_one_and_what_was_compiled_before_is_there_after_all():
+    model = gpt(1)
+    memory = memory_for(int(0.9 * stock_peak_bytes(model)))
+    fitted = compiled(model)
+    train(fitted)
+    graphs = compile_count()
+    first = torchoffload.fit(fitted, ROOM, move=False)
+    train(fitted)
+    second = torchoffload.fit(fitted, memory, move=False)
+    assert first.phase == "removed"
+    train(fitted)
+    assert again_count(second) > 0
+    assert compile_count() == graphs + 2
+    second.remove()
+    train(fitted)
+    assert compile_count() == graphs + 2
+
+
+def test_replanning_many_times_does_not_end_compiling():
+    fitted = compiled(gpt(1))
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        for number in range(10):
+            handle.replan(ROOM + (number << 34))
+            train(fitted, steps=1)
+            assert len(handle._driver.plans) == 1
+
+
+def test_the_arguments_of_the_compile_are_kept():
+    options = {"max_autotune_gemm": False, "epilogue_fusion": True}
+    fitted = compiled(gpt(1), options=options, dynamic=True, fullgraph=True)
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        for tokens in (32, 24, 17):
+            train(fitted, 1, batch(tokens))
+        assert compile_count() == 1
+        assert handle._driver._arguments.keywords == {"fullgraph": True, "dynamic": True}
+        assert handle._driver._arguments.options == options
+
+
+def test_sizes_that_change_compile_once_more_as_without_fit():
+    model = gpt(1)
+    stock = compiled(copy.deepcopy(model))
+    for tokens in (32, 24, 17):
+        train(stock, 1, batch(tokens))
+    graphs = compile_count()
+    torch._dynamo.reset()
+    counters.clear()
+    fitted = compiled(model)
+    with torchoffload.fit(fitted, ROOM, move=False):
+        for tokens in (32, 24, 17):
+            train(fitted, 1, batch(tokens))
+    assert compile_count() == graphs
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Tanh()), nn.Dropout(0.3),
+                                                  nn.Sequential(nn.Linear(32, 16), nn.GELU()), nn.Dropout(0.3))
+                                    for _ in range(2))  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_dropout_has_the_masks_of_forward():
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(256, 16)
+    stock = compiled(copy.deepcopy(model))
+    torch.manual_seed(7)
+    stock(x).backward()
+    torch._dynamo.reset()
+    fitted = compiled(model)
+    with torchoffload.fit(fitted, "64KiB", move=False, on_unfit="warn") as handle:
+        torch.manual_seed(7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fitted(x).backward()
+        assert again_count(handle) > 0
+    ours, expected = ([each.grad for each in module.parameters()] for module in (fitted, stock))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
+class Broken(nn.Module):
+    """Two graphs with a break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_the_graphs_of_a_model_with_a_break_share_the_memory():
+    torch.manual_seed(0)
+    model, data = Broken(), (torch.randn(4, 32, 32),)
+    fitted = compiled(model)
+    handle = torchoffload.fit(fitted, ROOM, move=False)
+    train(fitted, 2, data)
+    first = handle._driver.plans
+    assert len(first) == 2
+    graphs = compile_count()
+    handle.replan(memory_for(max(plan.stock_peak_bytes for plan in first) * 11 // 10))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "torchoffload")
+        train(fitted, 3, data)
+    assert "a step calls 2 graphs, which share the memory: compiled anew" in handle.report()
+    assert "one of 2" in handle.report()
+    assert again_count(handle) > 0
+    assert compile_count() == graphs + 4
+
+
+def test_gradients_that_are_kept_are_subtracted_and_compile_once_more_if_they_have_to():
+    model = gpt()
+    memory = memory_for(stock_peak_bytes(model))
+    fitted = compiled(model)
+    handle = torchoffload.fit(fitted, memory, move=False)
+    for _ in range(3):
+        fitted(*batch()).backward()  # gradients add up
+    weights = sum(each.numel() * 4 for each in model.parameters())
+    assert handle._driver._outside_bytes == weights
+    assert "more were allocated before a step than at the first one: compiled anew" in handle.report()
+    assert compile_count() == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor with a partitioner"])
+def test_other_compiled_models_are_one_block_as_before(backend: str):
+    arguments = {"options": torchoffload.compile_options()} if " " in backend else {"backend": backend}
+    with torchoffload.fit(compiled(gpt(1), **arguments), ROOM, move=False) as handle:
+        assert handle.phase == "survey"
+
+
+def test_what_is_installed_does_not_hold_the_model():
+    fitted = compiled(gpt(1), in_place=True)
+    handle = torchoffload.fit(fitted, ROOM, move=False)
+    train(fitted, steps=1)
+    gone = weakref.ref(fitted)
+    del fitted
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    assert "the model does not exist any more" in str(handle._driver.why_over)
+
+
+@in_each_way
+def test_a_copy_is_compiled_as_it_was_before(in_place: bool):
+    fitted = compiled(gpt(1), in_place=in_place)
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        copied = copy.deepcopy(fitted)
+        train(copied, steps=1)
+        assert handle.plan is None
