@@ -15,8 +15,8 @@ from torch import fx
 
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
+from torchoffload._contexts.planned_graphs import register_planner
 from torchoffload._core import build_info
-from torchoffload._fit.model.planned_graphs import register_planner
 from torchoffload._pytorch import hook_stack
 from torchoffload._pytorch.tracing import is_not_traced
 from torchoffload._warnings import warn_user

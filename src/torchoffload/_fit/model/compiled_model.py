@@ -18,12 +18,12 @@ from torch import nn
 
 from torchoffload._contexts.amounts import amount_text
 from torchoffload._contexts.offload_activations import OffloadActivations
+from torchoffload._contexts.planned_graphs import GraphPlan, PlannedGraphs, planned_graphs
 from torchoffload._devices import Meter
 from torchoffload._fit.machine.operators import unique_bytes
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Phase
-from torchoffload._fit.model.planned_graphs import GraphPlan, PlannedGraphs, planned_graphs
 from torchoffload._fit.model.progress import Progress, log_phase
 from torchoffload._fit.model.sizes import argument_bytes, tensors_in
 from torchoffload._fit.plan.budget import Budget
