@@ -104,6 +104,7 @@ def gradients(model: nn.Module, steps: int, after_step: Callable[[], None] = lam
 def test_gradients_are_the_same_and_nothing_is_left(count: int, part: float):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(count) for _ in range(3)))
+    before = distributed._get_work_registry_size()
     steps = 12
     stock = gradients(model, steps)
     model.zero_grad()
@@ -116,7 +117,7 @@ def test_gradients_are_the_same_and_nothing_is_left(count: int, part: float):
                 points, has_replanned = handle.frontier(), True
                 least, most = points[0].memory_bytes, points[-1].memory_bytes
                 handle.replan(int((least + part * (most - least)) / 0.96) + 1)
-            assert distributed._get_work_registry_size() == 0
+            assert distributed._get_work_registry_size() == before  # tests of mutants leave some
 
         fitted = gradients(model, steps, after_step)
         assert handle.plan is not None
