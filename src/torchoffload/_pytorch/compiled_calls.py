@@ -25,6 +25,7 @@ __all__ = [
     "has_compiled",
     "is_compiled",
     "keep_call_hooks",
+    "not_traced",
     "remove_call_hooks",
     "runs_hooks_around_call",
     "set_compiled_call",
@@ -49,14 +50,14 @@ class _Around:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside of another compiled region, which traces no hooks
             return self.compiled(*args, **kwargs)
-        return _eager()(self, args, kwargs)
+        return not_traced(_call)(self, args, kwargs)
 
 
 @functools.cache
-def _eager() -> Callable[..., Any]:
-    """Return ``_call``, marked as not to be traced: below a frame that Dynamo has given up it would be."""
+def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function marked as not to be traced: below a frame that Dynamo has given up it would be."""
     disable: Any = torch._dynamo.disable
-    return disable(_call)  # type: ignore[no-any-return]
+    return disable(function)  # type: ignore[no-any-return]
 
 
 def _call(around: _Around, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from torchoffload._pytorch.operator_mode import OperatorMode
 
 __all__ = ["PLACES", "BlockRecord", "OperatorCall", "Recorder", "Recording"]
 
-PLACES = 64  # of an operator's outputs, that a plan may say something about: the bits of ``BlockActions``' masks
+PLACES = 64  # the masks of ``BlockActions`` have a bit for each of so many outputs of an operator
 _MOST_HELD_BYTES = 64 << 10  # as of the small tensors that a call copies
 # PyTorch's own operators draw random numbers from generators, whose states a replay restores. An operator of another
 # library may return a state of its own from which it has drawn, and its other results may come out the same by chance.

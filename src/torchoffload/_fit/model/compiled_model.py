@@ -7,7 +7,6 @@ optimizer, that its graphs do not fit beside it, or if a step turns out to call 
 """
 
 import contextlib
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.fit_plan import FitPlan
 from torchoffload._fit.plan.trials import does_not_fit
 from torchoffload._observe.units import human_bytes
+from torchoffload._pytorch.compiled_calls import not_traced
 from torchoffload._pytorch.module_wrappers import COMPILED
 from torchoffload._pytorch.recompiling import (
     CompileArguments,
@@ -60,14 +60,7 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a part of another compiled region
             return self.former(*args, **kwargs)
-        return _eager()(self, args, kwargs)
-
-
-@functools.cache
-def _eager() -> Callable[..., Any]:
-    """Return ``_run``, marked as not to be traced: below a frame that Dynamo has given up it would be."""
-    disable: Any = torch._dynamo.disable
-    return disable(_run)  # type: ignore[no-any-return]
+        return not_traced(_run)(self, args, kwargs)
 
 
 def _run(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -378,11 +378,16 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
         except BaseException:
             driver.remove()
             raise
-        is_off = is_disabled()
-        if is_off:
-            driver.remove()
-        else:
-            _calls[model] = ModelCalls(model, driver, chooser)
+        return _begun(model, driver, chooser)
+
+
+def _begun(model: nn.Module, driver: Driver | CompiledModel, chooser: Chooser | None) -> Fitted:
+    """Have the calls of a model tell its driver; called with the lock held."""
+    is_off = is_disabled()
+    if is_off:
+        driver.remove()
+    else:
+        _calls[model] = ModelCalls(model, driver, chooser)
     return Fitted(model, driver, is_off=is_off)
 
 
@@ -404,12 +409,7 @@ def _fit_compiled(
             model, arguments, meter, Budget(memory_bytes, float(options.margin), meter.device, model), options
         )
         driver.allocator = prepare_allocator(meter.device, options.allocator)
-        is_off = is_disabled()
-        if is_off:
-            driver.remove()
-        else:
-            _calls[model] = ModelCalls(model, driver, None)
-    return Fitted(model, driver, is_off=is_off)
+        return _begun(model, driver, None)
 
 
 def _check_holds_weights(amount: Amount, model: nn.Module, device: torch.device, *, is_lenient: bool) -> None:
