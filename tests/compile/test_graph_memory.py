@@ -227,9 +227,14 @@ def test_more_memory_is_never_slower(name: str, rate: float | None, monkeypatch:
 # ---- peaks ----
 
 
-def peak_bytes(step: Callable[[], None]) -> int:
-    """The most bytes that a step allocates on the CPU at once, in its second call."""
+def peak_bytes(model: nn.Module, step: Callable[[], None]) -> int:
+    """The most bytes that a step allocates on the CPU at once, in its second call.
+
+    The gradients of the first call are freed before the profile begins. The profiler looks up the size of a freed block
+    by its address, and remembers addresses of former profiles, so a block from before would count with a wrong size.
+    """
     step()
+    model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -252,12 +257,9 @@ def test_predicted_peaks_are_those_of_inductors_code(name: str):
         planned._plans.clear()
         step = torch.compile(model, options=torchoffload.compile_options(memory=memory, link_bytes_per_s=1e9))
 
-        def run() -> None:
-            model.zero_grad(set_to_none=True)
-            step(*data).backward()
-
-        peak = peak_bytes(run)
+        peak = peak_bytes(model, lambda: step(*data).backward())
         (plan,) = planned._plans.values()
+        model.zero_grad(set_to_none=True)
         return plan.plan, peak
 
     stock, peak = measured(ANY_MEMORY)
