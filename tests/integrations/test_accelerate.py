@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import torchoffload
 from devices import Device
@@ -250,7 +251,7 @@ def test_the_graphs_of_a_model_that_is_compiled_as_a_whole_are_planned(device_un
         accelerator = accelerator_of(device_under_test, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
         model = tiny_llama(run, num_hidden_layers=4, use_cache=False)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-        loader: Any = torch.utils.data.DataLoader(token_rows(3), batch_size=2)
+        loader: Any = torch.utils.data.DataLoader(token_rows(4), batch_size=2)
         prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         offloading = offload_prepared(accelerator, prepared, memory=memory or "1GiB", move=False, enabled=bool(memory))
         found = []
@@ -262,9 +263,10 @@ def test_the_graphs_of_a_model_that_is_compiled_as_a_whole_are_planned(device_un
             found.append(loss.detach())
         return found, offloading.fitted
 
-    expected, _ = losses(None)
-    (plan,) = losses(1 << 40)[1]._driver.plans
-    ours, fitted = losses(int(0.95 * plan.stock_peak_bytes))
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a graph of a cache has no plan
+        expected, _ = losses(None)
+        (plan,) = losses(1 << 40)[1]._driver.plans
+        ours, fitted = losses(int(0.95 * plan.stock_peak_bytes))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert fitted.phase == "compiled"
     assert fitted.plan.recompute_s > 0
