@@ -27,7 +27,7 @@ in_each_way = pytest.mark.parametrize("in_place", [False, True], ids=["wrapped",
 @pytest.fixture(autouse=True)
 def _compiled_here() -> Iterator[None]:
     """Neither a graph nor a plan of another test is found again."""
-    planned._plans.clear()
+    planned._noted.clear()
     torch._dynamo.reset()
     counters.clear()
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
@@ -315,14 +315,51 @@ def test_the_graphs_of_a_model_with_a_break_share_the_memory():
     first = handle._driver.plans
     assert len(first) == 2
     graphs = compile_count()
-    handle.replan(memory_for(max(plan.stock_peak_bytes for plan in first) * 11 // 10))
+    handle.remove()
+    memory = memory_for(max(plan.stock_peak_bytes for plan in first) * 11 // 10)
+    handle = torchoffload.fit(fitted, memory, move=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "torchoffload")
         train(fitted, 3, data)
-    assert "a step calls 2 graphs, which share the memory: compiled anew" in handle.report()
+    assert "a step has 2 calls of graphs, which share the memory: compiled anew" in handle.report()
     assert "one of 2" in handle.report()
     assert again_count(handle) > 0
     assert compile_count() == graphs + 4
+    handle.replan(memory)  # the calls are counted already
+    train(fitted, 1, data)
+    assert compile_count() == graphs + 6
+    assert "one of 2" in handle.report()
+
+
+class Layered(nn.Module):
+    """Its layers, around whose calls the graph breaks, have one graph in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(3))
+        for layer in self.layers:
+            layer.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_graph_that_is_called_several_times_counts_as_often():
+    torch.manual_seed(0)
+    model, data = Layered(), (torch.randn(4, 32, 32),)
+    fitted = compiled(model)
+    handle = torchoffload.fit(fitted, ROOM, move=False)
+    train(fitted, 1, data)
+    plans = handle._driver.plans
+    assert len(plans) < 3 <= handle._driver._graph_calls
+    handle.remove()
+    memory = memory_for(max(plan.stock_peak_bytes + plan.other_bytes for plan in plans))
+    handle = torchoffload.fit(fitted, memory, move=False, on_unfit="warn")
+    train(fitted, 2, data)
+    assert "calls of graphs, which share the memory: compiled anew" in handle.report()
+    assert again_count(handle) > 0
 
 
 def test_gradients_that_are_kept_are_subtracted_and_compile_once_more_if_they_have_to():

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow]
 @pytest.fixture(autouse=True)
 def _compiled_here() -> Iterator[None]:
     """Neither a graph nor a plan of another test is found again."""
-    planned._plans.clear()
+    planned._noted.clear()
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
         yield
 
@@ -254,13 +254,14 @@ def test_predicted_peaks_are_those_of_inductors_code(name: str):
 
     def measured(memory: int) -> tuple[joint_plan.GraphPlan, int]:
         torch._dynamo.reset()
-        planned._plans.clear()
+        planned._noted.clear()
         step = torch.compile(model, options=torchoffload.compile_options(memory=memory, link_bytes_per_s=1e9))
 
         peak = peak_bytes(model, lambda: step(*data).backward())
-        (plan,) = planned._plans.values()
+        (notes,) = planned._noted.values()
+        (plan,) = notes.plans
         model.zero_grad(set_to_none=True)
-        return plan.plan, peak
+        return plan, peak
 
     stock, peak = measured(ANY_MEMORY)
     assert stock.predicted_peak_bytes - fixed == pytest.approx(peak, rel=0.1)

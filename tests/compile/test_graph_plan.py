@@ -33,7 +33,7 @@ on_devices = pytest.mark.devices("disk", "simulated-late", "cuda")
 @pytest.fixture(autouse=True)
 def _compiled_here() -> Iterator[None]:
     """Neither a graph nor a plan of another test is found again."""
-    planned._plans.clear()
+    planned._noted.clear()
     with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
         yield
 
@@ -54,7 +54,7 @@ def compiled(function: Callable, backend: str = "aot_eager", *, link: float = SL
 
 def plans() -> list[GraphPlan]:
     """The plans that were made since the test began, in the order of compiling."""
-    return [each.plan for each in planned._plans.values()]
+    return [plan for notes in planned._noted.values() for plan in notes.plans]
 
 
 def again_count(plan: GraphPlan) -> int:
@@ -81,7 +81,7 @@ def stock_peak_bytes(model: nn.Module, *data: torch.Tensor) -> int:
     """What the stock plan takes, as it is predicted."""
     step_of(model, *data, memory=ANY_MEMORY)
     (plan,) = plans()
-    planned._plans.clear()
+    planned._noted.clear()
     return plan.stock_peak_bytes
 
 
@@ -391,7 +391,7 @@ def test_two_graphs_share_the_memory():
     step_of(model, x, memory=ANY_MEMORY, graphs=2)
     stock = [plan.stock_peak_bytes for plan in plans()]
     assert len(stock) == 2
-    planned._plans.clear()
+    planned._noted.clear()
     memory = max(stock) * 3 // 4
     step_of(model, x, memory=memory, graphs=2)
     first, second = plans()
@@ -456,7 +456,7 @@ def test_too_little_memory_is_told_with_what_is_needed():
     with pytest.warns(UserWarning, match=r'too little for a compiled graph.*Give memory="[\d.]+KiB"') as caught:
         step_of(model, *data, memory=1)
     (needed,) = re.findall(r'memory="(.*?)"', str(caught[0].message))
-    planned._plans.clear()
+    planned._noted.clear()
     step_of(model, *data, memory=needed)
     assert plans()[0].fits
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import torchoffload
 from devices import Device
@@ -242,12 +243,43 @@ def test_blocks_that_are_compiled_each_for_itself_under_a_plan(device_under_test
 
 
 @pytest.mark.devices("disk")
+def test_the_graphs_of_a_model_that_is_compiled_as_a_whole_are_planned(device_under_test: Device):
+    run = Run(device_under_test, stock=False, context=None)
+
+    def losses(memory: int | None) -> tuple[list[torch.Tensor], Any]:
+        torch._dynamo.reset()
+        accelerator = accelerator_of(device_under_test, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))
+        model = tiny_llama(run, num_hidden_layers=4, use_cache=False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader: Any = torch.utils.data.DataLoader(token_rows(4), batch_size=2)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        offloading = offload_prepared(accelerator, prepared, memory=memory or "1GiB", move=False, enabled=bool(memory))
+        found = []
+        for batch in loader:
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found, offloading.fitted
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a graph of a cache has no plan
+        expected, _ = losses(None)
+        (plan,) = losses(1 << 40)[1]._driver.plans
+        ours, fitted = losses(int(0.95 * plan.stock_peak_bytes))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert fitted.phase == "compiled"
+    assert fitted.plan.recompute_s > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.devices("disk")
 def test_what_does_not_go_with_a_plan(device_under_test: Device):
     run = Run(device_under_test, stock=False, context=None)
     whole = TorchDynamoPlugin(backend="eager", use_regional_compilation=False)
     accelerator = accelerator_of(device_under_test, dynamo_plugin=whole)
     compiled = accelerator.prepare(tiny_llama(run))
-    with pytest.raises(ValueError, match=r"torch\.compile made one region of all of it"):
+    with pytest.raises(ValueError, match=r"torch\.compile made one region of all of it\. .* inductor compiled it"):
         offload_prepared(accelerator, compiled, memory="1GiB", tier="disk")
     checkpointed = tiny_llama(run)
     checkpointed.gradient_checkpointing_enable()

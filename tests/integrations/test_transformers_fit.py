@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import torchoffload
 from devices import Device
@@ -183,7 +184,10 @@ def test_switched_off_there_is_no_plan(tmp_path: Path, device_under_test: Device
     ("chosen", "message"),
     [
         ({"gradient_checkpointing": True}, r"^args\.gradient_checkpointing is on, .* set gradient_checkpointing=False"),
-        ({"torch_compile": True, "torch_compile_backend": "eager"}, r"^args\.torch_compile makes one region .* set"),
+        (
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            r"^args\.torch_compile has the trainer compile .* set",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_plan(tmp_path: Path, device_under_test: Device, chosen: Any, message: str):
@@ -199,13 +203,26 @@ def test_what_does_not_go_with_a_plan(tmp_path: Path, device_under_test: Device,
 def test_a_model_that_was_checkpointed_or_compiled_by_hand(tmp_path: Path, device_under_test: Device):
     for change, message in (
         (lambda model: model.gradient_checkpointing_enable(), r"^gradient checkpointing is on in 'model'"),
-        (lambda model: model.compile(backend="eager"), r"^memory= needs to see the blocks"),
+        (lambda model: model.compile(backend="eager"), r"^memory= cannot see the blocks"),
     ):
         model = tiny_llama(a_run(device_under_test))
         change(model)
         callback = OffloadActivationsCallback(memory="1GiB", tier="disk")
         with pytest.raises(ValueError, match=message):
             trainer_of(model, arguments(tmp_path, device_under_test), [callback]).train()
+
+
+def test_the_graphs_of_a_model_that_was_compiled_in_place_are_planned(tmp_path: Path, device_under_test: Device):
+    torch._dynamo.reset()
+    model = tiny_llama(a_run(device_under_test))
+    model.compile()
+    callback = OffloadActivationsCallback(memory="1GiB", tier="disk")
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # a graph of a cache has no plan
+        trainer_of(model, arguments(tmp_path, device_under_test, max_steps=2), [callback]).train()
+    assert callback.fitted is not None
+    assert "compiled as a whole" in callback.fitted.report()
+    assert "PyTorch's own plan" in callback.fitted.report()
+    torch._dynamo.reset()
 
 
 def test_several_devices_in_one_process(tmp_path: Path, device_under_test: Device):

@@ -112,6 +112,8 @@ class GraphPlan:
         The same for PyTorch's own plan.
     held_bytes : int
         The bytes that the graph holds between its forward and its backward, beside its inputs.
+    other_bytes : int
+        The bytes that each other graph of the step adds to the peak, if it holds as much as this one.
     fits : bool
         Whether the peak is within the memory.
     """
@@ -124,6 +126,7 @@ class GraphPlan:
     stock_s: float
     stock_peak_bytes: int
     held_bytes: int
+    other_bytes: int
     fits: bool
 
 
@@ -344,7 +347,10 @@ class _Planner:
             coming_bytes += begins
         most = max(most, joint.buffer_bytes(saved) - joint.buffer_bytes(moved) + min(coming_bytes, self._reload_bytes))
         peak_bytes = joint.input_bytes + max(forward.peak_bytes, most + joint.gradient_bytes)
-        return peak_bytes + (self._room.graphs - 1) * (self._held_bytes(plan) + joint.input_bytes)
+        return peak_bytes + (self._room.graphs - 1) * self._other_bytes(plan)
+
+    def _other_bytes(self, plan: StepPlan) -> int:
+        return self._held_bytes(plan) + self._joint.input_bytes
 
     @staticmethod
     def _held_bytes(plan: StepPlan) -> int:
@@ -426,6 +432,7 @@ class _Planner:
             stock_s=stock.plan.step_s,
             stock_peak_bytes=stock.peak_bytes,
             held_bytes=self._held_bytes(plan),
+            other_bytes=self._other_bytes(plan),
             fits=candidate.peak_bytes <= self._room.memory_bytes,
         )
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _ANY_BYTES = 1 << 61
-_MOST_GRAPHS = 32  # of those that report() tells about
+_MOST_FRAMES = 256  # whose plans are noted, and as many amounts of memory
 # For a device whose rates nobody knows.
 _DEFAULT_RATES = {"cuda": Rates(1.2e12, 2.5e14), "cpu": Rates(1e10, 2e11)}
 _REACHED_OF_BYTES = 0.75  # the part of a card's bandwidth that fused kernels reach, as in estimate
@@ -143,48 +143,47 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
 # ---- for report() ----
 
 
-@dataclass(frozen=True)
-class _Planned:
-    memory: Memory
-    plan: GraphPlan
-
-
-_plans: dict[tuple[Memory, Any], _Planned] = {}  # by the memory and the compiled frame, in the order of compiling
-
-
-def _frame() -> Any:
-    """Return a value that is the same for each compile of the same piece of code."""
-    from torch._guards import CompileContext
-
-    compile_id = CompileContext.current_compile_id()
-    return getattr(compile_id, "frame_id", None)
-
-
 class PlanNotes:
-    """The plans for the graphs of one model, for ``fit``, which tells of them itself.
+    """The plans for the graphs that were compiled for an amount of memory, for reports.
 
     Parameters
     ----------
     memory : Memory
-        The memory that they are planned for.
+        The memory.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._plans: dict[Any, GraphPlan] = {}  # by the compiled frame
+        # By the compiled frame. A frame has several graphs if PyTorch cuts its graph, as it does under DDP.
+        self._frames: dict[Any, tuple[Any, list[GraphPlan]]] = {}
 
     def note(self, plan: GraphPlan) -> None:
-        """Take notice of a plan. Its nodes, which would hold the graph, are left out."""
-        self._plans[_frame()] = replace(plan, saved=None)
+        """Take notice of a plan. Its nodes, which would hold the graph, are left out.
+
+        A frame that is compiled again loses its former plans.
+        """
+        from torch._guards import CompileContext
+
+        trace = CompileContext.current_trace_id()
+        frame = None if trace is None else trace.compile_id.frame_id
+        noted, plans = self._frames.pop(frame, (None, []))
+        if trace is None or noted != trace:
+            plans = []
+        self._frames[frame] = trace, [*plans, replace(plan, saved=None)]
+        while len(self._frames) > _MOST_FRAMES:
+            del self._frames[next(iter(self._frames))]
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
-        """The plans, in the order in which their code was first compiled."""
-        return tuple(self._plans.values())
+        """The plans, in the order in which their frames were compiled."""
+        return tuple(plan for _, plans in self._frames.values() for plan in plans)
 
     def lines(self) -> list[str]:
         """Return the lines of a report on the plans."""
         return [line for number, plan in enumerate(self.plans) for line in _graph_lines(number, self.memory, plan)]
+
+
+_noted: dict[Memory, PlanNotes] = {}  # of all graphs that were compiled in this process
 
 
 def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None = None) -> None:
@@ -192,12 +191,12 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanN
 
     ``in_context``: whether the graph was compiled inside of a context. ``notes``: told of it in place of warnings.
     """
-    key = (memory, _frame())
-    is_new = key not in _plans
-    _plans.pop(key, None)
-    _plans[key] = _Planned(memory, plan)
-    while len(_plans) > _MOST_GRAPHS:
-        del _plans[next(iter(_plans))]
+    own = _noted.pop(memory, None) or PlanNotes(memory)
+    _noted[memory] = own
+    while len(_noted) > _MOST_FRAMES:
+        del _noted[next(iter(_noted))]
+    former_count = len(own.plans)
+    own.note(plan)
     if notes is not None:
         notes.note(plan)
         return
@@ -208,8 +207,8 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanN
             f'memory="{amount_text(plan.predicted_peak_bytes)}", or a smaller batch'
             + ("." if in_context else ", or compile inside of an OffloadActivations, so that values may move.")
         )
-    count = sum(each.memory == memory for each in _plans.values())
-    if is_new and count > memory.graphs:
+    count = len(own.plans)
+    if count > max(former_count, memory.graphs):
         warn_user(
             f"torchoffload: {count} graphs were compiled for memory={human_bytes(memory.nbytes)}, and each was planned "
             f"as if it were one of {memory.graphs} in a step. If they run in the same step, give "
@@ -261,5 +260,4 @@ def _graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
 
 def plan_lines() -> list[str]:
     """Return the lines of ``report()`` on the graphs that were planned in this process."""
-    planned = enumerate(_plans.values())
-    return [line for number, each in planned for line in _graph_lines(number, each.memory, each.plan)]
+    return [line for notes in _noted.values() for line in notes.lines()]

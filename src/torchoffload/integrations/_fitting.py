@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 
 from torchoffload._contexts.keywords import ContextKeywords, ModuleKeywords
+from torchoffload._fit.model.compiled_model import recompilable
 from torchoffload._fit.model.fit import Fitted, fit_with
 from torchoffload._fit.model.options import FitKeywords, FitOptions
 from torchoffload._modules.selection import choose
+from torchoffload._pytorch.recompiling import whole_call_of
 from torchoffload.integrations._trainers import (
     innermost_model,
     install_once,
@@ -89,18 +91,19 @@ def fit_options(taker: str, memory: Any, modules: Any, options: Mapping[str, Any
     return FitOptions.of(taker, memory, options, also=frozenset({"modules", "enabled"}))
 
 
-def _check_can_be_fitted(model: nn.Module, inner: nn.Module) -> None:
+def _check_can_be_fitted(model: nn.Module, inner: nn.Module, *, is_planned_whole: bool) -> None:
     parallel = [each for each in wrapped_in(model) if type(each).__name__ == "DataParallel"]
     if any(len(getattr(each, "device_ids", ())) > 1 for each in parallel):
         raise ValueError(
             "memory= is for one device in each process, and DataParallel spreads each step over several: start one "
             "process for each device with torchrun, or show only one device to this one"
         )
-    is_compiled = any(base.__name__ == "OptimizedModule" for base in type(inner).__mro__)
-    if is_compiled or inner._compiled_call_impl is not None:
+    if whole_call_of(inner) is not None and not is_planned_whole:
         raise ValueError(
-            "memory= needs to see the blocks of the model, and torch.compile made one region of all of it: compile "
-            "the blocks each for itself, or nothing, or leave memory= out"
+            "memory= cannot see the blocks of the model, since torch.compile made one region of all of it. It plans "
+            "the graphs of the region if training calls the compiled module itself, inductor compiled it, and neither "
+            "modules=, plan= nor recompute=False is given. Else compile the blocks each for itself, or nothing, or "
+            "leave memory= out"
         )
     for name, module in inner.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper":
@@ -138,14 +141,17 @@ def fit_inner_model(model: nn.Module, modules: Any, options: FitOptions, *, call
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError
-        Those of ``fit``; ValueError also if the model is compiled as a whole, checkpointed, or run on several devices.
+        Those of ``fit``; ValueError also if the model is checkpointed, run on several devices, or compiled as a whole
+        in a way in which its graphs cannot be planned.
     """
     inner = innermost_model(model)
-    _check_can_be_fitted(model, inner)
-    if options.recompute:
+    fitted_one = _called_by_training(model) if called is None else called
+    may_plan_graphs = modules is None and options.plan is None and options.recompute
+    is_planned_whole = may_plan_graphs and recompilable(fitted_one) is not None
+    _check_can_be_fitted(model, inner, is_planned_whole=is_planned_whole)
+    if options.recompute and not is_planned_whole:
         _warn_of_caches(inner)
     blocks = None if modules is None else [each.module for each in choose(inner, names_in(inner, modules))]
-    fitted_one = _called_by_training(model) if called is None else called
     return install_once(inner, lambda: fit_with(fitted_one, blocks, options))
 
 
@@ -201,5 +207,5 @@ class SurveyWatch:
         if is_unseen and self._steps_left == 0:
             warn_on_rank_0(
                 f"after {_STEPS_TO_A_PLAN} steps torchoffload.fit has seen no whole step of the model, so that there "
-                "is no plan. Does the trainer call the model itself, not compiled as a whole, and not modules in it?"
+                "is no plan. Does the trainer call the model itself, and not modules in it?"
             )

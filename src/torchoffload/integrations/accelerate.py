@@ -126,8 +126,8 @@ def offload_prepared(
     TypeError
         ``accelerator`` is not an Accelerator, ``model`` is not a module, or an option has a wrong type or is unknown.
     ValueError, FileNotFoundError, NotADirectoryError, PermissionError
-        An option is wrong. With ``memory``, ValueError if the model is compiled as a whole, checkpoints its blocks, or
-        is spread over several devices.
+        An option is wrong. With ``memory``, ValueError if the model checkpoints its blocks, is spread over several
+        devices, or is compiled as a whole by another backend than inductor or with ``modules``.
     RuntimeError
         ``tier="host"`` on a machine without an accelerator.
 

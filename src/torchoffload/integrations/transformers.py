@@ -153,8 +153,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
     ------
     TypeError, ValueError, FileNotFoundError, NotADirectoryError, PermissionError
         An option is wrong. When training begins, TypeError if the trainer gives callbacks no model, and ValueError if
-        options of ``offload_modules`` are given and the whole model is compiled. With ``memory``, ValueError if the
-        whole model is compiled, if gradient checkpointing or TRL's offloading is on, and under DataParallel.
+        options of ``offload_modules`` are given and the whole model is compiled. With ``memory``, ValueError if
+        ``torch_compile``, gradient checkpointing or TRL's offloading is on, and under DataParallel.
     AttributeError
         When training begins, if ``enabled`` names no attribute of the trainer's ``args``.
     RuntimeError
@@ -252,8 +252,8 @@ class OffloadActivationsCallback(LogOffloadingCallback):
             )
         if _is_compiled_later(args, model):
             raise ValueError(
-                "args.torch_compile makes one region of the model, and memory= needs to see its blocks: set "
-                "torch_compile=False, or leave memory= out"
+                "args.torch_compile has the trainer compile the model out of reach of memory=: set torch_compile=False "
+                "and call model.compile() before the trainer is made, or leave memory= out"
             )
         if getattr(args, "n_gpu", 1) > 1:
             raise ValueError(

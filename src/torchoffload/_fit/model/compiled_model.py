@@ -3,7 +3,8 @@
 ``fit`` compiles such a model anew, with the arguments that it was compiled with and ``compile_options``'s partitioner,
 at its first call with gradients. The former compiled function stays: it runs all calls without gradients, and
 ``remove()`` puts it back. The model is compiled once more if so much was allocated after the first step, as by an
-optimizer, that its graphs do not fit beside it, or if a step turns out to call several graphs.
+optimizer, that its graphs do not fit beside it, or if a step turns out to call several graphs. Layers of one class may
+have a graph in common, so the calls of graphs are counted in the autograd graph of the output.
 """
 
 import contextlib
@@ -45,6 +46,7 @@ __all__ = ["CompiledModel", "recompilable"]
 
 _MOST_COMPILES = 3  # for one amount of memory; each may take minutes
 _MOST_SHAPES = 256  # that are remembered
+_COMPILED_NODE = "CompiledFunctionBackward"  # AOTAutograd's, one for each call of a compiled graph
 
 
 class _Call:
@@ -83,12 +85,22 @@ def _call_of(model: nn.Module) -> "_Call | None":
     return call if isinstance(call, _Call) else None
 
 
-def recompilable(model: nn.Module) -> CompileArguments | None:
-    """Return the arguments with which a model was compiled as a whole; None if it was not, or if they are unknown."""
-    call = whole_call_of(model)
+def recompilable(model: nn.Module) -> tuple[nn.Module, CompileArguments] | None:
+    """Return the module that was compiled as a whole, which may be inside of DDP, and the arguments of its compilation.
+
+    Returns
+    -------
+    tuple of nn.Module and CompileArguments, or None
+        None if no module was compiled as a whole, or if the arguments are unknown.
+    """
+    compiled, call = model, whole_call_of(model)
+    if call is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        compiled = model.module
+        call = whole_call_of(compiled)
     if isinstance(call, _Call):  # of a former fit
         call = call.former
-    return None if call is None else compile_arguments(model, call)
+    arguments = None if call is None else compile_arguments(compiled, call)
+    return None if arguments is None else (compiled, arguments)
 
 
 class CompiledModel:
@@ -97,7 +109,7 @@ class CompiledModel:
     Parameters
     ----------
     model : nn.Module
-        The model. It is held weakly.
+        The model, without a wrapper of DDP. It is held weakly.
     arguments : CompileArguments
         The arguments with which it was compiled.
     meter : Meter
@@ -143,6 +155,8 @@ class CompiledModel:
         self._steps = 0
         self._open_count = self._most_open_count = 1  # calls of the model before a common backward
         self._shapes: set[Any] = set()  # of the arguments of calls
+        self._graph_calls = 1  # of compiled graphs, by one call of the model
+        self._counted_shapes = 0  # whose calls of graphs were counted
         self._logged: tuple[GraphPlan, ...] = ()
         self._was_told = self._is_removed = False
         set_whole_call(model, _Call(former, self))
@@ -206,6 +220,9 @@ class CompiledModel:
     def call_ends(self, output: Any) -> None:
         """Take notice of the model's output."""
         self.clock.call_ends(output)
+        if self._counted_shapes < len(self._shapes):
+            self._counted_shapes = len(self._shapes)
+            self._graph_calls = max(self._graph_calls, _graph_calls_behind(output))
 
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins."""
@@ -241,12 +258,12 @@ class CompiledModel:
         self.budget.share(None, self.meter)
         outside_bytes = self._outside(model, inputs)
         nbytes = _rounded(max(1, self.budget.usable_bytes - outside_bytes))
-        graph_count = max(1, len(self.plans)) * self._most_open_count
+        graph_count = self._graph_calls * self._most_open_count
         former = self._graphs
         if former is not None and not _have_outgrown(former, nbytes, graph_count):
             return
         if former is not None and graph_count > former.graphs:
-            self.notes.append(f"a step calls {graph_count} graphs, which share the memory: compiled anew")
+            self.notes.append(f"a step has {graph_count} calls of graphs, which share the memory: compiled anew")
         elif former is not None:
             more = human_bytes(outside_bytes - self._outside_bytes)
             self.notes.append(f"{more} more were allocated before a step than at the first one: compiled anew")
@@ -260,18 +277,19 @@ class CompiledModel:
         self._graphs, self._outside_bytes = graphs, outside_bytes
         self._compile_count += 1
         self._shapes.clear()
+        self._counted_shapes = 0
         beside = f", beside {human_bytes(outside_bytes)} that are allocated" if outside_bytes else ""
         log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(graphs.nbytes)}{beside}")
 
     def context(self, inputs: Any) -> Any:
         """Return the context of a call: one that moves if a plan moves anything, or if a graph may be compiled."""
-        if self._manager is None:
-            return contextlib.nullcontext()
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(inputs))
         is_new = shapes not in self._shapes
         if is_new and len(self._shapes) < _MOST_SHAPES:
             self._shapes.add(shapes)
         plans = self.plans
+        if self._manager is None:
+            return contextlib.nullcontext()
         return self._manager if is_new or not plans or any(plan.windows for plan in plans) else contextlib.nullcontext()
 
     def log_plans(self) -> None:
@@ -367,16 +385,30 @@ class CompiledModel:
         return "\n".join([*lines, *graphs.lines(), *notes])
 
 
-def _have_outgrown(graphs: PlannedGraphs, nbytes: int, graph_count: int) -> bool:
-    """Return whether plans do not fit any more, in so much memory and for so many graphs, and others may."""
+def _have_outgrown(graphs: PlannedGraphs, nbytes: int, call_count: int) -> bool:
+    """Return whether plans do not fit any more, in so much memory and for so many calls, and others may."""
     plans = graphs.plans
     if not all(plan.fits for plan in plans):  # nothing takes less
         return False
-    if graph_count > graphs.graphs:
-        return sum(plan.predicted_peak_bytes for plan in plans) * graph_count > nbytes * len(plans)
     if not plans:  # those of inductor's caches are not known
-        return nbytes < graphs.nbytes
-    return max(plan.predicted_peak_bytes for plan in plans) > nbytes
+        return nbytes < graphs.nbytes or call_count > graphs.graphs
+    more = max(0, call_count - graphs.graphs)
+    return max(plan.predicted_peak_bytes + more * plan.other_bytes for plan in plans) > nbytes
+
+
+def _graph_calls_behind(output: Any) -> int:
+    """Return how many calls of compiled graphs the autograd graph of an output has."""
+    waiting = [tensor.grad_fn for tensor in tensors_in(output)]
+    seen = set()
+    count = 0
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        count += type(node).__name__ == _COMPILED_NODE
+        waiting.extend(next_node for next_node, _ in node.next_functions)
+    return max(1, count)
 
 
 def _rounded(nbytes: int) -> int:

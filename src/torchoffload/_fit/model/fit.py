@@ -346,10 +346,9 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
         _check_holds_weights(options.memory, model, meter.device, is_lenient=options.on_unfit == "warn")
     memory_bytes = _memory_bytes(options, saved, meter)
     is_alone = options.group is None or not dist.is_initialized() or dist.get_world_size() == 1
-    if blocks is None and saved is None and options.recompute and is_alone:
-        arguments = recompilable(model)
-        if arguments is not None:
-            return _fit_compiled(model, arguments, memory_bytes, meter, options)
+    # Ranks need not agree on plans for graphs: no collective of a graph is computed again.
+    if blocks is None and saved is None and options.recompute and (found := recompilable(model)) is not None:
+        return _fit_compiled(model, *found, memory_bytes, meter, options)
     chooser = None
     if blocks is not None:
         chosen = blocks_of(model, blocks)
@@ -400,14 +399,18 @@ def _remove_former(model: nn.Module) -> None:
 
 
 def _fit_compiled(
-    model: nn.Module, arguments: CompileArguments, memory_bytes: int, meter: Meter, options: FitOptions
+    model: nn.Module,
+    compiled: nn.Module,
+    arguments: CompileArguments,
+    memory_bytes: int,
+    meter: Meter,
+    options: FitOptions,
 ) -> Fitted:
     """Fit a model that was compiled as a whole: it is compiled anew at its next call, by plans for its graphs."""
     with _lock:
         _remove_former(model)
-        driver = CompiledModel(
-            model, arguments, meter, Budget(memory_bytes, float(options.margin), meter.device, model), options
-        )
+        budget = Budget(memory_bytes, float(options.margin), meter.device, compiled)
+        driver = CompiledModel(compiled, arguments, meter, budget, options)
         driver.allocator = prepare_allocator(meter.device, options.allocator)
         return _begun(model, driver, None)
 
