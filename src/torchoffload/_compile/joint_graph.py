@@ -8,6 +8,7 @@ A *piece* is the part of the graph that belongs to one block of the model, or th
 import itertools
 import math
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,11 +187,12 @@ def _storages_of(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
 def _items(node: fx.Node) -> list[tuple[str, bool]]:
     """Return the modules around a node that are items of lists of modules, the outermost first.
 
-    Each is the path of the module, and whether the node is in a module inside of it.
+    Each is the path of the module, and whether the node is in a module inside of it. PyTorch 2.9 writes ``_modules['0']``
+    for a module's item.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in stack.values()]
-    names = [path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "") for path in paths]
+    names = [re.sub(r"['\]]", "", path.replace("[", ".")).replace("._modules", "") for path in paths]
     found = [(name, place + 1 < len(names)) for place, name in enumerate(names)]
     return [(name, is_around) for name, is_around in found if name.rpartition(".")[2].isdigit()]
 
