@@ -187,8 +187,8 @@ def _storages_of(node: fx.Node) -> Iterator[tuple[StorageWeakRef, int]]:
 def _items(node: fx.Node) -> list[tuple[str, bool]]:
     """Return the modules around a node that are items of lists of modules, the outermost first.
 
-    Each is the path of the module, and whether the node is in a module inside of it. PyTorch 2.9 writes ``_modules['0']``
-    for a module's item.
+    Each is the path of the module, and whether the node is in a module inside of it. PyTorch 2.9 writes an item as
+    ``_modules['0']``.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in stack.values()]
