@@ -375,6 +375,18 @@ def test_gradients_that_are_kept_are_subtracted_and_compile_once_more_if_they_ha
     assert compile_count() == 2
 
 
+def test_a_larger_batch_has_to_fit_beside_them_also_after_a_smaller_one():
+    model = gpt()
+    memory = memory_for(stock_peak_bytes(model))
+    fitted = compiled(model, dynamic=False)
+    handle = torchoffload.fit(fitted, memory, move=False)
+    train(fitted, steps=1)
+    fitted(*batch(8)).backward()
+    assert "compiled anew" not in handle.report()
+    fitted(*batch()).backward()
+    assert "more were allocated before a step than at the first one: compiled anew" in handle.report()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor with a partitioner"])
 def test_other_compiled_models_are_one_block_as_before(backend: str):
     arguments = {"options": torchoffload.compile_options()} if " " in backend else {"backend": backend}

@@ -331,6 +331,10 @@ class _PlannedGraphs:
     def plans(self) -> "tuple[GraphPlan, ...]":
         return self._notes.plans
 
+    @property
+    def all_plans(self) -> "tuple[GraphPlan, ...]":
+        return self._notes.all_plans
+
     def lines(self) -> list[str]:
         return self._notes.lines()
 

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _ANY_BYTES = 1 << 61
+_MOST_COMPILATIONS = 16  # of a frame, whose plans are noted
 _MOST_FRAMES = 256  # whose plans are noted, and as many amounts of memory
 # For a device whose rates nobody knows.
 _DEFAULT_RATES = {"cuda": Rates(1.2e12, 2.5e14), "cpu": Rates(1e10, 2e11)}
@@ -154,29 +155,33 @@ class PlanNotes:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        # By the compiled frame. A frame has several graphs if PyTorch cuts its graph, as it does under DDP.
-        self._frames: dict[Any, tuple[Any, list[GraphPlan]]] = {}
+        # By the frame and its compilation, as for arguments of other sizes. A compilation has several graphs if PyTorch
+        # cuts its graph, as it does under DDP.
+        self._frames: dict[Any, dict[Any, list[GraphPlan]]] = {}
 
     def note(self, plan: GraphPlan) -> None:
-        """Take notice of a plan. Its nodes, which would hold the graph, are left out.
-
-        A frame that is compiled again loses its former plans.
-        """
+        """Take notice of a plan. Its nodes, which would hold the graph, are left out."""
         from torch._guards import CompileContext
 
         trace = CompileContext.current_trace_id()
         frame = None if trace is None else trace.compile_id.frame_id
-        noted, plans = self._frames.pop(frame, (None, []))
-        if trace is None or noted != trace:
-            plans = []
-        self._frames[frame] = trace, [*plans, replace(plan, saved=None)]
+        compilations = {} if trace is None else self._frames.pop(frame, {})
+        compilations.setdefault(trace, []).append(replace(plan, saved=None))
+        self._frames[frame] = compilations
+        if len(compilations) > _MOST_COMPILATIONS:
+            del compilations[next(iter(compilations))]
         while len(self._frames) > _MOST_FRAMES:
             del self._frames[next(iter(self._frames))]
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
-        """The plans, in the order in which their frames were compiled."""
-        return tuple(plan for _, plans in self._frames.values() for plan in plans)
+        """The plans of the latest compilation of each frame, in the order in which the frames were compiled."""
+        return tuple(plan for each in self._frames.values() for plan in each[next(reversed(each))])
+
+    @property
+    def all_plans(self) -> tuple[GraphPlan, ...]:
+        """The plans of all compilations."""
+        return tuple(plan for each in self._frames.values() for plans in each.values() for plan in plans)
 
     def lines(self) -> list[str]:
         """Return the lines of a report on the plans."""

@@ -48,7 +48,9 @@ class PlannedGraphs(Protocol):
     graphs : int
         How many calls of graphs a step has.
     plans : tuple of GraphPlan
-        The plans that were made so far.
+        The plans of the latest compilation of each piece of code.
+    all_plans : tuple of GraphPlan
+        Those of all compilations, such as for arguments of other sizes.
     """
 
     @property
@@ -57,6 +59,8 @@ class PlannedGraphs(Protocol):
     def graphs(self) -> int: ...
     @property
     def plans(self) -> tuple[GraphPlan, ...]: ...
+    @property
+    def all_plans(self) -> tuple[GraphPlan, ...]: ...
 
     def options(self) -> dict[str, Any]:
         """Return the options for ``torch.compile``."""

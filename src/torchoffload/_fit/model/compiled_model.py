@@ -387,7 +387,7 @@ class CompiledModel:
 
 def _have_outgrown(graphs: PlannedGraphs, nbytes: int, call_count: int) -> bool:
     """Return whether plans do not fit any more, in so much memory and for so many calls, and others may."""
-    plans = graphs.plans
+    plans = graphs.all_plans
     if not all(plan.fits for plan in plans):  # nothing takes less
         return False
     if not plans:  # those of inductor's caches are not known
