@@ -118,18 +118,22 @@ test-integrations: build $(INTEGRATIONS_READY)  ## trainers' libraries, the real
 mutants: build  ## leave out each wait and check in turn: its scenario has to notice
 	$(PYTEST) tests/mutants $(PYTEST_ARGS)
 
-# What runs under which sanitizers, FUZZ_SECONDS each and two at a time.
+# What runs under which sanitizers, FUZZ_SECONDS each and JOBS at a time. Programs share the objects of each sanitizer.
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 1
+FUZZ_SOURCES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp)
 FUZZ_RUNS := core_fuzz:address,undefined storage_stress:thread storage_stress:address,undefined \
 	tiers_stress:thread tiers_stress:address,undefined
+FUZZ_CXX = $(CXX) -std=c++20 -g -O1 -DTORCHOFFLOAD_TESTING -fno-sanitize-recover=all -Icsrc -pthread
 .PHONY: fuzz
 fuzz:  ## core/ under ASan and UBSan, storage/ and its I/O threads under TSan: random lives, beside models
-	@mkdir -p build/fuzz
-	@printf '%s\n' $(FUZZ_RUNS) | xargs -P 2 -I {} $(SHELL) -c 'set -e; run={}; source=$${run%:*}; sanitizers=$${run#*:}; \
-		program=build/fuzz/$$source-$${sanitizers%,*}; \
-		$(CXX) -std=c++20 -g -O1 -DTORCHOFFLOAD_TESTING -fno-sanitize-recover=all -fsanitize=$$sanitizers -Icsrc \
-			tests/fuzz/$$source.cpp csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp -pthread -o $$program; \
+	@rm -rf build/fuzz && mkdir -p build/fuzz/thread build/fuzz/address
+	@for sanitizers in thread address,undefined; do printf "$$sanitizers %s\n" $(FUZZ_SOURCES); done \
+		| xargs -P $(JOBS) -L 1 $(SHELL) -c 'set -e; name=$${1//\//_}; \
+			$(FUZZ_CXX) -fsanitize=$$0 -c $$1 -o build/fuzz/$${0%,*}/$${name%.cpp}.o'
+	@printf '%s\n' $(FUZZ_RUNS) | xargs -P $(JOBS) -I {} $(SHELL) -c 'set -e; run={}; source=$${run%:*}; \
+		sanitizers=$${run#*:}; program=build/fuzz/$$source-$${sanitizers%,*}; \
+		$(FUZZ_CXX) -fsanitize=$$sanitizers tests/fuzz/$$source.cpp build/fuzz/$${sanitizers%,*}/*.o -o $$program; \
 		echo "$$program: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED)"; \
 		$$program --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
