@@ -110,6 +110,11 @@ class Device:
         return torchoffload.OffloadActivations(**(chosen | options))
 
 
+def private_device_names() -> list[str]:
+    """The simulated device as one of PyTorch's, once PyTorch knows it."""
+    return ["privateuseone"] if hasattr(torch, "privateuseone") else []
+
+
 def codes_everything(name: str) -> bool:
     """TORCHOFFLOAD_TEST_CODED=1 has copies on CUDA coded, of any dtype and from 512 bytes on. Needs the test build."""
     if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_CODED") != "1":
