@@ -111,8 +111,9 @@ class Device:
 
 
 def private_device_names() -> list[str]:
-    """The simulated device as one of PyTorch's, once PyTorch knows it."""
-    return ["privateuseone"] if hasattr(torch, "privateuseone") else []
+    """The simulated device as one of PyTorch's, while it is simulated."""
+    known = getattr(torch, "privateuseone", None)
+    return ["privateuseone"] if known is not None and known.is_available() else []
 
 
 def codes_everything(name: str) -> bool:
