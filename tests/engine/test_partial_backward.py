@@ -133,6 +133,7 @@ def test_a_backward_over_a_part_leaves_the_reload_window_to_the_next(device_unde
     with device.scope():
         expected = step(device)
         kept = PARTS[part](device)
+        let_go(device)
         assert "IIIIIIII" in expected  # the first one reloads a whole window ahead
         assert step(device) == expected
         assert step(device) == expected

@@ -17,7 +17,7 @@ testing = pytest.importorskip("torchoffload._C_testing", reason="faults are inje
 
 DEPTH = 4
 SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
-WITH_LIMITS = (*SIMULATED, "cuda")  # where reloads can be refused memory of the device
+WITH_LIMITS = (*SIMULATED, "privateuseone", "cuda")
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -135,7 +135,7 @@ def test_no_room_at_all_is_pytorchs_own_error_and_backward_again_is_right(device
     assert_same_gradients(program, device=device_under_test, moved_bytes=3 * DEPTH * nbytes)
 
 
-@pytest.mark.devices(*SIMULATED)
+@pytest.mark.devices(*SIMULATED, "privateuseone")
 @pytest.mark.parametrize("refused_at", range(2 * DEPTH))
 def test_any_one_allocation_of_a_backward_may_be_refused_once(device_under_test: Device, refused_at: int):
     """The one that asks is tried again; a reload ahead is left for later."""
@@ -270,6 +270,7 @@ def little_lockable_memory(run: Run) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
+@pytest.mark.except_devices("privateuseone")  # whose memory is locked in name alone
 @pytest.mark.devices(*WITH_LIMITS)
 def test_under_a_limit_of_locked_memory_a_step_is_right_whatever_the_driver_makes_of_it(device_under_test: Device):
     """Drivers may pin beyond the limit, and root always may: then the step moves as the others do."""
