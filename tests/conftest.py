@@ -38,8 +38,9 @@ from devices import (  # noqa: E402
     spill_everything,
 )
 
-PRIVATE_SUITES = {"gradients"}  # which also run on the simulated device as one of PyTorch's
-PRIVATE_SHARE = 1 if os.environ.get("TORCHOFFLOAD_TEST_LONG") else 4  # each so many-th of their tests
+# The suites that also run on the simulated device as one of PyTorch's: each so many-th of their tests, or all of them.
+PRIVATE_SHARES = {"gradients": 4, "engine": 1, "faults": 1}
+PRIVATE_IN_FULL = bool(os.environ.get("TORCHOFFLOAD_TEST_LONG"))
 CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
 SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
 
@@ -71,10 +72,12 @@ def _quick_collections():
     gc.freeze()
 
 
-def _runs_on_private_device(metafunc: pytest.Metafunc) -> bool:
-    if metafunc.definition.path.parent.name not in PRIVATE_SUITES:
-        return False
-    return zlib.crc32(metafunc.definition.name.encode()) % PRIVATE_SHARE == 0
+def _runs_on_private_device(metafunc: pytest.Metafunc, *, is_named: bool) -> bool:
+    """A test of another suite runs on it if its marker names it."""
+    share = PRIVATE_SHARES.get(metafunc.definition.path.parent.name)
+    if share is None:
+        return is_named
+    return PRIVATE_IN_FULL or zlib.crc32(metafunc.definition.name.encode()) % share == 0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = list(marker.args if marker else DEVICE_NAMES)
     if without:
         names = [name for name in names if name not in without.args]
-    if not marker and "privateuseone" in names and not _runs_on_private_device(metafunc):
+    if "privateuseone" in names and not _runs_on_private_device(metafunc, is_named=marker is not None):
         names.remove("privateuseone")
     parameters = [pytest.param(name, marks=pytest.mark.cuda) if name == "cuda" else name for name in names]
     metafunc.parametrize("device_under_test", parameters, indirect=True)

@@ -24,6 +24,12 @@ void call_hook(const char* call) {
   if (seam_hook()) seam_hook()(call);
 }
 
+// Never destroyed: the function may hold a Python object.
+std::function<void()>& allocation_hook() {
+  static auto* const hook = new std::function<void()>;
+  return *hook;
+}
+
 const RegisterBackendWrapper log_is_registered(&logged);
 
 }  // namespace
@@ -39,6 +45,8 @@ std::shared_ptr<const Backend> logged(const Backend& backend, int device_index) 
 }
 
 void set_seam_hook(std::function<void(const std::string&)> hook) { seam_hook() = std::move(hook); }
+
+void set_allocation_hook(std::function<void()> hook) { allocation_hook() = std::move(hook); }
 
 SeamLog& SeamLog::instance() {
   static SeamLog* const log = new SeamLog;
@@ -171,6 +179,7 @@ void LoggingBackend::wait(StreamId waiter, Point point) {
 Memory LoggingBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
   call_hook("allocate");
   if (seam_log().is_on()) write("allocate", inner_.streams.current_stream(), nbytes);
+  if (const auto hook = allocation_hook()) hook();
   return inner_.memory.allocate(nbytes, address_modulo);
 }
 

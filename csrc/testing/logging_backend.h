@@ -67,6 +67,9 @@ void code_everything(bool everything);
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
 void set_seam_hook(std::function<void(const std::string& call)> hook);
 
+// Runs before each allocation of a reload buffer, as an allocator that is written in Python would; null for none.
+void set_allocation_hook(std::function<void()> hook);
+
 class LoggingBackend final : public DeviceMemory, public Streams, public Link, public Coder, public Observer {
  public:
   LoggingBackend(const Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}

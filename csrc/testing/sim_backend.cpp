@@ -54,13 +54,7 @@ SimAllocator& allocator() {
   return *instance;
 }
 
-// Never destroyed: the function may hold a Python object.
-std::function<void()>& allocation_hook() {
-  static auto* const hook = new std::function<void()>;
-  return *hook;
-}
-
-// Never destroyed either. An arena's own thread uses it as well.
+// Never destroyed. An arena's own thread uses it as well.
 Mutex& refusal_mutex() {
   static auto* const mutex = new Mutex;
   return *mutex;
@@ -119,10 +113,7 @@ PointStatus SimBackend::status(Point) {
   throw std::logic_error("status() was asked of a device whose copies do not complete in the background");
 }
 
-void set_allocation_hook(std::function<void()> hook) { allocation_hook() = std::move(hook); }
-
 Memory SimBackend::allocate(uint64_t nbytes, uint64_t address_modulo) {
-  if (const auto hook = allocation_hook()) hook();
   void* const block = world().allocate(nbytes + address_modulo, device_index_, MemoryOwner::Buffer);
   std::byte* const first = static_cast<std::byte*>(block) + address_modulo;
   return make_memory({first, block, &free_simulated, c10::Device(c10::kCPU)}, nbytes);

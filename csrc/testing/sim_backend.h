@@ -11,7 +11,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -96,9 +95,6 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   std::map<std::pair<StreamId, uint64_t>, double> points_s_ GUARDED_BY(mutex_);  // by stream and serial
   std::vector<double> timed_s_ GUARDED_BY(mutex_);                               // by TimedPoint::id, less one
 };
-
-// Runs before each allocation at the seam, as an allocator that is written in Python would; null for none.
-void set_allocation_hook(std::function<void()> hook);
 
 // Starts the world and puts SimAllocator in. `options.sequence_number` null: autograd's own.
 void start_simulation(SimOptions options);

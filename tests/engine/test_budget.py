@@ -8,7 +8,7 @@ from devices import Device
 from functions import SavesInput
 from gradients import Run, assert_same_gradients
 
-pytestmark = pytest.mark.devices("simulated-late")
+pytestmark = pytest.mark.devices("simulated-late", "privateuseone")
 
 MIB = 1 << 20
 LENGTH = 150

@@ -1,25 +1,29 @@
 """A device that fails: whichever call at the seam throws, nothing is left behind, and the next step is right.
 
-On the simulated device, where each call of a program is made to fail in turn.
+On the simulated device, also as one of PyTorch's, where each call of a program is made to fail in turn.
 """
 
 import gc
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import torchoffload
+from autograd_threads import await_autograd
+from devices import Device, make_device
 from places import environment_with_support
 
 pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build alone")
 
-from simulated import MODES, Simulation, simulated_device
+from simulated import Simulation
 from torchoffload import _C_testing
 
 testing = _C_testing.testing
@@ -27,6 +31,7 @@ testing = _C_testing.testing
 ROWS = 16
 NBYTES = ROWS * ROWS * 4
 NEVER = 10**9
+SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
 
 
 def context(**options: Any) -> torchoffload.OffloadActivations:
@@ -113,6 +118,22 @@ STEPS: dict[str, Step] = {
 }
 
 
+def is_coded(name: str) -> bool:
+    return name.startswith("coded")
+
+
+def leaf(device: Device) -> torch.Tensor:
+    values = torch.linspace(-1, 1, ROWS * ROWS, device=device.torch_device)
+    return values.reshape(ROWS, ROWS).requires_grad_()
+
+
+def let_go(device: Device) -> None:
+    """What threads of autograd and cycles hold of a backward is dropped."""
+    gc.collect()
+    if device.name == "privateuseone":
+        await_autograd(device.name)
+
+
 def left_behind() -> dict[str, int]:
     stats = torchoffload.stats()
     return {
@@ -121,7 +142,7 @@ def left_behind() -> dict[str, int]:
     }
 
 
-def run_with_faults(step: Step, simulation: Simulation, x: torch.Tensor, after: int, times: int) -> int:
+def run_with_faults(device: Device, step: Step, simulation: Simulation, x: torch.Tensor, after: int, times: int) -> int:
     """The step, whose calls at the seam fail; what comes out of it is dropped. Returns how many calls there were."""
     testing.fail_seam_calls(after, times)
     try:
@@ -131,52 +152,76 @@ def run_with_faults(step: Step, simulation: Simulation, x: torch.Tensor, after: 
             raise
     finally:
         count = int(testing.clear_seam_faults())
-    gc.collect()
+    let_go(device)
     return count
 
 
-def check_every_call(step: Step, mode: str, times: int) -> None:
+def check_every_call(device: Device, step: Step, times: int) -> None:
     before = left_behind()
-    with simulated_device(mode=mode, seed=1) as simulation:
-        x = torch.linspace(-1, 1, ROWS * ROWS).reshape(ROWS, ROWS).requires_grad_()
+    with device.scope() as simulation:
+        x = leaf(device)
         expected = step(simulation, x)
-        call_count = run_with_faults(step, simulation, x, NEVER, 1)
+        call_count = run_with_faults(device, step, simulation, x, NEVER, 1)
         assert call_count > 0
         # A device that fails for good takes a leaked chunk each time: every fifth call, unless all are asked for.
         stride = 5 if times == NEVER and not os.environ.get("TORCHOFFLOAD_TEST_LONG") else 1
         for after in range(0, call_count, stride):
-            run_with_faults(step, simulation, x, after, times)
+            run_with_faults(device, step, simulation, x, after, times)
             assert torch.equal(step(simulation, x), expected), f"the step after a fault in call {after}"
-            gc.collect()
+            let_go(device)
             if times == 1:
                 assert left_behind() == before, f"after a fault in call {after}"
             simulation.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", STEPS)
-def test_a_call_that_fails_once_leaves_nothing_behind(name: str, mode: str) -> None:
+def steps_once(device: Device, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_every_call(STEPS[name], mode, times=1)
+        check_every_call(device, STEPS[name], times=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
-def test_a_device_that_fails_for_good_hands_no_memory_on_too_early(name: str) -> None:
-    """From some call on each one fails. What a copy that was enqueued before still touches is then leaked.
+@pytest.mark.devices(*SIMULATED, "privateuseone")
+@pytest.mark.parametrize("name", [name for name in STEPS if not is_coded(name)])
+def test_a_call_that_fails_once_leaves_nothing_behind(device_under_test: Device, name: str) -> None:
+    steps_once(device_under_test, name)
 
-    With it goes its chunk of pinned memory, so this runs in a process of its own: see the end of the file.
+
+@pytest.mark.devices(*SIMULATED)  # alone: the generic backend codes nothing
+@pytest.mark.parametrize("name", [name for name in STEPS if is_coded(name)])
+def test_a_call_of_a_coder_that_fails_once_leaves_nothing_behind(device_under_test: Device, name: str) -> None:
+    steps_once(device_under_test, name)
+
+
+def steps_in_a_process(device: Device, name: str) -> None:
+    """What a copy that was enqueued before still touches is leaked, and with it its chunk of pinned memory.
+
+    So this runs in a process of its own: see the end of the file.
     """
-    program = [sys.executable, __file__, name]
+    program = [sys.executable, __file__, device.name, name]
     done = subprocess.run(program, env=environment_with_support(), capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
 
 
-def test_a_release_while_the_device_fails_gives_slot_and_budget_back() -> None:
+@pytest.mark.slow
+@pytest.mark.devices("simulated-late", "privateuseone")
+@pytest.mark.parametrize("name", [name for name in STEPS if not is_coded(name)])
+def test_a_device_that_fails_for_good_hands_no_memory_on_too_early(device_under_test: Device, name: str) -> None:
+    """From some call on each one fails."""
+    steps_in_a_process(device_under_test, name)
+
+
+@pytest.mark.slow
+@pytest.mark.devices("simulated-late")  # alone: the generic backend codes nothing
+@pytest.mark.parametrize("name", [name for name in STEPS if is_coded(name)])
+def test_a_coder_that_fails_for_good_hands_no_memory_on_too_early(device_under_test: Device, name: str) -> None:
+    steps_in_a_process(device_under_test, name)
+
+
+@pytest.mark.devices("simulated-late", "privateuseone")
+def test_a_release_while_the_device_fails_gives_slot_and_budget_back(device_under_test: Device) -> None:
     before = left_behind()
-    with simulated_device() as simulation:
-        x = torch.ones(ROWS, ROWS, requires_grad=True)
+    with device_under_test.scope() as simulation:
+        x = leaf(device_under_test)
         with context(offload_window_bytes=1 << 20):
             y = chain(x * 2)
         assert left_behind()["live_slots"] > before["live_slots"]
@@ -195,5 +240,7 @@ def test_a_release_while_the_device_fails_gives_slot_and_budget_back() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    check_every_call(STEPS[sys.argv[1]], "late", times=NEVER)
+    device_name, step_name = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as directory:
+        check_every_call(make_device(device_name, Path(directory), step_name), STEPS[step_name], times=NEVER)
     print("right", flush=True)

@@ -1,6 +1,7 @@
 """Streams that the program made itself, and destroys when it likes: no call of ours names one that is gone.
 
-On the simulated device a call that names a destroyed stream is reported as a race is, and fails the test.
+On the simulated device a call that names a destroyed stream is reported as a race is, and fails the test. Of the
+streams that PyTorch's interface has none is ever destroyed: there it is a stream that the program uses no more.
 """
 
 import gc
@@ -14,12 +15,14 @@ import torchoffload
 
 pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build alone")
 
+from devices import Device
 from gradients import Live, settled
-from simulated import MODES, SimulatedStream, Simulation, simulated_device
+from simulated import SimulatedStream, Simulation
 
 ROWS = 16
 NBYTES = ROWS * ROWS * 4
 AMPLE_BYTES = 1 << 20
+SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
 
 WINDOWS = [(0, 0), (2 * NBYTES, 2 * NBYTES), (AMPLE_BYTES, AMPLE_BYTES)]
 
@@ -36,12 +39,17 @@ def chain(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
-def leaf() -> torch.Tensor:
-    return torch.linspace(-1, 1, ROWS * ROWS).reshape(ROWS, ROWS).requires_grad_()
+def leaf(device: Device) -> torch.Tensor:
+    values = torch.linspace(-1, 1, ROWS * ROWS, device=device.torch_device)
+    return values.reshape(ROWS, ROWS).requires_grad_()
 
 
-def expected_gradient() -> torch.Tensor:
-    x = leaf()
+def stream_of_the_program(device: Device, simulation: Simulation) -> SimulatedStream:
+    return simulation.external_stream() if device.is_simulated else simulation.new_stream()
+
+
+def expected_gradient(device: Device) -> torch.Tensor:
+    x = leaf(device)
     (gradient,) = torch.autograd.grad(chain(x), x)
     return gradient
 
@@ -49,24 +57,25 @@ def expected_gradient() -> torch.Tensor:
 class Stage:
     """A simulation with an external stream, on which a forward has run, and which is destroyed on demand."""
 
-    def __init__(self, simulation: Simulation, windows: tuple[int, int], **options: Any) -> None:
-        self.simulation = simulation
+    def __init__(self, device: Device, simulation: Simulation, windows: tuple[int, int], **options: Any) -> None:
+        self.device, self.simulation = device, simulation
         self.make_context = lambda: context(windows, **options)
         self.main = simulation.current_stream()
-        self.expected = expected_gradient()
-        self.external: SimulatedStream = simulation.external_stream()
+        self.expected = expected_gradient(device)
+        self.external = stream_of_the_program(device, simulation)
         with simulation.stream(self.external):
-            self.x = leaf()
+            self.x = leaf(device)
             with self.make_context():
                 self.y = chain(self.x)
 
     def destroy(self) -> None:
         self.main.wait_stream(self.external)
-        self.simulation.destroy(self.external)
+        if self.device.is_simulated:
+            self.simulation.destroy(self.external)
 
     def step(self) -> None:
         """Of another graph, on the main stream."""
-        x = leaf()
+        x = leaf(self.device)
         with self.make_context():
             y = chain(x)
         y.backward()
@@ -113,7 +122,7 @@ def a_part_of_a_backward(stage: Stage) -> None:
     with stage.simulation.stream(stage.external):
         assert stage.y.grad_fn is not None
         last = stage.y.grad_fn.next_functions[0][0]
-        last(torch.ones(ROWS, ROWS))
+        last(torch.ones(ROWS, ROWS, device=stage.device.torch_device))
     stage.destroy()
     stage.step()
 
@@ -128,27 +137,28 @@ ENDINGS = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.devices(*SIMULATED, "privateuseone")
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("use_streams", [True, False])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_no_call_names_a_stream_that_is_gone(
-    ending: Callable[[Stage], None], use_streams: bool, windows: tuple[int, int], mode: str
+    device_under_test: Device, ending: Callable[[Stage], None], use_streams: bool, windows: tuple[int, int]
 ) -> None:
     before = Live.now()
-    with simulated_device(mode=mode) as simulation:
-        stage = Stage(simulation, windows, use_streams=use_streams)
+    with device_under_test.scope() as simulation:
+        stage = Stage(device_under_test, simulation, windows, use_streams=use_streams)
         ending(stage)
         del stage
         assert settled(before) == before
         assert torchoffload.stats().budget_bytes_used == 0
 
 
-def test_what_was_saved_on_a_stream_that_is_current_no_more_is_kept() -> None:
+@pytest.mark.devices("simulated-late")  # alone: the generic backend takes no stream for one that may be destroyed
+def test_what_was_saved_on_a_stream_that_is_current_no_more_is_kept(device_under_test: Device) -> None:
     """At the next hook event the stream of the last operator may be gone already."""
     torchoffload.reset_stats()
-    with simulated_device() as simulation:
-        x, main, external = leaf(), simulation.current_stream(), simulation.external_stream()
+    with device_under_test.scope() as simulation:
+        x, main, external = leaf(device_under_test), simulation.current_stream(), simulation.external_stream()
         external.wait_stream(main)
         with context((0, 0)):
             with simulation.stream(external):
@@ -166,11 +176,15 @@ def test_what_was_saved_on_a_stream_that_is_current_no_more_is_kept() -> None:
     assert stats.bytes_offloaded == NBYTES
 
 
+@pytest.mark.devices("simulated-late", "privateuseone")
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_a_save_on_an_external_stream_joins_no_record_of_another(windows: tuple[int, int]) -> None:
+def test_a_save_on_an_external_stream_joins_no_record_of_another(
+    device_under_test: Device, windows: tuple[int, int]
+) -> None:
     """Its memory, of the main stream, is handed on only after what the external one did with it."""
-    with simulated_device() as simulation:
-        x, main, external = leaf(), simulation.current_stream(), simulation.external_stream()
+    with device_under_test.scope() as simulation:
+        x, main = leaf(device_under_test), simulation.current_stream()
+        external = stream_of_the_program(device_under_test, simulation)
         with context(windows):
             h = x * 2
             y = h.sin()
@@ -181,7 +195,8 @@ def test_a_save_on_an_external_stream_joins_no_record_of_another(windows: tuple[
             del h
             again = (x * 3).sin()  # takes the memory, if it was handed on
         main.wait_stream(external)
-        simulation.destroy(external)
+        if device_under_test.is_simulated:
+            simulation.destroy(external)
         (gradient,) = torch.autograd.grad(y.sum() + z + again.sum(), x)
         values = x.detach()
         assert torch.allclose(gradient, 2 * (values * 2).cos() - 2 * (values * 2).sin() + 3 * (values * 3).cos())

@@ -13,6 +13,7 @@ def through_dlpack(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(tensor.detach())
 
 
+@pytest.mark.except_devices("privateuseone")  # which DLPack does not know
 @pytest.mark.parametrize("offload_window_bytes", [0, 1 << 20])
 def test_memory_of_another_library_stays_on_a_device(device_under_test: Device, offload_window_bytes: int):
     """On the disk tier it moves: what I/O touches is held until it is done, whoever owns it."""

@@ -16,7 +16,7 @@ testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached t
 
 # ---- whole steps, where no time is told ----
 
-UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded")
+UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded", "privateuseone")
 WIDTH = 64
 RECORD_BYTES = WIDTH * WIDTH * 4
 
@@ -223,7 +223,7 @@ def test_bytes_away_are_what_the_device_memory_is_smaller_by(device_under_test):
 # ---- with times ----
 
 TURN_S = 1e-6
-SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
+SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")  # whose times are exact
 
 
 class Tick(torch.autograd.Function):

@@ -11,7 +11,7 @@ from gradients import Run, assert_same_gradients
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 
-SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
+SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded", "privateuseone")
 CHOSEN: dict[str, Any] = {"learn": True, "offload_window_bytes": None, "reload_window_bytes": None}
 
 

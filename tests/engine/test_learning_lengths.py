@@ -14,7 +14,7 @@ from gradients import assert_same_gradients
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="it is reached through the test build alone").testing
 
-UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded")
+UNTIMED = pytest.mark.devices("disk", "simulated-late", "simulated-early", "simulated-seeded", "privateuseone")
 SIMULATED = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
 CHOSEN: dict[str, Any] = {"learn": True, "offload_window_bytes": None, "reload_window_bytes": None}
 LAYERS = 20

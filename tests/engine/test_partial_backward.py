@@ -1,8 +1,7 @@
 """What a backward reloaded and did not use goes back to its slots when it ends, however it ends (R14)."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +10,17 @@ import torch
 pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build alone")
 
 import torchoffload
+from autograd_threads import await_autograd
 from devices import Device
 from functions import Save
 from gradients import Run, assert_same_gradients
-from simulated import Simulation, seam_log, simulated_device
+from simulated import seam_log
 
 NUMEL = 1024
 NBYTES = 4 * NUMEL
 DEPTH = 20
 WINDOW_RECORDS = 8
+LATE = pytest.mark.devices("simulated-late", "privateuseone")
 
 
 def context(**options: Any) -> torchoffload.OffloadActivations:
@@ -27,8 +28,8 @@ def context(**options: Any) -> torchoffload.OffloadActivations:
     return torchoffload.OffloadActivations(**({"learn": False} | chosen | options))
 
 
-def leaf() -> torch.Tensor:
-    return torch.linspace(-1, 1, NUMEL).requires_grad_()
+def leaf(device: Device) -> torch.Tensor:
+    return torch.linspace(-1, 1, NUMEL, device=device.torch_device).requires_grad_()
 
 
 def chain(x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
@@ -37,10 +38,10 @@ def chain(x: torch.Tensor, depth: int = DEPTH) -> torch.Tensor:
     return x
 
 
-def step(**options: Any) -> str:
+def step(device: Device, **options: Any) -> str:
     """A whole step; tells what its backward enqueued: I for each copy in, W for each wait."""
     with context(**options):
-        y = chain(leaf())
+        y = chain(leaf(device))
     with seam_log() as log:
         y.sum().backward()
     return "".join("I" if line.startswith("copy_in") else "W" if line.startswith("wait") else "" for line in log)
@@ -54,17 +55,17 @@ def refuse(_gradient: torch.Tensor) -> None:
     raise Refused
 
 
-def over_one_node() -> Any:
+def over_one_node(device: Device) -> Any:
     with context():
-        middle = chain(leaf())
+        middle = chain(leaf(device))
         out = middle.exp()
     torch.autograd.grad(out.sum(), middle, retain_graph=True)
     return out
 
 
-def ended_by_an_exception() -> Any:
+def ended_by_an_exception(device: Device) -> Any:
     with context():
-        middle = chain(leaf())
+        middle = chain(leaf(device))
         middle.register_hook(refuse)
         out = middle.exp()
     with pytest.raises(Refused):
@@ -72,44 +73,44 @@ def ended_by_an_exception() -> Any:
     return out
 
 
-def on_another_thread() -> Any:
+def on_another_thread(device: Device) -> Any:
     kept = []
-    thread = threading.Thread(target=lambda: kept.append(over_one_node()))
+    thread = threading.Thread(target=lambda: kept.append(over_one_node(device)))
     thread.start()
     thread.join()
     return kept
 
 
-def inside_of_a_backward() -> Any:
+def inside_of_a_backward(device: Device) -> Any:
     """A graph task that another one waits for."""
     with context():
-        middle = chain(leaf())
+        middle = chain(leaf(device))
         out = middle.exp().sum()
 
     def take_a_part() -> None:
         torch.autograd.grad(out, middle, retain_graph=True)
 
-    Save.apply(leaf(), take_a_part).sum().backward()
+    Save.apply(leaf(device), take_a_part).sum().backward()
     return out
 
 
-def with_the_graph_built() -> Any:
+def with_the_graph_built(device: Device) -> Any:
     with context():
-        middle = chain(leaf())
+        middle = chain(leaf(device))
         out = middle.exp()
     return out, torch.autograd.grad(out.sum(), middle, create_graph=True)
 
 
-def of_two_tapes() -> Any:
+def of_two_tapes(device: Device) -> Any:
     with context():
-        first = chain(leaf())
+        first = chain(leaf(device))
     with context():
         second = first.exp() * chain(first).cos()
     torch.autograd.grad(second.sum(), first, retain_graph=True)
     return second
 
 
-PARTS: dict[str, Callable[[], Any]] = {
+PARTS: dict[str, Callable[[Device], Any]] = {
     "one-node": over_one_node,
     "exception": ended_by_an_exception,
     "other-thread": on_another_thread,
@@ -119,40 +120,48 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@contextlib.contextmanager
-def device() -> Iterator[Simulation]:
-    with simulated_device(mode="late") as simulation:
-        yield simulation
+def let_go(device: Device) -> None:
+    """Autograd's thread of the device drops what it has of its last backward."""
+    if device.name == "privateuseone":
+        await_autograd(device.name)
 
 
+@LATE
 @pytest.mark.parametrize("part", PARTS)
-def test_a_backward_over_a_part_leaves_the_reload_window_to_the_next(part: str):
-    with device():
-        expected = step()
-        kept = PARTS[part]()
+def test_a_backward_over_a_part_leaves_the_reload_window_to_the_next(device_under_test: Device, part: str):
+    device = device_under_test
+    with device.scope():
+        expected = step(device)
+        kept = PARTS[part](device)
+        let_go(device)
         assert "IIIIIIII" in expected  # the first one reloads a whole window ahead
-        assert step() == expected
-        assert step() == expected
+        assert step(device) == expected
+        assert step(device) == expected
         del kept
 
 
+@LATE
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "exception"])
-def test_nothing_that_was_reloaded_ahead_stays_on_the_device(part: str):
+def test_nothing_that_was_reloaded_ahead_stays_on_the_device(device_under_test: Device, part: str):
     """Of the graph that is kept alive only what its tape's last operator saved is still here, as before."""
-    with device() as simulation:
-        kept = PARTS[part]()
+    device = device_under_test
+    with device.scope() as simulation:
+        kept = PARTS[part](device)
+        let_go(device)
         torchoffload.trim()
         allocated_bytes = simulation.allocated_bytes()
         assert allocated_bytes < WINDOW_RECORDS * NBYTES
         del kept
 
 
-def test_what_a_backward_reloaded_for_the_next_graph_of_its_tape_stays_for_that():
+@LATE
+def test_what_a_backward_reloaded_for_the_next_graph_of_its_tape_stays_for_that(device_under_test: Device):
     """Micro-batches of one entry: each backward frees its own graph, and the next one goes on from there."""
-    with device():
+    device = device_under_test
+    with device.scope():
         torchoffload.reset_stats()
         with context():
-            ends = [chain(leaf()) for _ in range(3)]
+            ends = [chain(leaf(device)) for _ in range(3)]
         for end in reversed(ends):
             end.sum().backward()
         stats = torchoffload.stats()
@@ -160,19 +169,22 @@ def test_what_a_backward_reloaded_for_the_next_graph_of_its_tape_stays_for_that(
         assert 3 * DEPTH - 3 <= stats.records_reloaded <= stats.records_offloaded
 
 
+@LATE
 @pytest.mark.parametrize("event", ["another tape opens", "another tape is asked"])
-def test_what_stays_for_the_next_graph_of_a_tape_makes_room_for_another_tape(event: str):
-    with device() as simulation:
+def test_what_stays_for_the_next_graph_of_a_tape_makes_room_for_another_tape(device_under_test: Device, event: str):
+    device = device_under_test
+    with device.scope() as simulation:
         with context():
-            older = chain(leaf())
+            older = chain(leaf(device))
         with context():
-            ends = [chain(leaf()) for _ in range(2)]
+            ends = [chain(leaf(device)) for _ in range(2)]
         torchoffload.reset_stats()
         ends[1].sum().backward()
+        let_go(device)
         held_bytes = simulation.allocated_bytes()
         if event == "another tape opens":
             with context():
-                leaf().sin()
+                leaf(device).sin()
             assert simulation.allocated_bytes() < held_bytes - (WINDOW_RECORDS - 3) * NBYTES
         else:
             older.sum().backward()
@@ -180,19 +192,22 @@ def test_what_stays_for_the_next_graph_of_a_tape_makes_room_for_another_tape(eve
         ends[0].sum().backward()
 
 
-def test_what_a_failed_backward_reloaded_goes_back_when_the_next_forward_saves():
-    with device() as simulation:
-        kept = ended_by_an_exception()
+@LATE
+def test_what_a_failed_backward_reloaded_goes_back_when_the_next_forward_saves(device_under_test: Device):
+    device = device_under_test
+    with device.scope() as simulation:
+        kept = ended_by_an_exception(device)
+        let_go(device)
         held_bytes = simulation.allocated_bytes()
         with context():
-            other = leaf().exp()
+            other = leaf(device).exp()
         assert simulation.allocated_bytes() < held_bytes - (WINDOW_RECORDS - 3) * NBYTES
         del kept, other
 
 
-def branches(**options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def branches(device: Device, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Two sums, whose graphs save the same tensors."""
-    x = leaf()
+    x = leaf(device)
     with context(**options):
         h, first, second = x, [], []
         for _ in range(DEPTH):
@@ -202,22 +217,27 @@ def branches(**options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return x, torch.stack(first).sum(), torch.stack(second).sum()
 
 
-def test_a_backward_of_one_branch_gives_back_what_the_other_waits_for():
-    with device() as simulation:
-        x, a, b = branches(reload_window_bytes=0)
+@LATE
+def test_a_backward_of_one_branch_gives_back_what_the_other_waits_for(device_under_test: Device):
+    device = device_under_test
+    with device.scope() as simulation:
+        x, a, b = branches(device, reload_window_bytes=0)
         before_bytes = simulation.allocated_bytes()
         (of_a,) = torch.autograd.grad(a, x, retain_graph=True)
+        let_go(device)
         assert simulation.allocated_bytes() <= before_bytes + NBYTES  # the gradient itself
         (of_b,) = torch.autograd.grad(b, x)
-        x, a, b = branches(min_offload_size=1 << 30)
+        x, a, b = branches(device, min_offload_size=1 << 30)
     assert torch.equal(of_a, torch.autograd.grad(a, x, retain_graph=True)[0])
     assert torch.equal(of_b, torch.autograd.grad(b, x)[0])
 
 
-def test_what_is_read_outside_of_a_backward_is_held_by_its_reader_alone():
-    with device() as simulation:
+@LATE
+def test_what_is_read_outside_of_a_backward_is_held_by_its_reader_alone(device_under_test: Device):
+    device = device_under_test
+    with device.scope() as simulation:
         with context(reload_window_bytes=0):
-            h = leaf().exp()
+            h = leaf(device).exp()
             first, second = h.sin(), h.cos()
             later = chain(h)
         del h

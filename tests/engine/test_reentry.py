@@ -255,7 +255,7 @@ def test_a_finalizer_of_a_saved_tensor_while_times_are_taken(device_under_test: 
         testing.set_link(0, 0.0)
 
 
-@pytest.mark.devices(*SIMULATED)
+@pytest.mark.devices(*SIMULATED, "privateuseone")
 @pytest.mark.parametrize("deed", ["saves", "enters_the_same", "steps_in_another", "steps_in_the_same"])
 def test_an_operator_that_fills_what_it_has_saved_has_not_ended_because_a_finalizer_ran_others(
     device_under_test: Device, deed: str

@@ -77,11 +77,11 @@ def test_a_small_view_of_a_storage_that_is_kept_anyway_stays(device_under_test: 
         assert_same_gradients(program, device=device_under_test, moved_bytes=0, kept_reason=["tier_full", "small"])
 
 
-@pytest.mark.devices("simulated-late")
+@pytest.mark.devices("simulated-late", "privateuseone")
 def test_what_was_learned_keeps_no_part_of_a_storage(device_under_test: Device):
     """It would pin the whole, and count with its own bytes alone. Whole storages of the same size are kept by then."""
     device = device_under_test
-    with device.scope() as simulation:
+    with device.scope() as simulation, device.torch_device:
         for _ in range(6):
             torchoffload.reset_stats()
             x = torch.ones(1, requires_grad=True)
@@ -101,10 +101,10 @@ def test_what_was_learned_keeps_no_part_of_a_storage(device_under_test: Device):
         assert allocated_bytes < BIG_BYTES
 
 
-@pytest.mark.devices("simulated-late")
+@pytest.mark.devices("simulated-late", "privateuseone")
 def test_a_small_view_of_a_storage_that_lives_on_stays_from_the_third_tape_on(device_under_test: Device):
     device = device_under_test
-    with device.scope():
+    with device.scope(), device.torch_device:
         table = torch.ones(ROWS, 1024)
         kept = []
         for _ in range(4):
@@ -117,11 +117,11 @@ def test_a_small_view_of_a_storage_that_lives_on_stays_from_the_third_tape_on(de
         assert kept == [0, 0, 1, 1]
 
 
-@pytest.mark.devices("simulated-late")
+@pytest.mark.devices("simulated-late", "privateuseone")
 def test_a_part_that_is_in_flight_counts_with_its_storage(device_under_test: Device):
     """Its source keeps all of the storage, whose bytes the window has to hold."""
     window_bytes = 8 * ROW_BYTES
-    with device_under_test.scope() as simulation:
+    with device_under_test.scope() as simulation, device_under_test.torch_device:
         x = torch.ones(1, requires_grad=True)
         with device_under_test.context(min_offload_size=MINIMUM, offload_window_bytes=window_bytes):
             outputs = []
@@ -137,10 +137,10 @@ def test_a_part_that_is_in_flight_counts_with_its_storage(device_under_test: Dev
         assert x.grad.item() == 1024 * (1 + 2 + 3 + 4)
 
 
-@pytest.mark.devices("simulated-late")
+@pytest.mark.devices("simulated-late", "privateuseone")
 def test_parts_of_one_storage_in_flight_count_it_once(device_under_test: Device):
     torchoffload.reset_stats()
-    with device_under_test.scope():
+    with device_under_test.scope(), device_under_test.torch_device:
         x = torch.ones(1, requires_grad=True)
         with device_under_test.context(min_offload_size=0, offload_window_bytes=4 * BIG_BYTES):
             big = torch.ones(ROWS, 1024)

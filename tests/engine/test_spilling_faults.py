@@ -18,7 +18,7 @@ from spilling_contexts import DEPTH, NBYTES, SIDE, chain, sound_disks, spilling
 testing = pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build").testing
 
 SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
-pytestmark = pytest.mark.devices(*SIMULATED)
+pytestmark = pytest.mark.devices(*SIMULATED, "privateuseone")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torchoffload._core import core
 testing = pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build").testing
 
 SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
-pytestmark = pytest.mark.devices(*SIMULATED)
+pytestmark = pytest.mark.devices(*SIMULATED)  # whose disks stand still
 
 AMPLE = 1 << 30
 SLOTS = 3  # slots that fit in host memory

@@ -18,7 +18,7 @@ from spilling_contexts import DEPTH, NBYTES, SIDE, Forward, chain, sound_disks, 
 
 testing = pytest.importorskip("torchoffload._C_testing", reason="the simulated device is in the test build").testing
 
-pytestmark = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")
+pytestmark = pytest.mark.devices("simulated-late", "simulated-early", "simulated-seeded")  # whose disks stand still
 
 AMPLE = 1 << 30
 SLOTS = 3  # slots that fit in host memory

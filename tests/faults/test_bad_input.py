@@ -73,7 +73,7 @@ def test_leaving_on_another_thread(device_under_test: Device):
     step_is_right(device_under_test)
 
 
-@pytest.mark.devices("simulated-late", "cuda")
+@pytest.mark.devices("simulated-late", "privateuseone", "cuda")
 def test_nested_contexts_of_different_tiers(device_under_test: Device):
     with device_under_test.scope():
         x = torch.ones(32, 32, device=device_under_test.torch_device, requires_grad=True)

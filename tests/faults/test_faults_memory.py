@@ -16,9 +16,14 @@ from gradients import Run, assert_same_gradients
 testing = pytest.importorskip("torchoffload._C_testing", reason="faults are injected into the test build alone").testing
 
 DEPTH = 4
-WITH_LIMITS = ("simulated-late", "simulated-early", "simulated-seeded", "cuda")
-SIMULATED = WITH_LIMITS[:3]
+SIMULATED = ("simulated-late", "simulated-early", "simulated-seeded")
+WITH_LIMITS = (*SIMULATED, "privateuseone", "cuda")
 OUT_OF_MEMORY = "out of memory"
+
+
+def refuse_locked(why: str) -> None:
+    testing.refuse_registration(why)
+    testing.refuse_private_host_memory(why)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +31,7 @@ def _memory_that_is_given():
     testing.require_locked(False)
     yield
     testing.limit_device_memory(None)
-    testing.refuse_registration("")
+    refuse_locked("")
     torchoffload.trim()
     testing.require_locked(False)
 
@@ -130,7 +135,7 @@ def test_no_room_at_all_is_pytorchs_own_error_and_backward_again_is_right(device
     assert_same_gradients(program, device=device_under_test, moved_bytes=3 * DEPTH * nbytes)
 
 
-@pytest.mark.devices(*SIMULATED)
+@pytest.mark.devices(*SIMULATED, "privateuseone")
 @pytest.mark.parametrize("refused_at", range(2 * DEPTH))
 def test_any_one_allocation_of_a_backward_may_be_refused_once(device_under_test: Device, refused_at: int):
     """The one that asks is tried again; a reload ahead is left for later."""
@@ -153,7 +158,7 @@ def test_any_one_allocation_of_a_backward_may_be_refused_once(device_under_test:
 # ---- pinned memory ----
 
 
-@pytest.mark.devices(*SIMULATED)
+@pytest.mark.devices(*SIMULATED)  # alone: only for coded copies locked memory is required
 def test_pinned_memory_that_is_refused_keeps_the_step_and_serves_the_next(device_under_test: Device):
     def program(run: Run) -> Any:
         x, context = run.leaf(64, 64), run.offload()
@@ -212,7 +217,7 @@ def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_
     )
 
 
-@pytest.mark.devices(*SIMULATED)
+@pytest.mark.devices(*SIMULATED, "privateuseone")
 def test_where_no_memory_can_be_locked_tensors_move_to_plain_memory_and_the_cost_is_told_once(
     device_under_test: Device,
 ):
@@ -226,8 +231,8 @@ def test_where_no_memory_can_be_locked_tensors_move_to_plain_memory_and_the_cost
         return x.grad
 
     torchoffload.trim()
-    testing.refuse_registration("planted")
-    with pytest.warns(UserWarning, match="host memory: planted.* several times slower.*ulimit -l") as given:
+    refuse_locked("planted")
+    with pytest.warns(UserWarning, match="host memory.*: planted.* several times slower.*ulimit -l") as given:
         stats = assert_same_gradients(program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4)
     assert len(given) == 1
     assert stats.records_kept == {}
@@ -265,6 +270,7 @@ def little_lockable_memory(run: Run) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
+@pytest.mark.except_devices("privateuseone")  # whose memory is locked in name alone
 @pytest.mark.devices(*WITH_LIMITS)
 def test_under_a_limit_of_locked_memory_a_step_is_right_whatever_the_driver_makes_of_it(device_under_test: Device):
     """Drivers may pin beyond the limit, and root always may: then the step moves as the others do."""

@@ -81,6 +81,14 @@ def test_an_end_with_work_in_flight_is_quiet(tmp_path: Path, how: str):
     assert time.monotonic() - begin < 60
 
 
+# Not after a backward: PyTorch's own thread of the device may abort the process then; see autograd_threads.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["end", "sys.exit", "os._exit", "inside"])
+def test_an_end_with_copies_of_an_accelerator_in_flight_is_quiet(tmp_path: Path, how: str):
+    done = ending_of("ends", tmp_path, how, "privateuseone")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 ASKED_FOR_THE_GIL = """
 import sys, threading, time
 from torchoffload._C_testing import testing

@@ -110,6 +110,12 @@ class Device:
         return torchoffload.OffloadActivations(**(chosen | options))
 
 
+def private_device_names() -> list[str]:
+    """The simulated device as one of PyTorch's, while it is simulated."""
+    known = getattr(torch, "privateuseone", None)
+    return ["privateuseone"] if known is not None and known.is_available() else []
+
+
 def codes_everything(name: str) -> bool:
     """TORCHOFFLOAD_TEST_CODED=1 has copies on CUDA coded, of any dtype and from 512 bytes on. Needs the test build."""
     if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_CODED") != "1":

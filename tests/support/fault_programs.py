@@ -18,19 +18,22 @@ from collections.abc import Callable, Iterator
 import torch
 
 import torchoffload
+from private_device import private_devices
 from torchoffload import _C_testing
 from torchoffload._pytorch import hook_stack
 
 testing = _C_testing.testing
 DIRECTORY = sys.argv[2]
+PRIVATE = "privateuseone"  # the last argument, if the tensors are on the simulated device as one of PyTorch's
+DEVICE = PRIVATE if sys.argv[-1] == PRIVATE else "cpu"
+SIMULATION = contextlib.ExitStack()  # which is left with the process: its copies are late
 MIB = 1 << 20
 SIDE = 64
 
 
 def context(**options: object) -> torchoffload.OffloadActivations:
     chosen = {
-        "tier": "disk",
-        "disk_dir": DIRECTORY,
+        **({"tier": "disk", "disk_dir": DIRECTORY} if DEVICE == "cpu" else {}),
         "min_offload_size": 0,
         "offload_window_bytes": 0,
         "learn": False,
@@ -310,12 +313,14 @@ def no_threads() -> None:
 # ---- endings ----
 
 
-def ends(how: str) -> None:
+def ends(how: str, _device: str = "cpu") -> None:
     """With copies out, copies in, a window that blocks, or a thread in the middle of it."""
     slow_disk(20_000)
-    x = torch.ones(SIDE, SIDE, requires_grad=True)
+    simulation = SIMULATION.enter_context(private_devices()) if DEVICE == PRIVATE else None
+    x = torch.ones(SIDE, SIDE, device=DEVICE, requires_grad=True)
     with context(offload_window_bytes=MIB):
         y = forward(x)
+    assert simulation is None or simulation.queued_count() > 0
 
     def train() -> None:
         while True:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import torchoffload
-from devices import Device
+from devices import Device, private_device_names
 
 Program = Callable[["Run"], Any]
 
@@ -168,7 +168,8 @@ def eager_collector() -> Iterator[None]:
 def settled(expected: Live, timeout_s: float = 5.0) -> Live:
     """What is alive once the collector ran and I/O under way has ended; waits only while it is not `expected`."""
     # A backward that failed leaves its tasks, and with them its graph, in the engine's queue until the next one.
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *private_device_names()]
+    for device in devices:
         torch.ones((), device=device, requires_grad=True).clone().backward()
     deadline = time.monotonic() + timeout_s
     while True:
