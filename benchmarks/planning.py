@@ -179,14 +179,14 @@ def measure(model: Model) -> Watch:
     """Plan once for all amounts of memory."""
     watch = Watch()
     for groups in model.blocks:
-        watch.timed("corners of a kind", lambda of=groups: frontier(of))
+        watch.timed("corners of a kind", partial(frontier, groups))
     of = model.step()
     watch.note(watch.timed("survey's plan", lambda: survey_plan(of)))
     for memory_bytes in amounts(of):
-        plan = watch.timed("one plan", lambda most=memory_bytes: plan_step(of, most))
+        plan = watch.timed("one plan", partial(plan_step, of, memory_bytes))
         watch.note(plan)
         assert plan is not None
-        watch.timed("times of a plan", lambda of_plan=plan: of_plan.timed_as(of))
+        watch.timed("times of a plan", partial(plan.timed_as, of))
         climb(of, memory_bytes, watch)
     return watch
 
