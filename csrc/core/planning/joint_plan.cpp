@@ -85,6 +85,7 @@ std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes
   for (size_t call = 0; call < count; ++call) {
     const BlockKind& kind = step.kinds[step.calls[call].kind];
     std::vector<uint64_t> nbytes;  // by way
+    nbytes.reserve(kind.ways.size());
     for (const BlockWay& way : kind.ways) nbytes.push_back(kept_bytes(kind, way));
     std::vector<State> next;
     next.reserve(states.back().size() * nbytes.size());

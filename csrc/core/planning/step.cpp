@@ -230,7 +230,7 @@ class Walk {
 
   // Does each come before the next one, with no two in the same place?
   template <typename Iterator, typename Before>
-  static bool is_in_order(Iterator begin, Iterator end, Before is_before) {
+  static bool is_in_order(const Iterator& begin, const Iterator& end, Before is_before) {
     return std::adjacent_find(begin, end, [&](size_t a, size_t b) { return !is_before(a, b); }) == end;
   }
 
