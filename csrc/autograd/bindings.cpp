@@ -1,6 +1,7 @@
 // The module: the functions that Python calls, in Python's types. The hooks themselves are in hooks.cpp.
 #include <torch/csrc/utils/pybind.h>
 
+#include <future>
 #include <stdexcept>
 #include <string>
 
@@ -246,24 +247,53 @@ py::dict plan_to_dict(const JointPlan& plan) {
                   "loss_window_bytes"_a = plan.loss_window_bytes);
 }
 
-py::object joint_plan(const py::handle& given, uint64_t memory_bytes) {
-  const std::optional<JointPlan> plan = plan_step(parse_step(given), memory_bytes);
-  return plan ? py::object(plan_to_dict(*plan)) : py::none();
+// Plans for several steps in the same memory, which are searched for at once, by a thread each.
+py::list joint_plans(const py::iterable& given, uint64_t memory_bytes) {
+  std::vector<StepOfBlocks> steps;
+  for (const py::handle& step : given) steps.push_back(parse_step(step));
+  std::vector<std::optional<JointPlan>> plans;
+  {
+    const py::gil_scoped_release others_run;
+    std::vector<std::future<std::optional<JointPlan>>> found;
+    for (size_t i = 1; i < steps.size(); ++i) found.push_back(std::async(plan_step, std::cref(steps[i]), memory_bytes));
+    if (!steps.empty()) plans.push_back(plan_step(steps.front(), memory_bytes));
+    for (auto& plan : found) plans.push_back(plan.get());
+  }
+  py::list results;
+  for (const std::optional<JointPlan>& plan : plans)
+    results.append(plan ? py::object(plan_to_dict(*plan)) : py::none());
+  return results;
 }
 
-// The times of a plan in a step of other times, in seconds: of the whole step, and of its recomputation.
-std::pair<double, double> joint_plan_times(const py::handle& given, const py::handle& planned) {
-  const StepOfBlocks step = parse_step(given);
+JointPlan parse_plan(const py::handle& given) {
   JointPlan plan;
-  for (const py::handle& call : planned.attr("calls")) {
+  for (const py::handle& call : given.attr("calls")) {
     plan.calls.push_back({call.attr("way").cast<uint32_t>(), call.attr("moved").cast<std::vector<uint32_t>>(),
                           call.attr("moves").cast<bool>()});
     plan.windows.push_back({call.attr("offload_bytes").cast<uint64_t>(), call.attr("reload_bytes").cast<uint64_t>()});
   }
-  plan.window_bytes = planned.attr("window_bytes").cast<uint64_t>();
-  plan.loss_window_bytes = planned.attr("loss_window_bytes").cast<uint64_t>();
-  time_plan(step, plan);
-  return {plan.step_s, plan.recompute_s};
+  plan.window_bytes = given.attr("window_bytes").cast<uint64_t>();
+  plan.loss_window_bytes = given.attr("loss_window_bytes").cast<uint64_t>();
+  return plan;
+}
+
+// For each of the factors the times of each plan in a step with such times, in seconds: of the whole step, and of its
+// recomputation.
+std::vector<std::vector<std::pair<double, double>>> joint_plan_times(
+    const py::handle& given, const py::iterable& planned, const std::vector<std::array<double, 3>>& factors) {
+  const StepOfBlocks surveyed = parse_step(given);
+  std::vector<JointPlan> plans;
+  for (const py::handle& plan : planned) plans.push_back(parse_plan(plan));
+  std::vector<std::vector<std::pair<double, double>>> times;
+  for (const auto& [pace, again, rate] : factors) {
+    const StepOfBlocks step = with_times(surveyed, {pace, again, rate});
+    times.emplace_back();
+    for (JointPlan& plan : plans) {
+      time_plan(step, plan);
+      times.back().emplace_back(plan.step_s, plan.recompute_s);
+    }
+  }
+  return times;
 }
 
 void set_module_windows(const py::handle& context, const std::vector<std::array<uint64_t, 3>>& given) {
@@ -419,12 +449,12 @@ void add_input_copies(py::module_& m) {
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
-  m.def("joint_plan", joint_plan, py::arg("step"), py::arg("memory_bytes"), py::pos_only());
+  m.def("joint_plans", joint_plans, py::arg("steps"), py::arg("memory_bytes"), py::pos_only());
   m.def(
       "least_joint_plan",
       [](const py::handle& given, uint64_t size) { return plan_to_dict(least_plan(parse_step(given), size)); },
       py::arg("step"), py::arg("window_bytes"), py::pos_only());
-  m.def("joint_plan_times", joint_plan_times, py::arg("step"), py::arg("plan"), py::pos_only());
+  m.def("joint_plan_times", joint_plan_times, py::arg("step"), py::arg("plans"), py::arg("factors"), py::pos_only());
   m.def(
       "storage_addresses", [](const py::handle& value) { return taken(storage_addresses(value.ptr())); },
       py::arg("value"), py::pos_only());

@@ -68,8 +68,9 @@ class TapeWindows {
   // consumer came to the part, and is asked for only behind it, lies in that window, too.
   void begin_part(uint64_t save, WindowBytes limits) {
     limits_ = limits;
-    if (!reload_bytes_from_.empty() && reload_bytes_from_.back().first == save) reload_bytes_from_.pop_back();
-    reload_bytes_from_.emplace_back(save, limits.reload_bytes);
+    if (!parts_.empty() && parts_.back().first_save == save) parts_.pop_back();
+    parts_.push_back({save, limits.reload_bytes});
+    for (const auto& [of, nbytes] : taken_) parts_.back().taken_before_bytes += of < save ? nbytes : 0;
   }
   const WindowBytes& limits() const { return limits_; }
 
@@ -90,7 +91,11 @@ class TapeWindows {
     const std::optional<uint64_t> before = std::exchange(asked_before_, save);
     if (!before) return save + 1 < end_save_ ? kUnknownPlace : save;
     const uint64_t place = std::max(save, *before);
-    std::erase_if(taken_, [&](const auto& taken) { return taken.first > place; });
+    std::erase_if(taken_, [&](const auto& taken) {
+      if (taken.first <= place) return false;
+      each_part_behind(taken.first, [&](Part& part) { part.taken_before_bytes -= taken.second; });
+      return true;
+    });
     return place;
   }
   // The consumer, whose place is `place`, asked for a save whose record was not on its way. Reloads go on from there.
@@ -101,29 +106,39 @@ class TapeWindows {
   void consumer_ended() {
     asked_before_.reset();
     taken_.clear();
+    for (Part& part : parts_) part.taken_before_bytes = 0;
   }
 
   // If the windows change on the consumer's way to a save: may a record of so many bytes, which that save asks for, be
   // on the device by then? It would lie in the window of each part of the tape between here and there, beside the
   // records that were taken for saves behind that part.
   bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
-    for (auto part = reload_bytes_from_.rbegin(); part != reload_bytes_from_.rend() && part->first > save; ++part) {
-      if (asked_before_ && part->first > *asked_before_) continue;
-      uint64_t held_bytes = nbytes;
-      for (const auto& [of, bytes] : taken_) held_bytes += of < part->first ? bytes : 0;
-      if (held_bytes > part->second) return false;
+    for (auto part = std::ranges::upper_bound(parts_, save, {}, &Part::first_save); part != parts_.end(); ++part) {
+      if (asked_before_ && part->first_save > *asked_before_) break;
+      if (nbytes + part->taken_before_bytes > part->reload_bytes) return false;
     }
     return true;
   }
   void took_for(uint64_t save, uint64_t nbytes) {
-    if (!reload_bytes_from_.empty()) taken_.emplace_back(save, nbytes);
+    if (parts_.empty()) return;
+    taken_.emplace_back(save, nbytes);
+    each_part_behind(save, [&](Part& part) { part.taken_before_bytes += nbytes; });
   }
 
  private:
+  struct Part {
+    uint64_t first_save = 0;
+    uint64_t reload_bytes = 0;
+    uint64_t taken_before_bytes = 0;  // of the records in taken_ that are asked for by saves before this part
+  };
+
   void use_reload_bytes_at(uint64_t save) {
-    if (reload_bytes_from_.empty()) return;
-    const auto next = std::ranges::upper_bound(reload_bytes_from_, save, {}, &std::pair<uint64_t, uint64_t>::first);
-    if (next != reload_bytes_from_.begin()) limits_.reload_bytes = std::prev(next)->second;
+    const auto next = std::ranges::upper_bound(parts_, save, {}, &Part::first_save);
+    if (next != parts_.begin()) limits_.reload_bytes = std::prev(next)->reload_bytes;
+  }
+  template <typename Change>
+  void each_part_behind(uint64_t save, Change change) {
+    for (auto part = parts_.rbegin(); part != parts_.rend() && part->first_save > save; ++part) change(*part);
   }
 
   WindowBytes limits_;
@@ -131,8 +146,7 @@ class TapeWindows {
   uint64_t reload_place_ = 0;
   uint64_t end_save_ = 0;
   std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
-  // The first save of each part, and its reload window; empty: there is one part.
-  std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
+  std::vector<Part> parts_;               // in the order of their saves; empty: the reload window never changes
   // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
   // the consumer comes to that save. One that was given up meanwhile counts on, so that less is reloaded ahead.
   std::vector<std::pair<uint64_t, uint64_t>> taken_;

@@ -113,11 +113,12 @@ def block_frontier(groups: Iterable[object], draws: Sequence[int], /) -> list[tu
     ValueError: a group of that number does not exist, or there are too many.
     """
 
-def joint_plan(step: object, memory_bytes: int, /) -> dict[str, Any] | None:
-    """Return the plan of the least time within ``memory_bytes``, as the fields of ``_fit.plan.step.StepPlan``.
+def joint_plans(steps: Iterable[object], memory_bytes: int, /) -> list[dict[str, Any] | None]:
+    """Return the plan of the least time within ``memory_bytes`` for each of several steps, which are planned at once.
 
-    ``step`` has the attributes of ``_fit.plan.step.Step``. Each call is (number of its way, numbers of the outputs that
-    move, whether anything moves, its offload window, its reload window). None: nothing fits.
+    ``steps`` have the attributes of ``_fit.plan.step.Step``, and the plans are the fields of ``StepPlan``. Each call is
+    (number of its way, numbers of the outputs that move, whether anything moves, its offload window, its reload
+    window). None: nothing fits.
 
     ValueError: a number is not that of a kind or an output, a kind has no way, or a rate of the link is unknown.
     """
@@ -125,13 +126,18 @@ def joint_plan(step: object, memory_bytes: int, /) -> dict[str, Any] | None:
 def least_joint_plan(step: object, window_bytes: int, /) -> dict[str, Any]:
     """Return the plan in which each call keeps the least bytes and all moves that can, with windows of this size.
 
-    As ``joint_plan`` otherwise.
+    As ``joint_plans`` otherwise.
     """
 
-def joint_plan_times(step: object, plan: object, /) -> tuple[float, float]:
-    """Return how long a plan, a ``_fit.plan.step.StepPlan``, takes in a step, and its time of computing again.
+def joint_plan_times(
+    step: object, plans: Iterable[object], factors: Sequence[tuple[float, float, float]], /
+) -> list[list[tuple[float, float]]]:
+    """Return how long each plan, a ``_fit.plan.step.StepPlan``, takes in a step, and its time of computing again.
 
-    ValueError: the plan is for a step of other calls, ways or outputs.
+    Each of ``factors`` gives the step other times, as ``Step.with_times`` does: (pace, again, rate). The result has a
+    list for each of them.
+
+    ValueError: a plan is for a step of other calls, ways or outputs.
     """
 
 def storage_addresses(value: object, /) -> set[int] | None:

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from torchoffload._core import core
 from torchoffload._fit.block.graph import BlockPlan
-from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, StepPlan, Way, least_plan, plan_step
+from torchoffload._fit.plan.step import (
+    BlockCall,
+    BlockKind,
+    Output,
+    Step,
+    StepPlan,
+    Way,
+    least_plan,
+    plan_step,
+    plan_steps,
+    times_of,
+)
 from torchoffload._fit.survey.kinds import hull
 
 MIB = 1 << 20
@@ -251,7 +262,7 @@ def test_a_kind_that_does_not_exist_is_refused():
         plan_step(step(kinds=(BlockKind(1.0, 2.0, (), (Way(0.0, (3,), 0),)),)), MIB)
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="link"):
-            core.joint_plan(moving(rate), MIB)
+            core.joint_plans([moving(rate)], MIB)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
@@ -328,3 +339,20 @@ def test_a_plan_is_timed_in_a_step_of_other_times_and_refused_in_another_step():
         calls = (dataclasses.replace(plan.calls[0], **wrong), *plan.calls[1:])
         with pytest.raises(ValueError, match="does not exist"):
             dataclasses.replace(plan, calls=calls).timed_as(first)
+
+
+def test_steps_are_planned_at_once_as_one_after_the_other():
+    of = [moving(rate, leaves_room=leaves_room) for rate in (7e6, 2e7, 1e9) for leaves_room in (False, True)]
+    of.append(step(other_bytes=1 << 40))  # has no plan
+    assert plan_steps(of, 140 * MIB) == [plan_step(each, 140 * MIB) for each in of[:-1]]
+    assert plan_steps([], 140 * MIB) == []
+    with pytest.raises(ValueError, match="rates of the link"):
+        plan_steps([of[0], moving(0.0)], 140 * MIB)
+
+
+def test_the_times_of_plans_are_those_in_steps_of_other_times():
+    of = moving(7e6)
+    plans = plan_steps([of, moving(2e7), step()], 135 * MIB)
+    factors = [(1.0, 1.0, 1.0), (0.7, 2.5, 0.85), (1.3, 0.4, 0.5)]
+    others = [of.with_times(pace=pace, again=again, rate=rate) for pace, again, rate in factors]
+    assert times_of(of, plans, factors) == [[plan.timed_as(other).step_s for plan in plans] for other in others]

@@ -146,6 +146,23 @@ def test_random_steps_take_what_they_must(data):
     assert planned["step_s"] <= 1.03 * least + largest_copy_s + turn_s + max(forward) * 3
 
 
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_simulation_ends_early_only_if_the_step_takes_too_long(data):
+    count = data.draw(st.integers(1, 30))
+    numbers = st.lists(st.integers(0, 8), min_size=count, max_size=count)
+    nbytes, offload, reload = ([number * MIB for number in data.draw(numbers)] for _ in range(3))
+    seconds = st.lists(st.floats(0, 1e-3), min_size=count, max_size=count)
+    step = Step(nbytes, data.draw(seconds), data.draw(st.floats(0, 1e-3)), data.draw(seconds))
+    kept = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    rest = (step.times(), kept, offload, reload)
+    whole = testing.simulate(nbytes, step.last_save, *rest)
+    most_s = data.draw(st.floats(0.5, 1.5)) * whole["step_s"]
+    within = testing.simulate(nbytes, step.last_save, *rest, most_s)
+    assert within == whole if most_s >= whole["step_s"] else within["step_s"] in {whole["step_s"], float("inf")}
+    assert testing.simulate(nbytes, step.last_save, *rest, whole["step_s"]) == whole
+
+
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=10, max_size=14),
     cap=st.integers(0, 500),

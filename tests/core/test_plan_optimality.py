@@ -37,6 +37,7 @@ from torchoffload._fit.plan.step import (
     Way,
     least_plan,
     plan_step,
+    survey_plan,
 )
 
 NEAR = 0.03  # how much longer than the best plan's a plan's step may take, as a part of it
@@ -303,6 +304,33 @@ def test_random_steps_that_move_are_not_far_from_the_bound(part: float, mean: fl
         distances += [distance(step, memory, bound_with_moving(step, memory)) for memory in budgets(step, (part,))]
     assert max(distances) <= worst
     assert sum(distances) / len(distances) <= mean
+
+
+# In ms, in three amounts of memory: the steps of the plans that a search finds which simulates each plan to its end.
+OF_A_WHOLE_SEARCH = (
+    (193.716048, 191.987063, 189.636447),
+    (86.984934, 81.604256, 78.197910),
+    (84.459457, 76.337820, 74.766157),
+    (69.701573, 61.367770, 59.461357),
+    (110.413026, 102.743093, 98.032752),
+    (287.316324, 279.522554, 276.082816),
+    (259.384414, 241.713201, 238.295305),
+    (218.020754, 213.623222, 212.353317),
+    (146.586330, 131.432068, 129.261589),
+    (78.439373, 73.165715, 70.505965),
+    (206.190392, 186.119768, 182.969618),
+    (165.740985, 160.097609, 158.280929),
+)
+
+
+def test_plans_that_are_left_out_by_a_bound_would_not_have_been_taken():
+    for number, wanted_ms in enumerate(OF_A_WHOLE_SEARCH):
+        step = random_step(number, may_move=True)
+        least_bytes, all_kept = survey_plan(step).peak_bytes, plan_step(step, 1 << 60)
+        assert all_kept is not None
+        for part, step_ms in zip((0.1, 0.4, 0.7), wanted_ms, strict=True):
+            memory = least_bytes + int((all_kept.peak_bytes - least_bytes) * part) // MIB * MIB
+            assert planned(step, memory).step_s * 1e3 == pytest.approx(step_ms, abs=2e-6)
 
 
 def test_a_window_may_be_a_record_and_a_part_of_another():

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -134,13 +135,17 @@ void bind_plan_testing(py::module_& module) {
       py::arg("nbytes"), py::arg("last_save"), py::arg("times").none(true), py::arg("options") = Options{},
       py::arg("joins") = std::vector<bool>{});
   // What a step takes under a plan that was made elsewhere. `offload_windows`: from each record to the next;
-  // `reload_windows`: from the moment on at which backward asks for each.
-  module.def("simulate", [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times,
-                            const std::vector<bool>& kept, const Sizes& offload_windows, const Sizes& reload_windows) {
-    Plan plan = plan_of(kept, offload_windows, 0);
-    plan.reload_bytes_from = reload_windows;
-    return to_dict(simulate({nbytes, last_save, {}}, times, plan));
-  });
+  // `reload_windows`: from the moment on at which backward asks for each. `most_s`: as simulate() has it.
+  module.def(
+      "simulate",
+      [](const Sizes& nbytes, const Sizes& last_save, const StepTimes& times, const std::vector<bool>& kept,
+         const Sizes& offload_windows, const Sizes& reload_windows, double most_s) {
+        Plan plan = plan_of(kept, offload_windows, 0);
+        plan.reload_bytes_from = reload_windows;
+        return to_dict(simulate({nbytes, last_save, {}}, times, plan, nullptr, most_s));
+      },
+      py::arg("nbytes"), py::arg("last_save"), py::arg("times"), py::arg("kept"), py::arg("offload_windows"),
+      py::arg("reload_windows"), py::arg("most_s") = std::numeric_limits<double>::infinity());
 
   // What happens in such a step, in order: what it is, and the number of the record. `offload_windows`: from each
   // record to the next.

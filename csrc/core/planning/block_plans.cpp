@@ -4,7 +4,6 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
-#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -14,6 +13,9 @@ namespace {
 
 constexpr uint64_t kMostMemory = std::numeric_limits<uint64_t>::max() / 4;
 
+// Sums of the same times in another order differ by no more than this part.
+constexpr double kRounding = 1e-10;
+
 // If records are asked for at the same moment, the one that was made last comes first, as in backward.
 constexpr double kBetweenAsksS = 1e-9;
 
@@ -22,6 +24,13 @@ constexpr double kBetweenAsksS = 1e-9;
 // part of it first.
 uint64_t held_in_backward(uint64_t loss_window_bytes, uint64_t behind_bytes) {
   return loss_window_bytes - std::min(loss_window_bytes, behind_bytes);
+}
+
+std::vector<uint64_t> each_once(std::vector<uint64_t> sizes) {
+  std::ranges::sort(sizes);
+  const auto again = std::ranges::unique(sizes);
+  sizes.erase(again.begin(), again.end());
+  return sizes;
 }
 
 int64_t left(uint64_t memory_bytes, uint64_t taken_bytes, uint64_t window_bytes) {
@@ -90,29 +99,47 @@ uint64_t kept_bytes(const BlockKind& kind, const BlockWay& way) {
   return nbytes;
 }
 
-BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step) { check(step); }
+BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step) {
+  check(step);
+  for (uint32_t number = 0; number < step.kinds.size(); ++number) {
+    const BlockKind& kind = step.kinds[number];
+    least_link_share_ = std::min(least_link_share_, kind.input_link_share);
+    output_bytes_.emplace_back();
+    for (const BlockOutput& output : kind.outputs) {
+      output_bytes_.back().push_back(output.nbytes());
+      least_link_share_ = std::min(least_link_share_, output.link_share);
+    }
+    kept_.emplace_back();
+    for (const BlockWay& way : kind.ways) kept_.back().push_back(kept_in(number, way));
+  }
+  forward_s_ = step.head_s;
+  backward_s_ = step.loss_s + step.end_s;
+  for (size_t call = 0; call < step.calls.size(); ++call) {
+    forward_s_ += kind_of(call).forward_s;
+    backward_s_ += kind_of(call).backward_s;
+    size_t most_records = 1;
+    for (const BlockOutput& output : kind_of(call).outputs) most_records += output.sizes.size();
+    between_asks_s_ += kBetweenAsksS * static_cast<double>(most_records);
+  }
+}
 
 // ---- bytes ----
 
-std::vector<uint32_t> BlockPlans::movable(const BlockKind& kind, const BlockWay& way) const {
-  std::vector<uint32_t> outputs;
-  for (const uint32_t number : way.kept) {
-    const BlockOutput& output = kind.outputs[number];
-    if (output.may_move && output.nbytes() > 0 && output.nbytes() >= step_.least_moved_bytes) outputs.push_back(number);
+BlockPlans::Kept BlockPlans::kept_in(uint32_t number, const BlockWay& way) const {
+  const BlockKind& kind = step_.kinds[number];
+  const std::vector<uint64_t>& nbytes = output_bytes_[number];
+  Kept kept{way.input_bytes, 0, {}, way.input_bytes > 0 && way.input_bytes >= step_.least_moved_bytes};
+  uint64_t movable_bytes = kept.moves_input ? way.input_bytes : 0;
+  for (const uint32_t output : way.kept) {
+    kept.nbytes += nbytes[output];
+    if (!kind.outputs[output].may_move || nbytes[output] == 0 || nbytes[output] < step_.least_moved_bytes) continue;
+    kept.movable.push_back(output);
+    movable_bytes += nbytes[output];
   }
-  std::ranges::stable_sort(outputs,
+  kept.unmovable_bytes = kept.nbytes - movable_bytes;
+  std::ranges::stable_sort(kept.movable,
                            [&](uint32_t a, uint32_t b) { return kind.outputs[a].ready_s > kind.outputs[b].ready_s; });
-  return outputs;
-}
-
-bool BlockPlans::moves_input(const BlockWay& way) const {
-  return way.input_bytes > 0 && way.input_bytes >= step_.least_moved_bytes;
-}
-
-uint64_t BlockPlans::unmovable_bytes(const BlockKind& kind, const BlockWay& way) const {
-  uint64_t nbytes = kept_bytes(kind, way);
-  for (const uint32_t output : movable(kind, way)) nbytes -= kind.outputs[output].nbytes();
-  return moves_input(way) ? nbytes - way.input_bytes : nbytes;
+  return kept;
 }
 
 std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, uint64_t memory_bytes,
@@ -123,20 +150,20 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
   const uint64_t window_bytes = keeps == Keeps::LeavingRoom ? window.value_or(0) : 0;  // that room is left for
   uint64_t before_bytes = 0;  // bytes that the earlier calls keep in any case
   for (size_t call = 0; call < ways.size(); ++call) {
-    const BlockWay& way = kind_of(call).ways[ways[call]];
-    before_bytes += may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
+    const Kept& of = kept(call, ways[call]);
+    before_bytes += may_move ? of.unmovable_bytes : of.nbytes;
   }
   // The bytes that may still be kept, by all moments behind this call; negative: the plan does not fit.
   int64_t room = left(memory_bytes, step_.loss_bytes, window_bytes);
   uint64_t behind_bytes = 0;  // bytes that this call moves, and those behind it
   for (size_t call = ways.size(); call-- > 0;) {
-    const BlockWay& way = kind_of(call).ways[ways[call]];
-    before_bytes -= may_move ? unmovable_bytes(kind_of(call), way) : kept_bytes(kind_of(call), way);
+    const Kept& of = kept(call, ways[call]);
+    before_bytes -= may_move ? of.unmovable_bytes : of.nbytes;
     room = std::min(room, left(memory_bytes, step_.calls[call].forward_bytes, window_bytes));
     const int64_t own_room = room - static_cast<int64_t>(before_bytes);
-    const uint64_t kept = place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]);
-    room -= static_cast<int64_t>(kept);
-    behind_bytes += kept_bytes(kind_of(call), way) - kept;
+    const uint64_t stays_bytes = place_call(call, ways[call], may_move, keeps, own_room, plan.calls[call]);
+    room -= static_cast<int64_t>(stays_bytes);
+    behind_bytes += of.nbytes - stays_bytes;
     const uint64_t ahead_bytes = call > 0 ? window_bytes : 0;
     const uint64_t held_bytes = held_in_backward(window_bytes, behind_bytes) + ahead_bytes;
     room = std::min(room, left(memory_bytes, step_.calls[call].backward_bytes, held_bytes));
@@ -149,55 +176,53 @@ std::optional<JointPlan> BlockPlans::placed(const std::vector<uint32_t>& ways, u
 uint64_t BlockPlans::place_call(size_t call, uint32_t number, bool may_move, Keeps keeps, int64_t room,
                                 CallPlan& placed) const {
   const bool moves_all = keeps == Keeps::Nothing;
-  const BlockKind& kind = kind_of(call);
-  const BlockWay& way = kind.ways[number];
+  const Kept& of = kept(call, number);
   placed.way = number;
-  const uint64_t all_bytes = kept_bytes(kind, way);
-  if (!may_move || (!moves_all && static_cast<int64_t>(all_bytes) <= room)) return all_bytes;
+  if (!may_move || (!moves_all && static_cast<int64_t>(of.nbytes) <= room)) return of.nbytes;
   // The outputs that were made last are kept first: there is the least time to move them.
-  uint64_t kept = unmovable_bytes(kind, way);
-  for (const uint32_t output : movable(kind, way)) {
-    const uint64_t nbytes = kind.outputs[output].nbytes();
-    if (!way.is_plain && !moves_all && static_cast<int64_t>(kept + nbytes) <= room) {
-      kept += nbytes;
+  uint64_t stays_bytes = of.unmovable_bytes;
+  placed.moved.reserve(of.movable.size());
+  for (const uint32_t output : of.movable) {
+    const uint64_t nbytes = output_bytes(call)[output];
+    const bool is_plain = kind_of(call).ways[number].is_plain;
+    if (!is_plain && !moves_all && static_cast<int64_t>(stays_bytes + nbytes) <= room) {
+      stays_bytes += nbytes;
     } else {
       placed.moved.push_back(output);
     }
   }
-  placed.moves = moves_input(way) || !placed.moved.empty();
+  placed.moves = of.moves_input || !placed.moved.empty();
   std::ranges::sort(placed.moved);
-  return kept;
+  return stays_bytes;
 }
 
 std::optional<CallPlan> BlockPlans::moving(size_t call, uint32_t number, size_t moved_count) const {
-  const BlockKind& kind = kind_of(call);
-  const BlockWay& way = kind.ways[number];
-  const std::vector<uint32_t> outputs = movable(kind, way);
-  const size_t count = way.is_plain ? outputs.size() : std::min(moved_count, outputs.size());
+  const std::vector<uint32_t>& outputs = kept(call, number).movable;
+  const bool is_plain = kind_of(call).ways[number].is_plain;
+  const size_t count = is_plain ? outputs.size() : std::min(moved_count, outputs.size());
   CallPlan placed{number, {outputs.end() - static_cast<ptrdiff_t>(count), outputs.end()}, true};
-  if (placed.moved.empty() && !moves_input(way)) return std::nullopt;
+  if (placed.moved.empty() && !kept(call, number).moves_input) return std::nullopt;
   std::ranges::sort(placed.moved);
   return placed;
 }
 
 uint64_t BlockPlans::kept_of(size_t call, const CallPlan& placed) const {
-  const BlockKind& kind = kind_of(call);
-  const BlockWay& way = kind.ways[placed.way];
-  uint64_t nbytes = kept_bytes(kind, way);
-  for (const uint32_t output : placed.moved) nbytes -= kind.outputs[output].nbytes();
-  return placed.moves && moves_input(way) ? nbytes - way.input_bytes : nbytes;
+  const Kept& of = kept(call, placed.way);
+  uint64_t nbytes = of.nbytes;
+  for (const uint32_t output : placed.moved) nbytes -= output_bytes(call)[output];
+  return placed.moves && of.moves_input ? nbytes - kind_of(call).ways[placed.way].input_bytes : nbytes;
 }
 
 bool BlockPlans::sum_up(JointPlan& plan, uint64_t memory_bytes) const {
   uint64_t kept = 0, all = 0;
-  std::vector<uint64_t> before, moved{0};  // bytes that the calls before each one keep and move, and that all do
+  // The bytes that the calls before each one keep and move, and that all do.
+  std::vector<uint64_t> before(plan.calls.size() + 1), moved(plan.calls.size() + 1);
   for (size_t call = 0; call < plan.calls.size(); ++call) {
-    before.push_back(kept);
     kept += kept_of(call, plan.calls[call]);
-    all += kept_bytes(kind_of(call), kind_of(call).ways[plan.calls[call].way]);
-    moved.push_back(all - kept);
+    all += kept_[step_.calls[call].kind][plan.calls[call].way].nbytes;
+    before[call + 1] = kept;
+    moved[call + 1] = all - kept;
   }
-  before.push_back(kept);
   plan.kept_bytes = kept;
   plan.moved_bytes = all - kept;
   if (plan.moved_bytes == 0) plan.window_bytes = 0;
@@ -253,30 +278,29 @@ bool BlockPlans::set_windows(JointPlan& plan, const std::vector<uint64_t>& befor
 }
 
 std::vector<uint64_t> BlockPlans::moving_sizes(const JointPlan& plan) const {
-  std::set<uint64_t> sizes;
-  for (size_t call = 0; call < plan.calls.size(); ++call) {
-    const CallPlan& placed = plan.calls[call];
-    const BlockWay& way = kind_of(call).ways[placed.way];
-    if (placed.moves && moves_input(way)) sizes.insert(way.input_bytes);
-    for (const uint32_t output : placed.moved)
-      sizes.insert(kind_of(call).outputs[output].sizes.begin(), kind_of(call).outputs[output].sizes.end());
-  }
-  return {sizes.begin(), sizes.end()};
+  std::vector<uint64_t> sizes;
+  for (size_t call = 0; call < plan.calls.size(); ++call) add_sizes(call, plan.calls[call], sizes);
+  return each_once(std::move(sizes));
 }
 
 std::vector<uint64_t> BlockPlans::movable_sizes(const std::vector<uint32_t>& ways) const {
-  std::set<std::pair<uint32_t, uint32_t>> seen;  // kinds and ways
-  std::set<uint64_t> sizes;
+  std::vector<uint64_t> sizes;
+  std::vector<std::vector<bool>> seen(step_.kinds.size());  // by kind and way
   for (size_t call = 0; call < ways.size(); ++call) {
-    if (!seen.emplace(step_.calls[call].kind, ways[call]).second) continue;
-    const BlockWay& way = kind_of(call).ways[ways[call]];
-    if (moves_input(way)) sizes.insert(way.input_bytes);
-    for (const uint32_t output : movable(kind_of(call), way)) {
-      const std::vector<uint64_t>& records = kind_of(call).outputs[output].sizes;
-      sizes.insert(records.begin(), records.end());
-    }
+    std::vector<bool>& of_kind = seen[step_.calls[call].kind];
+    of_kind.resize(kind_of(call).ways.size());
+    if (of_kind[ways[call]]) continue;
+    of_kind[ways[call]] = true;
+    add_sizes(call, {ways[call], kept(call, ways[call]).movable, true}, sizes);
   }
-  return {sizes.begin(), sizes.end()};
+  return each_once(std::move(sizes));
+}
+
+void BlockPlans::add_sizes(size_t call, const CallPlan& placed, std::vector<uint64_t>& sizes) const {
+  const BlockKind& kind = kind_of(call);
+  if (placed.moves && kept(call, placed.way).moves_input) sizes.push_back(kind.ways[placed.way].input_bytes);
+  for (const uint32_t output : placed.moved)
+    sizes.insert(sizes.end(), kind.outputs[output].sizes.begin(), kind.outputs[output].sizes.end());
 }
 
 // ---- times ----
@@ -289,6 +313,15 @@ struct BlockPlans::Copies {
   std::vector<size_t> calls;     // by record
   std::vector<double> starts_s;  // by call
 
+  void reserve(size_t count) {
+    shape.last_save.reserve(count);
+    shape.nbytes.reserve(count);
+    times.records.reserve(count);
+    calls.reserve(count);
+    windows.kept.reserve(count);
+    windows.offload_bytes.reserve(count);
+    windows.reload_bytes_from.reserve(count);
+  }
   void add(size_t call, const JointPlan& plan, uint64_t nbytes, StepTimes::Record record, Reason why) {
     shape.last_save.push_back(shape.nbytes.size());
     shape.nbytes.push_back(nbytes);
@@ -308,6 +341,13 @@ struct BlockPlans::Copies {
 
 BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
   Copies copies;
+  size_t count = 1;  // at most
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    count += 2;
+    for (const uint32_t number : plan.calls[call].moved) count += kind_of(call).outputs[number].sizes.size();
+  }
+  copies.reserve(count);
+  copies.starts_s.reserve(plan.calls.size());
   double clock_s = step_.head_s;
   for (size_t call = 0; call < plan.calls.size(); ++call) {
     const BlockKind& kind = kind_of(call);
@@ -315,7 +355,7 @@ BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
     const BlockWay& way = kind.ways[placed.way];
     copies.change_window(call, plan, clock_s, plan.windows[call].offload_bytes);
     copies.starts_s.push_back(clock_s);
-    if (placed.moves && moves_input(way))
+    if (placed.moves && kept(call, placed.way).moves_input)
       copies.add(call, plan, way.input_bytes, {clock_s, -1, kind.input_link_share}, Reason::None);
     for (const uint32_t number : placed.moved) {
       const BlockOutput& output = kind.outputs[number];
@@ -329,7 +369,67 @@ BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
   return copies;
 }
 
-void BlockPlans::time(JointPlan& plan) const {
+double BlockPlans::least_s(const std::vector<uint32_t>& ways, uint64_t memory_bytes) const {
+  double forward_s = forward_s_, backward_s = backward_s_;
+  uint64_t nbytes = 0;
+  for (size_t call = 0; call < ways.size(); ++call) {
+    backward_s += kind_of(call).ways[ways[call]].recompute_s;
+    nbytes += kept(call, ways[call]).nbytes;
+  }
+  // At the loss there is no room for so much of it, in a window or not: it goes out before, and comes back behind.
+  const int64_t away_bytes = -left(memory_bytes, step_.loss_bytes, nbytes);
+  if (step_.may_move && away_bytes > 0) {
+    const double link_bytes = static_cast<double>(away_bytes) * least_link_share_;
+    forward_s = std::max(forward_s, step_.head_s + link_bytes / step_.link.out_bytes_per_s);
+    const double reload_s = link_bytes / step_.link.in_bytes_per_s - between_asks_s_;
+    backward_s = std::max(backward_s, step_.loss_s + reload_s + step_.end_s);
+  }
+  return (forward_s + backward_s) * (1 - kRounding);
+}
+
+double BlockPlans::link_bytes(size_t call, const CallPlan& placed) const {
+  const BlockKind& kind = kind_of(call);
+  const bool moves_input = placed.moves && kept(call, placed.way).moves_input;
+  double sum = moves_input ? static_cast<double>(kind.ways[placed.way].input_bytes) * kind.input_link_share : 0;
+  for (const uint32_t output : placed.moved)
+    sum += static_cast<double>(output_bytes(call)[output]) * kind.outputs[output].link_share;
+  return sum;
+}
+
+// Copies follow each other, and as a call ends, at most its window is left on the way out. What was on its way at the
+// loss is not reloaded. All that a call moved, and what was moved behind it, is back before its backward ends; unless
+// the call is plain, before it begins.
+double BlockPlans::least_s(const JointPlan& plan) const {
+  const LinkRates& link = step_.link;
+  double clock_s = step_.head_s, link_s = 0;
+  std::vector<double> moved(plan.calls.size());  // bytes on the link, by call
+  const auto wait = [&](uint64_t window_bytes) {
+    if (link_s > 0) clock_s = std::max(clock_s, link_s - static_cast<double>(window_bytes) / link.out_bytes_per_s);
+  };
+  for (size_t call = 0; call < plan.calls.size(); ++call) {
+    moved[call] = link_bytes(call, plan.calls[call]);
+    if (moved[call] > 0) link_s = std::max(link_s, clock_s) + moved[call] / link.out_bytes_per_s;
+    clock_s += kind_of(call).forward_s;
+    wait(plan.windows[call].offload_bytes);
+  }
+  wait(plan.loss_window_bytes);
+  clock_s += step_.loss_s;
+  link_s = clock_s - between_asks_s_;
+  auto held_bytes = static_cast<double>(plan.loss_window_bytes);
+  for (size_t call = plan.calls.size(); call-- > 0;) {
+    const BlockWay& way = kind_of(call).ways[plan.calls[call].way];
+    const double reloaded = std::max(0.0, moved[call] - held_bytes);
+    held_bytes -= moved[call] - reloaded;
+    if (reloaded > 0) link_s += reloaded / link.in_bytes_per_s;
+    if (reloaded > 0 && !way.is_plain) clock_s = std::max(clock_s, link_s);
+    clock_s += way.recompute_s + kind_of(call).backward_s;
+    if (reloaded > 0) clock_s = std::max(clock_s, link_s);
+  }
+  return (clock_s + step_.end_s) * (1 - kRounding);
+}
+
+bool BlockPlans::time(JointPlan& plan, double most_s) const {
+  if (most_s < std::numeric_limits<double>::infinity() && least_s(plan) > most_s) return false;
   const size_t count = plan.calls.size();
   auto [shape, times, windows, calls, starts_s] = copies_of(plan);
   std::vector<double> begins_s(count);
@@ -342,7 +442,7 @@ void BlockPlans::time(JointPlan& plan) const {
   }
   times.compute_s += step_.end_s;
   plan.step_s = times.compute_s;
-  if (shape.nbytes.empty()) return;
+  if (shape.nbytes.empty()) return true;
   for (size_t record = 0; record < shape.count(); ++record) {
     if (windows.kept[record] != Reason::None) continue;
     const size_t call = calls[record];
@@ -356,7 +456,8 @@ void BlockPlans::time(JointPlan& plan) const {
   }
   times.link = step_.link;
   windows.reload_bytes = plan.window_bytes;
-  plan.step_s = simulate(shape, times, windows).step_s;
+  plan.step_s = simulate(shape, times, windows, nullptr, most_s).step_s;
+  return std::isfinite(plan.step_s);
 }
 
 }  // namespace torchoffload

@@ -84,17 +84,21 @@ std::vector<uint32_t> best_still(const StepOfBlocks& step, uint64_t memory_bytes
   std::vector<std::vector<State>> states{{State{}}};
   for (size_t call = 0; call < count; ++call) {
     const BlockKind& kind = step.kinds[step.calls[call].kind];
+    std::vector<uint64_t> nbytes;  // by way
+    nbytes.reserve(kind.ways.size());
+    for (const BlockWay& way : kind.ways) nbytes.push_back(kept_bytes(kind, way));
     std::vector<State> next;
+    next.reserve(states.back().size() * nbytes.size());
     for (size_t from = 0; from < states.back().size(); ++from) {
       for (uint32_t way = 0; way < kind.ways.size(); ++way) {
         const State& before = states.back()[from];
-        const uint64_t kept = before.kept + kept_bytes(kind, kind.ways[way]);
+        const uint64_t kept = before.kept + nbytes[way];
         if (static_cast<int64_t>(kept) > most[call + 1]) continue;
         next.push_back({kept, before.recompute_s + kind.ways[way].recompute_s, from, way});
       }
     }
     std::ranges::sort(next, [](const State& a, const State& b) {
-      return std::pair(a.kept, a.recompute_s) < std::pair(b.kept, b.recompute_s);
+      return a.kept != b.kept ? a.kept < b.kept : a.recompute_s < b.recompute_s;
     });
     std::vector<State> kept;
     for (const State& state : next) {
@@ -137,7 +141,10 @@ class Search {
     JointPlan* found = nullptr;
     for (auto& [windows, plan] : best_) {
       if (plan.step_s > most_s) continue;
-      if (step_.leaves_room) leave_room(plan, most_s);
+      if (step_.leaves_room) {
+        if (found != nullptr && least_blocks_bytes(plan) >= cost_of(*found)) continue;
+        leave_room(plan, most_s);
+      }
       if (found == nullptr || cost_of(plan) < cost_of(*found)) found = &plan;
     }
     if (!step_.leaves_room) leave_room(*found, most_s);
@@ -148,6 +155,13 @@ class Search {
   // The measure that chooses among plans that take nearly as long.
   uint64_t cost_of(const JointPlan& plan) const { return step_.leaves_room ? plan.blocks_bytes : plan.moved_bytes; }
 
+  // The most on the device while a block runs, without any windows.
+  uint64_t least_blocks_bytes(JointPlan plan) const {
+    plan.window_bytes = 0;
+    plans_.sum_up(plan, memory_bytes_);
+    return plan.blocks_bytes;
+  }
+
   // Makes the windows of blocks smaller, as far as the step takes no more than this time.
   void leave_room(JointPlan& plan, double most_s) const {
     if (plan.moved_bytes == 0) return;
@@ -156,8 +170,7 @@ class Search {
         JointPlan other = plan;
         other.*spare = plan.peak_bytes / kSpareParts * part;
         if (!plans_.sum_up(other, memory_bytes_)) continue;
-        plans_.time(other);
-        if (other.step_s > most_s) continue;
+        if (!plans_.time(other, most_s) || other.step_s > most_s) continue;
         plan = std::move(other);
         break;
       }
@@ -185,6 +198,7 @@ class Search {
   }
 
   void consider(const std::vector<uint32_t>& ways) {
+    least_s_ = plans_.least_s(ways, memory_bytes_);
     // First with all kept values on the device: then a window is of no use.
     if (try_plan(ways, std::nullopt)) return;
     const std::vector<uint64_t> sizes = plans_.movable_sizes(ways);
@@ -203,12 +217,15 @@ class Search {
   // `size`: of the window, as a multiple of the largest record.
   bool try_plan(const std::vector<uint32_t>& ways, std::optional<uint64_t> window_bytes, uint64_t size = 0,
                 BlockPlans::Keeps keeps = BlockPlans::Keeps::LeavingRoom) {
+    // Among plans that take as long, the one that came first stays.
+    const auto known = best_.find({keeps, size});
+    const double most_s =
+        known == best_.end() ? std::numeric_limits<double>::infinity() : known->second.step_s - kNoGainS;
+    if (window_bytes && least_s_ > most_s) return false;
     std::optional<JointPlan> plan = plans_.placed(ways, memory_bytes_, window_bytes, keeps);
     if (!plan) return false;
-    plans_.time(*plan);
-    // Among plans that take as long, the one that came first stays.
-    const auto [known, is_first] = best_.try_emplace({keeps, size}, *plan);
-    if (!is_first && plan->step_s < known->second.step_s - kNoGainS) known->second = *std::move(plan);
+    if (!plans_.time(*plan, most_s) || plan->step_s >= most_s) return true;
+    best_.insert_or_assign({keeps, size}, *std::move(plan));
     return true;
   }
 
@@ -217,21 +234,21 @@ class Search {
     const size_t most = std::min(kChanges, kChangedCalls / ((best_.size() + 1) * (step_.calls.size() + 1)));
     for (auto& [windows, plan] : best_) {
       changes_left_ = most;
+      changed_ = plan;
       while (change_windows(plan) | change_calls(plan) | swap_calls(plan)) {
       }
     }
   }
 
-  // Takes another plan in the place of this one if it fits and takes less time, or as long and moves less.
-  bool take(JointPlan& plan, JointPlan other) {
+  // Takes the changed plan in the place of this one if it fits and takes less time, or as long and moves less.
+  bool take_changed(JointPlan& plan) {
     if (changes_left_ == 0) return false;
     --changes_left_;
-    if (!plans_.sum_up(other, memory_bytes_)) return false;
-    plans_.time(other);
-    const bool takes_less = other.step_s < plan.step_s - kNoGainS;
-    const bool moves_less = other.step_s <= plan.step_s && other.moved_bytes < plan.moved_bytes;
-    if (!takes_less && !moves_less) return false;
-    plan = std::move(other);
+    if (!plans_.sum_up(changed_, memory_bytes_)) return false;
+    const bool moves_less = changed_.moved_bytes < plan.moved_bytes;
+    if (!plans_.time(changed_, moves_less ? plan.step_s : plan.step_s - kNoGainS)) return false;
+    if (changed_.step_s >= plan.step_s - kNoGainS && !(moves_less && changed_.step_s <= plan.step_s)) return false;
+    plan = changed_;
     return true;
   }
 
@@ -240,9 +257,8 @@ class Search {
     bool is_better = false;
     const std::vector<uint64_t> sizes = plans_.moving_sizes(plan);
     const auto with = [&](double window_bytes) {
-      JointPlan other = plan;
-      other.window_bytes = static_cast<uint64_t>(window_bytes);
-      is_better |= take(plan, std::move(other));
+      changed_.window_bytes = static_cast<uint64_t>(window_bytes);
+      is_better |= take_changed(plan);
     };
     for (const double change : kWindowChanges) with(static_cast<double>(plan.window_bytes) * change);
     for (const uint64_t size : sizes) with(static_cast<double>(size));
@@ -255,9 +271,13 @@ class Search {
     for (size_t call = 0; call < plan.calls.size(); ++call) {
       if (changes_left_ == 0) return is_better;
       for (CallPlan& option : options_of(call, plan.calls[call])) {
-        JointPlan other = plan;
-        other.calls[call] = std::move(option);
-        is_better |= take(plan, std::move(other));
+        changed_.window_bytes = plan.window_bytes;
+        std::swap(changed_.calls[call], option);
+        if (take_changed(plan)) {
+          is_better = true;
+        } else {
+          std::swap(changed_.calls[call], option);
+        }
       }
     }
     return is_better;
@@ -294,10 +314,14 @@ class Search {
       for (size_t i = 0; i + 1 < calls.size(); ++i) {
         if (changes_left_ == 0) return is_better;
         const CallPlan &one = plan.calls[calls[i]], &next = plan.calls[calls[i + 1]];
-        if (one.way == next.way && one.moves == next.moves && one.moved == next.moved) continue;
-        JointPlan other = plan;
-        std::swap(other.calls[calls[i]], other.calls[calls[i + 1]]);
-        is_better |= take(plan, std::move(other));
+        if (one == next) continue;
+        changed_.window_bytes = plan.window_bytes;
+        std::swap(changed_.calls[calls[i]], changed_.calls[calls[i + 1]]);
+        if (take_changed(plan)) {
+          is_better = true;
+        } else {
+          std::swap(changed_.calls[calls[i]], changed_.calls[calls[i + 1]]);
+        }
       }
     }
     return is_better;
@@ -309,10 +333,28 @@ class Search {
   std::vector<std::vector<size_t>> calls_of_;  // by kind
   // By the kind of room that is left for windows, and by their size.
   std::map<std::pair<BlockPlans::Keeps, uint64_t>, JointPlan> best_;
+  double least_s_ = 0;  // of all plans with the ways that are considered
+  JointPlan changed_;   // while a plan is made better: the same one with a change
   size_t changes_left_ = 0;
 };
 
 }  // namespace
+
+StepOfBlocks with_times(StepOfBlocks step, const TimeFactors& factors) {
+  const auto& [pace, again, rate] = factors;
+  for (BlockKind& kind : step.kinds) {
+    kind.forward_s *= pace;
+    kind.backward_s *= pace;
+    for (BlockOutput& output : kind.outputs) output.ready_s *= pace;
+    for (BlockWay& way : kind.ways) way.recompute_s = way.recompute_s * pace * again;
+  }
+  step.head_s *= pace;
+  step.loss_s *= pace;
+  step.end_s *= pace;
+  step.link.out_bytes_per_s *= rate;
+  step.link.in_bytes_per_s *= rate;
+  return step;
+}
 
 std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_bytes) {
   return Search(step, memory_bytes).best();

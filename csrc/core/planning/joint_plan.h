@@ -39,6 +39,8 @@
 // otherwise. Three sorts of plans are tried: with room for whole windows left free everywhere, for windows of several
 // sizes; without that room; and with all values moved that may move. Each such plan is simulated. The best plan of each
 // sort is then changed, one call or the windows at a time, as long as that saves time, or bytes that move.
+// Most of these plans are too slow, and it is enough to know that. So a bound comes first (BlockPlans::least_s), and a
+// simulation ends as soon as its step is certain to take longer than the best one so far. Neither changes the result.
 #pragma once
 
 #include <cstdint>
@@ -102,6 +104,8 @@ struct CallPlan {
   uint32_t way = 0;
   std::vector<uint32_t> moved;  // outputs, by number
   bool moves = false;           // something moves, and if it is not plain its arguments, too
+
+  friend bool operator==(const CallPlan&, const CallPlan&) = default;
 };
 
 // The windows of one call; see Note [Memory of a step of blocks].
@@ -127,6 +131,15 @@ struct JointPlan {
   uint64_t forward_spare_bytes = 0;
   uint64_t backward_spare_bytes = 0;
 };
+
+// The factors by which the times of a step may differ from another's: of all computing, of computing again besides, and of
+// the link's rates.
+struct TimeFactors {
+  double pace = 1;
+  double again = 1;
+  double rate = 1;
+};
+StepOfBlocks with_times(StepOfBlocks step, const TimeFactors& factors);
 
 // The plan of the least time whose peak is at most `memory_bytes`; nullopt if there is none.
 std::optional<JointPlan> plan_step(const StepOfBlocks& step, uint64_t memory_bytes);

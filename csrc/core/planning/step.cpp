@@ -67,8 +67,9 @@ RecordId id_of(size_t record) { return {static_cast<uint32_t>(record), 0}; }
 // decides, as it does for the engine.
 class Walk {
  public:
-  Walk(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events)
-      : shape_(shape),
+  Walk(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events, double most_s)
+      : most_s_(most_s * (1 + kRounding)),
+        shape_(shape),
         times_(times),
         plan_(plan),
         events_(events),
@@ -79,7 +80,8 @@ class Walk {
   PlannedStep run() {
     forward();
     const double forward_s = pure_s_;
-    backward();
+    if (!is_over()) backward();
+    if (is_over()) return {.step_s = std::numeric_limits<double>::infinity()};
     advance(times_.compute_s);
     const LinkRates& link = times_.link;
     step_.step_s = clock_s_;
@@ -125,10 +127,27 @@ class Walk {
     pure_s_ = std::max(pure_s_, to_s);
   }
 
+  // Is it certain that the step takes too long? All waits so far are in the clock, and the rest is at least computed.
+  bool is_over() const { return clock_s_ + (times_.compute_s - pure_s_) > most_s_; }
+
+  // The same before backward begins: what it wants from the tier comes over the link one record after the other, and
+  // the device computes on once it has the last one of these.
+  bool is_over_by_link(const std::vector<size_t>& uses) const {
+    double link_s = 0, needed_s = 0;
+    for (const size_t used : uses) {
+      if (live_[used].state != State::Offloaded) continue;
+      link_s += link_bytes(used) / times_.link.in_bytes_per_s + times_.link.latency_s;
+      needed_s = times_.records[used].needed_s;
+    }
+    if (link_s == 0) return false;
+    const double asked_s = clock_s_ + std::max(0.0, times_.records[uses.front()].needed_s - pure_s_);
+    return asked_s + link_s + std::max(0.0, times_.compute_s - needed_s) > most_s_;
+  }
+
   void forward() {
     uint64_t held_bytes = 0;       // held when the operator before this one had ended
     uint64_t held_late_bytes = 0;  // the same if the copies of that operator are enqueued only now
-    for (size_t record = 0; record < shape_.count(); ++record) {
+    for (size_t record = 0; record < shape_.count() && !is_over(); ++record) {
       const bool begins = record == 0 || !shape_.joins_operator(record);
       const bool ends = record + 1 == saves_.end[record];
       if (begins) {
@@ -171,15 +190,30 @@ class Walk {
 
   void backward() {
     std::vector<size_t> uses;
+    uses.reserve(shape_.count());
     for (size_t record = 0; record < shape_.count(); ++record) {
       if (times_.records[record].needed_s >= 0) uses.push_back(record);
     }
     by_last_save_ = uses;
-    std::stable_sort(uses.begin(), uses.end(),
-                     [&](size_t a, size_t b) { return times_.records[a].needed_s < times_.records[b].needed_s; });
-    std::ranges::reverse(by_last_save_);  // of records with the same last save the first one is reloaded first
-    std::stable_sort(by_last_save_.begin(), by_last_save_.end(),
-                     [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; });
+    // Of records that are needed at the same time or have the same last save, the first one is used and reloaded first.
+    // Mostly the records are in these orders already: the last one is used first.
+    const auto is_used_sooner = [&](size_t a, size_t b) {
+      return times_.records[a].needed_s < times_.records[b].needed_s;
+    };
+    const auto is_saved_sooner = [&](size_t a, size_t b) { return shape_.last_save[a] < shape_.last_save[b]; };
+    if (is_in_order(uses.rbegin(), uses.rend(), is_used_sooner)) {
+      std::ranges::reverse(uses);
+    } else {
+      std::ranges::stable_sort(uses, is_used_sooner);
+    }
+    if (!is_in_order(by_last_save_.begin(), by_last_save_.end(), is_saved_sooner)) {
+      std::ranges::reverse(by_last_save_);
+      std::ranges::stable_sort(by_last_save_, is_saved_sooner);
+    }
+    if (is_over_by_link(uses)) {
+      clock_s_ = std::numeric_limits<double>::infinity();
+      return;
+    }
     for (size_t place = 0; place < by_last_save_.size(); ++place) {
       place_of_[by_last_save_[place]] = place;
       if (plan_.reload_bytes_from.empty()) continue;
@@ -188,7 +222,16 @@ class Walk {
         tape_.begin_part(place, {0, reload_bytes});
     }
     tape_.close(by_last_save_.size());
-    for (const size_t used : uses) use(used);
+    for (const size_t used : uses) {
+      use(used);
+      if (is_over()) return;
+    }
+  }
+
+  // Does each come before the next one, with no two in the same place?
+  template <typename Iterator, typename Before>
+  static bool is_in_order(const Iterator& begin, const Iterator& end, Before is_before) {
+    return std::adjacent_find(begin, end, [&](size_t a, size_t b) { return !is_before(a, b); }) == end;
   }
 
   void use(size_t used) {
@@ -241,6 +284,10 @@ class Walk {
     in_link_bytes_ += link_bytes(record);
   }
 
+  // Sums of the same times in another order differ by no more than this part.
+  static constexpr double kRounding = 1e-10;
+
+  const double most_s_;
   const StepShape& shape_;
   const StepTimes& times_;
   const Plan& plan_;
@@ -259,8 +306,9 @@ class Walk {
 
 }  // namespace
 
-PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events) {
-  return Walk(shape, times, plan, events).run();
+PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan, std::vector<StepEvent>* events,
+                     double most_s) {
+  return Walk(shape, times, plan, events, most_s).run();
 }
 
 }  // namespace torchoffload

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -114,9 +115,10 @@ struct StepEvent {
   size_t record = 0;
 };
 // Simulates a step under a plan by the rules that the engine follows, at the link's rates. `events`: a list to which
-// the events are appended in their order, or null.
+// the events are appended in their order, or null. `most_s`: the simulation ends early once it is certain that the step
+// takes longer than this; its time is then infinite, and the other results mean nothing.
 PlannedStep simulate(const StepShape& shape, const StepTimes& times, const Plan& plan,
-                     std::vector<StepEvent>* events = nullptr);
+                     std::vector<StepEvent>* events = nullptr, double most_s = std::numeric_limits<double>::infinity());
 
 // Times that express only an order: records are made one after the other, and asked for in reverse.
 StepTimes times_in_order(size_t record_count);

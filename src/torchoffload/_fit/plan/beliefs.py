@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from torchoffload._fit.plan.step import Step, StepPlan
+from torchoffload._fit.plan.step import Step, StepPlan, times_of
 
 __all__ = ["Belief", "Beliefs"]
 
@@ -41,6 +41,11 @@ class Belief:
     pace: float = 1.0
     doubt: float = 0.0
 
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """The factors of a step's times if it is true: of all computing, of computing again besides, of the rate."""
+        return self.pace, self.again, self.rate
+
     def of(self, step: Step) -> Step:
         """Return a surveyed step with the times that it has if this belief is true."""
         return step.with_times(pace=self.pace, again=self.again, rate=self.rate)
@@ -59,7 +64,7 @@ class Beliefs:
         self._step = step
         rates = _RATES if step.may_move else (1.0,)
         self._all = [Belief(again, rate) for again, rate in itertools.product(_AGAIN, rates)]
-        self._all = [self._explaining(belief, []) for belief in self._all]
+        self.learn([])
 
     @property
     def best(self) -> Belief:
@@ -73,25 +78,36 @@ class Beliefs:
         return [belief for belief in self._all if belief.doubt <= most]
 
     def learn(self, timed: Sequence[tuple[StepPlan, float]]) -> None:
-        """Take notice of plans and of how long steps took under them."""
-        self._all = [self._explaining(belief, timed) for belief in self._all]
-
-    def _explaining(self, belief: Belief, timed: Sequence[tuple[StepPlan, float]]) -> Belief:
-        """Return a belief with the pace at which it explains the times best."""
-        misses = [0.0]
+        """Take notice of plans and of how long steps took under them: find the paces that explain the times best."""
+        plans = [plan for plan, _ in timed]
+        misses = [[0.0] for _ in self._all]
+        unsettled = list(range(len(self._all)))
         for _ in range(_ROUNDS if timed else 0):
-            step = belief.of(self._step)
-            misses = [math.log(taken_s / max(plan.timed_as(step).step_s, 1e-12)) for plan, taken_s in timed]
-            change = sum(misses) / len(misses)
-            if abs(change) < _NEAR:
+            if not unsettled:
                 break
-            pace = min(max(belief.pace * math.exp(change), _LEAST_PACE), _MOST_PACE)
-            belief = dataclasses.replace(belief, pace=pace)
-        miss = math.sqrt(sum(each * each for each in misses) / len(misses)) / _NOISE
-        far = sum(abs(math.log2(each)) for each in (belief.again, belief.rate, belief.pace))
-        return dataclasses.replace(belief, doubt=miss + far)
+            changed = []
+            times = times_of(self._step, plans, [self._all[number].factors for number in unsettled])
+            for number, times_s in zip(unsettled, times, strict=True):
+                pairs = zip(timed, times_s, strict=True)
+                misses[number] = [math.log(taken_s / max(step_s, 1e-12)) for (_, taken_s), step_s in pairs]
+                change = sum(misses[number]) / len(timed)
+                if abs(change) < _NEAR:
+                    continue
+                pace = min(max(self._all[number].pace * math.exp(change), _LEAST_PACE), _MOST_PACE)
+                self._all[number] = dataclasses.replace(self._all[number], pace=pace)
+                changed.append(number)
+            unsettled = changed
+        self._all = [_doubted(belief, missed) for belief, missed in zip(self._all, misses, strict=True)]
 
     def predicted_s(self, plan: StepPlan) -> tuple[float, float, float]:
         """Return how long a step takes under a plan: the least that is likely, by the best belief, and the most."""
-        times = [plan.timed_as(belief.of(self._step)).step_s for belief in self.likely]
-        return min(times), plan.timed_as(self.best.of(self._step)).step_s, max(times)
+        found = times_of(self._step, [plan], [belief.factors for belief in (self.best, *self.likely)])
+        best_s, *likely_s = (times_s[0] for times_s in found)
+        return min(likely_s), best_s, max(likely_s)
+
+
+def _doubted(belief: Belief, misses: Sequence[float]) -> Belief:
+    """Return a belief with its doubt, by the logarithms of how badly it explains each time."""
+    miss = math.sqrt(sum(each * each for each in misses) / len(misses)) / _NOISE
+    far = sum(abs(math.log2(each)) for each in (belief.again, belief.rate, belief.pace))
+    return dataclasses.replace(belief, doubt=miss + far)

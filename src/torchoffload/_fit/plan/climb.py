@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torchoffload._fit.plan.beliefs import Beliefs
 from torchoffload._fit.plan.scaling import scaled
-from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, survey_plan
+from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, plan_steps, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
@@ -259,8 +259,7 @@ class Climb:
             slowest = min(belief.rate for belief in self._beliefs.likely)
             steps.append(step.with_times(rate=slowest / self._beliefs.best.rate))
             steps.append(dataclasses.replace(step, may_move=False))
-        plans = [plan_step(each, memory_bytes, timed_as=step) for each in steps]
-        return [plan for plan in plans if plan is not None]
+        return [plan.timed_as(step) for plan in plan_steps(steps, memory_bytes)]
 
     def _would_gain(self, step: Step, wanted_s: float, memory_bytes: int) -> bool:
         """Return whether a plan in more memory would be faster: the next plan is then a part of the way to it."""

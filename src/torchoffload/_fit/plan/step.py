@@ -17,8 +17,12 @@ __all__ = [
     "Way",
     "least_plan",
     "plan_step",
+    "plan_steps",
     "survey_plan",
+    "times_of",
 ]
+
+_AS_IT_IS = (1.0, 1.0, 1.0)  # the factors of a step's own times
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +288,13 @@ class StepPlan:
 
     def timed_as(self, step: Step) -> "StepPlan":
         """Return the same plan with the times that it has in a step of other times and the same bytes."""
-        step_s, recompute_s = core.joint_plan_times(step, self)
+        [[(step_s, recompute_s)]] = core.joint_plan_times(step, [self], [_AS_IT_IS])
         return replace(self, step_s=step_s, recompute_s=recompute_s)
+
+
+def times_of(step: Step, plans: Sequence[StepPlan], factors: Sequence[tuple[float, float, float]]) -> list[list[float]]:
+    """Return for each (pace, again, rate) how long the step with these times takes under each plan, in seconds."""
+    return [[step_s for step_s, _ in times] for times in core.joint_plan_times(step, plans, factors)]
 
 
 def _as_plan(found: dict[str, Any]) -> StepPlan:
@@ -298,13 +307,16 @@ def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) ->
 
     ``timed_as``: the step whose times the plan is given, if ``step`` assumes other times of the same blocks.
     """
-    if step.other_bytes > memory_bytes:
+    plans = plan_steps([step], memory_bytes)
+    if not plans:
         return None
-    found = core.joint_plan(step, max(memory_bytes, 0))
-    if found is None:
-        return None
-    plan = _as_plan(found)
-    return plan if timed_as is None else plan.timed_as(timed_as)
+    return plans[0] if timed_as is None else plans[0].timed_as(timed_as)
+
+
+def plan_steps(steps: Iterable[Step], memory_bytes: int) -> list[StepPlan]:
+    """Return the plan of each step that has one, as ``plan_step`` does. The searches run at the same time."""
+    possible = [step for step in steps if step.other_bytes <= memory_bytes]
+    return [_as_plan(found) for found in core.joint_plans(possible, max(memory_bytes, 0)) if found is not None]
 
 
 def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
@@ -320,7 +332,7 @@ def least_plan(step: Step) -> StepPlan:
     high = plan.peak_bytes
     while high - low > high // 1000 + 1:
         middle = (low + high) // 2
-        found = core.joint_plan(step, middle)
+        (found,) = core.joint_plans([step], middle)
         if found is None or found["peak_bytes"] >= high:
             low = middle
         else:
