@@ -61,7 +61,7 @@ class VersionMark {
   uint32_t marked_;
 };
 
-// Operators drop values while PyTorch has let go of the GIL, which a Saved needs.
+// Operators drop values while PyTorch has released the GIL, which a Saved needs.
 struct DeleteWithGil {
   DeleteWithGil() = default;
   explicit(false) DeleteWithGil(const std::default_delete<Saved>&) {}

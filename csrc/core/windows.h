@@ -134,7 +134,7 @@ class TapeWindows {
   // The first save of each part, and its reload window; empty: there is one part.
   std::vector<std::pair<uint64_t, uint64_t>> reload_bytes_from_;
   // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
-  // the consumer comes to that save. One that was given up meanwhile counts on, so that less is reloaded ahead.
+  // the consumer comes to that save. One whose bytes were dropped meanwhile counts on, so that less is reloaded ahead.
   std::vector<std::pair<uint64_t, uint64_t>> taken_;
 };
 

@@ -83,7 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // ---- tapes ----
 
-  // Opens a tape for one forward on one thread. First gives back the reloaded bytes of ended graph tasks, and learns
+  // Opens a tape for one forward on one thread. First releases the reloaded bytes of ended graph tasks, and learns
   // times. May block.
   TapeId open_tape(std::shared_ptr<ContextState> context) REQUIRES(gil);
   // No save joins the tape any more. Does nothing for a tape that is closed already. May block while profile() is on.

@@ -64,7 +64,7 @@ struct Offloader::Flush {
   void collect_ready() REQUIRES(gil);
   // Has the operator that saved this tensor ended? Before that it may not have filled it (R1).
   bool has_ended(const PendingCopy& copy) const;
-  // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether code
+  // Looks after the copies of the engine that have ended, and drops the memory that was put off. Returns whether code
   // of others has run. May block.
   bool drop_finished(Offloader& its) REQUIRES(gil);
   // The outcome for a copy whose operator has ended.

@@ -106,12 +106,12 @@ void Records::release(const RecordHandle& handle) {
   if (dropped.was == RecordState::Reloaded && !is_inherited()) weaken_if_seen(id);
 }
 
-void Records::let_go(RecordId id) noexcept {
+void Records::release_hold(RecordId id) noexcept {
   try {
-    if (ledger.let_go_unless_last(id)) return;
+    if (ledger.release_hold_unless_last(id)) return;
     leave_windows(id);
     forget_learned(id);
-    const Ledger::DroppedHandle dropped = ledger.let_go(id);
+    const Ledger::DroppedHandle dropped = ledger.release_hold(id);
     if (dropped.released) drop_held(id, dropped);
   } catch (const std::exception& error) {
     program::warn(std::string("torchoffload: a saved tensor could not be released: ") + error.what());

@@ -3,7 +3,7 @@
 // Ownership:     the memory and the slot of each record (HeldRecord), by the record's index, and HeldTape for each tape.
 //                The parts of its backend outlive it.
 // Thread safety: needs the GIL.
-// Failures:      release() and let_go() never throw.
+// Failures:      release() and release_hold() never throw.
 // Stream order:  `streams` makes every wait of the engine, and a Rule names it.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 //
@@ -67,7 +67,7 @@ struct Records {
     Hold(Hold&& other) noexcept : records_(std::exchange(other.records_, nullptr)), id_(other.id_) {}
     Hold& operator=(Hold&&) = delete;
     ~Hold() REQUIRES(gil) {
-      if (records_ != nullptr) records_->let_go(id_);
+      if (records_ != nullptr) records_->release_hold(id_);
     }
 
    private:
@@ -143,7 +143,7 @@ struct Records {
 
  private:
   // With the last hold a record without handles is released. May block as release().
-  void let_go(RecordId id) noexcept REQUIRES(gil);
+  void release_hold(RecordId id) noexcept REQUIRES(gil);
   void leave_windows(RecordId id) REQUIRES(gil);  // takes a record that is about to be released out of them
   // A kept record is about to be released: its bytes are subtracted from the windows again.
   void forget_learned(RecordId id) REQUIRES(gil);

@@ -88,7 +88,7 @@ void Reloader::start_reloads(std::span<const Windows::Ahead> wanted, Reload why,
       copy.here.lose();
       (void)copy.buffer.release();
     } else {
-      copy.here.let_go(copy.progress.end);
+      copy.here.release_hold(copy.progress.end);
       reload_is_enqueued(copy, consumer, why);
     }
   }

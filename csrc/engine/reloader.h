@@ -50,9 +50,9 @@ class Reloader {
   static void go_on_reloading() REQUIRES(gil);
   void forward_ended(TapeId tape) REQUIRES(gil);
 
-  // Gives back the reloads of ended graph tasks: of those that failed, and of those whose reloads could not be given
-  // back when they ended. May block.
-  void give_back_of_ended() REQUIRES(gil);
+  // Releases the reloads of ended graph tasks: of those that failed, and of those whose reloads could not be released
+  // when they ended. May block.
+  void release_reloads_of_ended() REQUIRES(gil);
 
  private:
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with it, however it ends.
@@ -137,15 +137,15 @@ class Reloader {
 
   // Notes that the current graph task asks for the tape, and arranges for its end. May block.
   void note_asking(TapeId tape) REQUIRES(gil);
-  // Has autograd call back at the end of the graph task, to give back its reloads. Does nothing if that was arranged
+  // Has autograd call back at the end of the graph task, to release its reloads. Does nothing if that was arranged
   // already.
   void await_end_of(int graph_task) REQUIRES(gil);
   enum class Ahead : uint8_t { GoesBack, Stays };
-  // Gives back the reloads of a graph task for the tapes that no other task has asked since: for all of them, or for
-  // one. `ahead` says whether records reloaded ahead of their consumer go back too. Returns whether all of it went
-  // back. May block.
-  bool give_back(int graph_task, Ahead ahead) REQUIRES(gil);
-  bool give_back(TapeId tape, int graph_task, Ahead ahead) REQUIRES(gil);
+  // Releases the reloads of a graph task for the tapes that no other task has asked since: for all of them, or for one.
+  // `ahead` says whether records reloaded ahead of their consumer go back too. Returns whether all of it went back. May
+  // block.
+  bool release_reloads(int graph_task, Ahead ahead) REQUIRES(gil);
+  bool release_reloads(TapeId tape, int graph_task, Ahead ahead) REQUIRES(gil);
 
   Records& records_;
   Offloader& offloader_;

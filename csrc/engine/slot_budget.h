@@ -27,13 +27,13 @@ class HeldSlot {
   HeldSlot(SlotStore* store, const Slot& slot) : store_(store), slot_(slot) {}
   HeldSlot(HeldSlot&& other) noexcept : store_(std::exchange(other.store_, nullptr)), slot_(other.slot_) {}
   HeldSlot& operator=(HeldSlot&&) = delete;
-  ~HeldSlot() { let_go(std::nullopt); }
+  ~HeldSlot() { release_hold(std::nullopt); }
 
   const Slot& slot() const { return slot_; }
 
   // `until`: the end of the copy; absent: there was none.
-  void let_go(std::optional<Point> until) {
-    if (SlotStore* const store = std::exchange(store_, nullptr)) store->let_go(slot_, until);
+  void release_hold(std::optional<Point> until) {
+    if (SlotStore* const store = std::exchange(store_, nullptr)) store->release_hold(slot_, until);
   }
   // Call it if it is not known when the copy ends: the slot stays held for ever.
   void lose() { store_ = nullptr; }

@@ -124,7 +124,7 @@ class PinnedArena final : public SlotStore {
   // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
   Idle take_idle_chunks() EXCLUDES(mutex_);
   // Gives such chunks back to the system once the host has waited for their guards. Blocks. Returns their bytes.
-  uint64_t give_back_chunks(const Idle& idle) EXCLUDES(mutex_);
+  uint64_t release_chunks(const Idle& idle) EXCLUDES(mutex_);
 
   // The arena's thread: takes the chunks that are wanted ahead.
   static void* thread_main(void* arena);

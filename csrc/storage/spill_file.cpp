@@ -146,17 +146,17 @@ uint64_t SpillFile::trim() {
   if (fork_guard_.inherited()) return 0;
   const MutexLock growing(grow_mutex_);
   const auto [idle, end] = take_idle_chunks();
-  uint64_t given_back_bytes = 0;
+  uint64_t released_bytes = 0;
   for (const Span& span : idle) {
-    const bool is_tail = span.begin >= end;  // given back by the truncation below
+    const bool is_tail = span.begin >= end;  // released by the truncation below
     if (is_tail || io_calls.punch_hole(file_in_turn()->cached.get(), static_cast<off_t>(span.begin),
                                        static_cast<off_t>(span.nbytes())) == 0) {
-      given_back_bytes += span.nbytes();
+      released_bytes += span.nbytes();
     }
   }
   if (!idle.empty() && ftruncate(file_in_turn()->cached.get(), static_cast<off_t>(end)) != 0) return 0;
   close_if_empty();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 // The waits hold up no other thread. They come first, since the user may interrupt one.
@@ -195,7 +195,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
 
 // Every transfer touches a slot, and every slot is in a chunk: so no transfer needs the file any more.
 void SpillFile::close_if_empty() {
-  std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
+  std::shared_ptr<File> file;  // closed after the lock is released: the system may take long over a large file
   const MutexLock lock(mutex_);
   if (chunks_.empty()) file = std::move(file_);
 }

@@ -46,7 +46,7 @@ class TransferBuffers {
   TransferBuffers(const TransferBuffers&) = delete;
   TransferBuffers& operator=(const TransferBuffers&) = delete;
 
-  // Null when the system has no memory for one. Each is given back.
+  // Null when the system has no memory for one. Each is released.
   std::byte* try_acquire();
   void release(std::byte* buffer);
 

@@ -184,7 +184,7 @@ Slot TieredStore::hold(const Slot& slot) {
   }
 }
 
-void TieredStore::let_go(const Slot& slot, std::optional<Point> until) {
+void TieredStore::release_hold(const Slot& slot, std::optional<Point> until) {
   if (fork_guard_.inherited()) return;
   {
     const MutexLock lock(mutex_);
@@ -331,7 +331,7 @@ void TieredStore::add_point(std::vector<Point>& points, Point point) {
   points.push_back(point);
 }
 
-// ---- giving back, and questions to the store ----
+// ---- releasing, and questions to the store ----
 
 uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;
@@ -343,10 +343,10 @@ uint64_t TieredStore::trim() {
     while (evict_oldest(UINT64_MAX)) {
     }
   }
-  uint64_t given_back_bytes = arena_.trim();
-  for (const auto& file : files_) given_back_bytes += file->trim();
+  uint64_t released_bytes = arena_.trim();
+  for (const auto& file : files_) released_bytes += file->trim();
   transfers_->end_idle_threads();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 uint64_t TieredStore::used_bytes() const {

@@ -77,9 +77,9 @@ void bind_core_testing(py::module_& module) {
              return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
            })
       .def("hold", [](TestedLedger& self, Key id) { self.hold(record_id(id)); })
-      .def("let_go",
+      .def("release_hold",
            [](TestedLedger& self, Key id) {
-             const auto dropped = self.let_go(record_id(id));
+             const auto dropped = self.release_hold(record_id(id));
              return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
            })
       .def("is_live", [](TestedLedger& self, Key id) { return self.is_live(record_id(id)); })

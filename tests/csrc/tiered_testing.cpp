@@ -122,9 +122,9 @@ void bind_tiered_testing(py::module_& m) {
       .def(
           "hold", [](Self& self, const Slot& slot) { return self.store->hold(slot); }, NoGilCall())
       .def(
-          "let_go",
+          "release_hold",
           [](Self& self, const Slot& slot, const std::optional<PointOf>& until) {
-            self.store->let_go(slot, to_point(until));
+            self.store->release_hold(slot, to_point(until));
           },
           py::arg("slot"), py::arg("until") = std::nullopt, NoGilCall())
       .def(

@@ -48,12 +48,12 @@ const std::vector<std::string_view> kWanted = {"arena round",
                                                "write failed",
                                                "read failed",
                                                "trim",
-                                               "trim gave back",
+                                               "trim released",
                                                "reserve",
                                                "grow ahead",
                                                "grow on need",
                                                "chunk ahead",
-                                               "shrink gave back",
+                                               "shrink released",
                                                "stop",
                                                "past the cache",
                                                "through the cache",
@@ -101,7 +101,7 @@ class World {
     offload.wait_for(offload.submitted());
     reload.wait_for(reload.submitted());
     check();
-    expect(store().used_bytes() == 0, "a slot was not given back");
+    expect(store().used_bytes() == 0, "a slot was not released");
     faults().stop();
     if (kind_ == Kind::Spill && spill_->is_open())
       coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
@@ -157,7 +157,7 @@ class Host {
           plan();
           break;
         case 1:
-          below(2) == 0 ? look() : give_back();
+          below(2) == 0 ? look() : trim_or_shrink();
           break;
         case 2:
         case 3:
@@ -307,18 +307,18 @@ class Host {
     }
   }
 
-  void give_back() {
+  void trim_or_shrink() {
     if (below(60) == 0) {
       world_.stop();
       coverage.saw("stop");
     } else if (below(2) == 0) {
       coverage.saw("trim");
-      if (world_.store().trim() > 0) coverage.saw("trim gave back");
+      if (world_.store().trim() > 0) coverage.saw("trim released");
       if (world_.offload.is_idle()) coverage.saw("threads ended");
       world_.offload.end_idle_threads();
       world_.reload.end_idle_threads();
     } else if (world_.store().shrink(below(world_.store().capacity_bytes() + 1)) > 0) {
-      coverage.saw("shrink gave back");
+      coverage.saw("shrink released");
     }
   }
 

@@ -92,7 +92,7 @@ class Player {
     }
     for (uint64_t offset = 0; offset < filled.slot.nbytes(); ++offset)
       expect(held.address[offset] == filled.value, "a slot has another one's bytes");
-    store_.let_go(filled.slot, Point{2, ++serial_});
+    store_.release_hold(filled.slot, Point{2, ++serial_});
     coverage.saw("held");
     return true;
   }

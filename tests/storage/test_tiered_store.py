@@ -130,7 +130,7 @@ def test_a_slot_that_is_held_stays(tmp_path):
         tiers.save(value)
     assert tiers.is_here(0)
     assert bytes(testing.bytes_at(held.address, BLOCK)) == bytes(BLOCK)
-    tiers.store.let_go(first, (2, 1))
+    tiers.store.release_hold(first, (2, 1))
     tiers.save(6)
     tiers.save(7)
     assert not tiers.is_here(0)
@@ -144,7 +144,7 @@ def test_a_fetch_waits_for_the_copies_that_used_its_memory_before(tmp_path):
     tiers.run_all()
     tiers.load(1)
     tiers.store.hold(tiers.slots[1])
-    tiers.store.let_go(tiers.slots[1], (9, 5))  # a copy in reads the memory
+    tiers.store.release_hold(tiers.slots[1], (9, 5))  # a copy in reads the memory
     before = len(tiers.store.waited)
     assert tiers.load(0) == bytes(BLOCK)
     assert (9, 5) in tiers.store.waited[before:]
@@ -238,7 +238,7 @@ def test_nothing_is_waited_for_where_no_slot_can_leave(tmp_path):
     tiers.run_all()
     assert not tiers.store.waits_for_room(BLOCK), "it is on the disk as well, but held"
     assert held.address
-    tiers.store.let_go(being_filled)
+    tiers.store.release_hold(being_filled)
     tiers.check()
 
 
