@@ -117,7 +117,7 @@ void Engine::change_windows(TapeId tape, WindowBytes windows, Part part) {
 void Engine::release(const RecordHandle& handle) {
   if (!is_inherited()) {
     try {
-      offloader_.reap();
+      offloader_.free_deferred();
     } catch (const std::exception&) {  // that concerned other records; this one is released all the same
     }
   }

@@ -63,7 +63,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Is there no tape, no memory that waits to be dropped, and no pending copy of a record that was released?
   bool is_unused() const REQUIRES(gil) {
-    return records_.ledger.live_tapes() == 0 && !records_.streams.has_retired() && !records_.coded.is_ready() &&
+    return records_.ledger.live_tapes() == 0 && !records_.streams.has_deferred() && !records_.coded.is_ready() &&
            !ThreadState::any_has_pending(offloader_);
   }
   // Threads that asked this engine last have asked none from now on.

@@ -71,7 +71,7 @@ struct HeldRecord {
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }
 
-  // From here on the bytes are held weakly. Returns them with the strong share, for the caller to retire.
+  // From here on the bytes are held weakly. Returns them with the strong share, for the caller to free (defer_free).
   DeviceBytes weaken();
   // The bytes that were weakened, if a consumer still holds them.
   std::optional<DeviceBytes> lock_weak(const Record& record);

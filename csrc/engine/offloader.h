@@ -46,9 +46,9 @@ class Offloader {
   // As Engine::release_source(). May block.
   bool release_source(RecordId id) REQUIRES(gil);
 
-  // Called at each hook event. Drops the retired memory that may be dropped by now. If copies complete in the
+  // Called at each hook event. Frees the deferred memory that may be dropped by now. If copies complete in the
   // background, it also finishes the copies out that have ended, and never blocks; otherwise it may block.
-  void reap() REQUIRES(gil);
+  void free_deferred() REQUIRES(gil);
 
  private:
   struct Flush;

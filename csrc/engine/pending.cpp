@@ -171,7 +171,7 @@ bool Offloader::Flush::has_ended(const PendingCopy& copy) const {
 }
 
 bool Offloader::Flush::drop_finished(Offloader& its) {
-  if (!its.records_.is_inherited()) its.reap();
+  if (!its.records_.is_inherited()) its.free_deferred();
   if (!Operation::drop_now()) return false;
   order = {};
   return true;

@@ -108,8 +108,9 @@ struct Records {
 
   // A handle died. May block, unless copies complete in the background.
   void release(const RecordHandle& handle) REQUIRES(gil);
-  // StreamOrder::retire(). While the timeline is on, `what` is added to it with the time for which the stream waits.
-  void retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept REQUIRES(gil);
+  // StreamOrder::defer_free(). While the timeline is on, `what` is added to it with the time for which the stream
+  // waits.
+  void defer_free(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept REQUIRES(gil);
 
   // ---- one tape ----
 

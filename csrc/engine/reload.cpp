@@ -150,8 +150,8 @@ void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload wh
   if (!copy.progress.is_whole || ledger_.record(id).state != RecordState::Offloaded) {
     guard_slot(copy.progress.end);
     backend_.link.forget(copy.progress.end);
-    return records_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload,
-                           records_.entry(EntryKind::DropWait, id));
+    return records_.defer_free(std::move(bytes), Rule::DroppedBufferWaitsForReload,
+                               records_.entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);

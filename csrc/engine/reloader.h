@@ -106,7 +106,7 @@ class Reloader {
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
   void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits);
   void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits);
-  // Gives the buffer of a copy that was enqueued to the record, or retires it if another thread has reloaded the record
+  // Gives the buffer of a copy that was enqueued to the record, or frees it if another thread has reloaded the record
   // meanwhile. Only the latter may block.
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) REQUIRES(gil);
   // Enters a reload into ledger, windows and counts.
@@ -128,7 +128,7 @@ class Reloader {
   // Passes by the records that the consumer, now at `place`, has left behind it by more than the reload window (R11).
   // May block.
   void let_pass(TapeId tape, uint64_t place) REQUIRES(gil);
-  // Returns a record that was reloaded ahead to its slot, unused: its buffer is retired. May block.
+  // Returns a record that was reloaded ahead to its slot, unused: its buffer is freed. May block.
   void pass_by(RecordId id) REQUIRES(gil);
   // Passes by the records reloaded ahead for other tapes than this one, if their backwards have not begun. May block.
   void pass_by_others(TapeId tape) REQUIRES(gil);

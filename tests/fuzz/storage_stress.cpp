@@ -151,7 +151,7 @@ class Host {
   void run() {
     is_host = true;
     for (unsigned step = 0; step < kStepsPerHost; ++step) {
-      reap();
+      forget_ended();
       switch (below(16)) {
         case 0:
           plan();
@@ -175,7 +175,7 @@ class Host {
     }
     while (!copies_.empty()) reload_and_check(take());
     world_.offload.wait_for(last_serial_);
-    reap();
+    forget_ended();
   }
 
   Coverage coverage;
@@ -288,7 +288,7 @@ class Host {
     coverage.saw("dropped in flight");
   }
 
-  void reap() {
+  void forget_ended() {
     std::erase_if(dropped_, [&](const auto& copy) { return world_.offload.is_reached(copy->offload_serial); });
   }
 
