@@ -156,8 +156,8 @@ class StreamOrder {
 
   // Makes `call`, which enqueues on `stream`. Releases the GIL for it if that may block, so the call may use nothing
   // that the GIL guards. The analysis follows no release that depends on a condition.
-  template <typename Call>
-  void without_gil(StreamId stream, Call call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
+  template <typename Function>
+  void without_gil(StreamId stream, Function call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
     std::optional<BlockingSection> blocking;
     if (streams_.may_block(stream)) blocking.emplace();
     call();

@@ -326,7 +326,7 @@ void SpillFile::reserve_disk(Span span) const {
                   std::strerror(error));
 }
 
-SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
+SpillFile::FileSpan SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
   if (nbytes > slot.nbytes()) {
     throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
                            std::to_string(slot.nbytes()));

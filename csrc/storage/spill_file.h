@@ -104,7 +104,7 @@ class SpillFile final : public SlotStore {
     std::vector<Span> chunks;  // places in the file
     uint64_t end_of_others = 0;
   };
-  struct Place {
+  struct FileSpan {
     std::shared_ptr<File> file;
     Span span;
   };
@@ -130,7 +130,7 @@ class SpillFile final : public SlotStore {
   // The same if all guards were `reached`, which has the latest serial of each stream; else returns the others.
   std::optional<Idle> try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached, std::vector<Point>& busy);
   void reserve_disk(Span span) const REQUIRES(grow_mutex_);  // throws StoreFull
-  Place locate(const Slot& slot, uint64_t nbytes) const;
+  FileSpan locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 
   const std::string directory_;

@@ -86,7 +86,7 @@ void TieredStore::note_filled(const Slot& slot, Point end) {
     Resting& resting = at(slot);
     add_point(resting.busy_until, end);
     resting.filled = end;
-    resting.place = Place::InMemory;
+    resting.state = SlotState::InMemory;
     --resting.hold_count;
     sort_in(slot.range.offset, resting);
     ++change_count_;
@@ -161,7 +161,7 @@ Slot TieredStore::hold(const Slot& slot) {
     Resting& resting = at(slot);
     if (resting.is_in_memory()) return held(slot, resting);
     bool is_by_caller = false;
-    if (resting.place == Place::OnDisk) {
+    if (resting.state == SlotState::OnDisk) {
       const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
       if (begun == Fetch::NoRoom) {
         make_room(memory_for(resting.nbytes), OverLimit::Yes);
@@ -177,7 +177,7 @@ Slot TieredStore::hold(const Slot& slot) {
     if (mutated(Mutant::ReloadWaitsForFetch)) return held(slot, resting);
     wait_for_disk("a saved tensor to be read from", [&]() REQUIRES(mutex_) {
       const Resting& now = at(slot);
-      return now.place != Place::BeingFetched || now.fetch_number != fetch_number;
+      return now.state != SlotState::BeingFetched || now.fetch_number != fetch_number;
     });
     const Resting& now = at(slot);
     if (now.failed_fetch_number == fetch_number) throw std::runtime_error(now.fetch_failure);
@@ -205,7 +205,7 @@ bool TieredStore::begin_fetch(const Slot& slot) {
     const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     // Slots that were saved before this one are wanted later.
-    if (resting.place == Place::OnDisk) {
+    if (resting.state == SlotState::OnDisk) {
       const Fetch begun = is_stopped_ ? Fetch::NoRoom : begin_fetch_of(slot.range.offset, resting, slot.range.offset);
       if (begun == Fetch::ByCaller) cancel_fetch(resting);  // nobody waits for the slot yet
       has_begun = begun == Fetch::Begun;
@@ -271,7 +271,7 @@ bool TieredStore::evict_oldest(uint64_t before) {
   Resting& resting = slots_.at(number);
   release_memory(resting);
   resting.address = nullptr;
-  resting.place = Place::OnDisk;
+  resting.state = SlotState::OnDisk;
   sort_in(number, resting);
   return true;
 }
@@ -306,8 +306,8 @@ void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
 
 void TieredStore::sort_in(uint64_t number, const Resting& resting) {
   const bool is_free = resting.hold_count == 0 || mutated(Mutant::SlotStaysWhileHeld);
-  dirty_.set(number, resting.memory.nbytes(), resting.place == Place::InMemory);
-  clean_.set(number, resting.memory.nbytes(), resting.place == Place::InBoth && is_free && !resting.is_released);
+  dirty_.set(number, resting.memory.nbytes(), resting.state == SlotState::InMemory);
+  clean_.set(number, resting.memory.nbytes(), resting.state == SlotState::InBoth && is_free && !resting.is_released);
 }
 
 void TieredStore::BySize::set(uint64_t number, uint64_t nbytes, bool is_member) {
@@ -386,15 +386,15 @@ void TieredStore::check_invariants() const {
   for (const auto& [number, resting] : slots_) {
     memory_bytes += resting.memory.nbytes();
     if (!resting.is_released) slot_bytes += memory_for(resting.nbytes);
-    if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
-    if (resting.place == Place::BeingFetched) fetching_bytes += resting.memory.nbytes();
+    if (resting.state == SlotState::BeingWritten) writing_bytes += resting.memory.nbytes();
+    if (resting.state == SlotState::BeingFetched) fetching_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
-    require((resting.memory.nbytes() > 0) == (resting.place != Place::OnDisk), "memory does not fit the place");
-    const bool has_disk =
-        resting.place == Place::InBoth || resting.place == Place::OnDisk || resting.place == Place::BeingFetched;
+    require((resting.memory.nbytes() > 0) == (resting.state != SlotState::OnDisk), "memory does not fit the state");
+    const bool has_disk = resting.state == SlotState::InBoth || resting.state == SlotState::OnDisk ||
+                          resting.state == SlotState::BeingFetched;
     require(resting.on_disk.has_value() == has_disk, "the place on the disk does not fit the state");
-    require(dirty_.contains(number) == (resting.place == Place::InMemory), "dirty slots are not listed");
-    require(clean_.contains(number) == (resting.place == Place::InBoth && resting.hold_count == 0),
+    require(dirty_.contains(number) == (resting.state == SlotState::InMemory), "dirty slots are not listed");
+    require(clean_.contains(number) == (resting.state == SlotState::InBoth && resting.hold_count == 0),
             "clean slots are not listed");
   }
   require(memory_bytes == memory_bytes_, "memory_bytes_ is wrong");

@@ -140,15 +140,15 @@ class TieredStore final : public SlotStore {
   // Is no slot in use, and no transfer under way? False in a forked child of the process that made the store.
   bool is_idle() const;
 
-  // For tests: throws std::logic_error if a slot is in no place that its state allows, or a count is wrong.
+  // For tests: throws std::logic_error if a slot is listed otherwise than its state says, or a count is wrong.
   void check_invariants() const;
 
  private:
-  enum class Place : uint8_t { BeingFilled, InMemory, BeingWritten, InBoth, OnDisk, BeingFetched };
+  enum class SlotState : uint8_t { BeingFilled, InMemory, BeingWritten, InBoth, OnDisk, BeingFetched };
 
   struct Resting {
     uint64_t nbytes = 0;
-    Place place = Place::BeingFilled;
+    SlotState state = SlotState::BeingFilled;
     Slot memory;                      // of the arena, and larger than `nbytes`; empty if the slot is on disk alone
     std::byte* address = nullptr;     // in `memory`, at a multiple of kDiskBlockBytes
     Point filled;                     // the end of the copy that filled it
@@ -162,8 +162,8 @@ class TieredStore final : public SlotStore {
     uint64_t failed_fetch_number = 0;  // the latest one that failed
     std::string fetch_failure;         // of that one
 
-    bool is_in_memory() const { return place != Place::OnDisk && place != Place::BeingFetched; }
-    bool is_in_transfer() const { return place == Place::BeingWritten || place == Place::BeingFetched; }
+    bool is_in_memory() const { return state != SlotState::OnDisk && state != SlotState::BeingFetched; }
+    bool is_in_transfer() const { return state == SlotState::BeingWritten || state == SlotState::BeingFetched; }
   };
   using Slots = std::map<uint64_t, Resting>;  // by number
 

@@ -102,7 +102,7 @@ bool TieredStore::begin_write_of_oldest() {
     return false;
   }
   Resting& resting = slots_.at(number);
-  resting.place = Place::BeingWritten;
+  resting.state = SlotState::BeingWritten;
   resting.disk = *disk;
   disks_[*disk].queued_bytes += resting.nbytes;
   writing_bytes_ += resting.memory.nbytes();
@@ -153,7 +153,7 @@ TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting
   }
   ++resting.fetch_number;
   resting.fetch_guards = std::move(guards);
-  resting.place = Place::BeingFetched;
+  resting.state = SlotState::BeingFetched;
   fetching_bytes_ += resting.memory.nbytes();
   ++transfer_count_;
   return begun;
@@ -165,7 +165,7 @@ void TieredStore::cancel_fetch(Resting& resting) {
   for (const Point& guard : std::exchange(resting.fetch_guards, {})) add_point(resting.busy_until, guard);
   release_memory(resting);
   resting.address = nullptr;
-  resting.place = Place::OnDisk;
+  resting.state = SlotState::OnDisk;
 }
 
 // ---- the limit ----
@@ -217,13 +217,13 @@ void TieredStore::write(uint64_t number) {
   --transfer_count_;
   if (place && (failure.empty() || mutated(Mutant::FailedSpillStaysInMemory))) {
     resting.on_disk = place;
-    resting.place = Place::InBoth;
+    resting.state = SlotState::InBoth;
     disk.slot_bytes += resting.nbytes;
     spilled_bytes += resting.nbytes;
     disk.refusal.reset();
   } else {
     if (place) file.release(*place, {});
-    resting.place = Place::InMemory;
+    resting.state = SlotState::InMemory;
     if (is_in_vain) {
       if (disk.refusal) disk.refusal->is_tried = false;
     } else if (!is_stopped_) {
@@ -257,7 +257,7 @@ void TieredStore::fetch(uint64_t number) {
     fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
     --transfer_count_;
     resting.fetch_guards.clear();
-    resting.place = Place::InBoth;
+    resting.state = SlotState::InBoth;
     fetched_bytes += resting.nbytes;
   } else {
     cancel_fetch(resting);
@@ -274,7 +274,7 @@ void TieredStore::ended(uint64_t number) {
     free_slot(number, {});
   } else {
     sort_in(number, slots_.at(number));
-    if (slots_.at(number).place == Place::InMemory) write_ahead();  // it was not written: another disk may take it
+    if (slots_.at(number).state == SlotState::InMemory) write_ahead();  // it was not written: another disk may take it
   }
   changed_.notify_all();
 }
