@@ -1,17 +1,17 @@
-// Windows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
+// CopyWindows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
 // counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by. The
 // counts and the limits of one tape are in TapeWindows, which the caller keeps with the tape.
-// Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
+// Ownership:     ids and counts of bytes. CopyWindows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
 // Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left, and over those
 //                whose copies wait for room in the store.
 //                reload_bytes() is the sum over ahead().
 //                A tape's place for reloads is never above the end of its saves.
-// Not handled:   carrying anything out. Windows is told of events, and answers questions about the next copies.
+// Not handled:   carrying anything out. CopyWindows is told of events, and answers questions about the next copies.
 //
-// The engine drives one Windows for all tapes of its device, and simulate() in step.cpp drives another one for the
-// single tape of a step that it goes through. So the plan and the engine follow the same decisions.
-// docs/design.md lists the events that the two report to Windows differently.
+// The engine drives one CopyWindows for all tapes of its device, and simulate() in step.cpp drives another one for the
+// single tape of a step that it goes through. So the plan and the engine follow the same decisions. docs/design.md
+// lists the events that the two report to CopyWindows differently.
 #pragma once
 
 #include <algorithm>
@@ -139,7 +139,7 @@ class TapeWindows {
 };
 
 // The bytes of all tapes.
-class Windows {
+class CopyWindows {
  public:
   // A record that is to be reloaded ahead of its consumer.
   struct Ahead {

@@ -41,8 +41,8 @@ bool Reloader::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, 
   if (slots_.moves_slots()) fetch_ahead(id);
   const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
   auto wanted = windows_.take_reloads(windows, kept_bytes, at_source, records);
-  std::erase_if(
-      wanted, [&](const Windows::Ahead& ahead) REQUIRES(gil) { return records_.lock_weak(ahead.record).has_value(); });
+  std::erase_if(wanted, [&](const CopyWindows::Ahead& ahead)
+                            REQUIRES(gil) { return records_.lock_weak(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows.reload_place() == ledger_.tape(id).first_save;
 }

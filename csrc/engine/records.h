@@ -134,7 +134,7 @@ struct Records {
   SlotBudget slots GUARDED_BY(gil);
   CodedLink coded;
   Ledger ledger GUARDED_BY(gil);
-  Windows windows GUARDED_BY(gil);
+  CopyWindows windows GUARDED_BY(gil);
   Lessons lessons GUARDED_BY(gil);
   Timeline timeline GUARDED_BY(gil);
   TapeTimes times GUARDED_BY(gil);

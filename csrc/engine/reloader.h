@@ -98,9 +98,9 @@ class Reloader {
 
   enum class Reload : uint8_t { AskedFor, Ahead };
   // Starts the reloads of those records that are Offloaded. May block.
-  void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {}) REQUIRES(gil);
+  void start_reloads(std::span<const CopyWindows::Ahead> wanted, Reload why, const AlsoWait& also = {}) REQUIRES(gil);
   // The arguments of the calls that enqueue the copy. nullopt: the record's slot is not in memory.
-  std::optional<ReloadCopy> plan_reload(const Windows::Ahead& wanted, StreamId consumer) REQUIRES(gil);
+  std::optional<ReloadCopy> plan_reload(const CopyWindows::Ahead& wanted, StreamId consumer) REQUIRES(gil);
   // Allocates the buffers. Of the copies ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
@@ -110,7 +110,7 @@ class Reloader {
   // meanwhile. Only the latter may block.
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) REQUIRES(gil);
   // Enters a reload into ledger, windows and counts.
-  void begin_reload(const Windows::Ahead& started, Reload why) REQUIRES(gil);
+  void begin_reload(const CopyWindows::Ahead& started, Reload why) REQUIRES(gil);
   // The consumer's stream waits for the reload by now. Throws if the store could not read bytes that a consumer asked
   // for. A read ahead that failed only puts the record back, to be read again.
   void finish_reload(RecordId id) REQUIRES(gil);
@@ -155,7 +155,7 @@ class Reloader {
   SlotBudget& slots_ GUARDED_BY(gil);
   CodedLink& coded_;
   Ledger& ledger_ GUARDED_BY(gil);
-  Windows& windows_ GUARDED_BY(gil);
+  CopyWindows& windows_ GUARDED_BY(gil);
   Lessons& lessons_ GUARDED_BY(gil);
   Timeline& timeline_ GUARDED_BY(gil);
   std::vector<AskingTask> asking_tasks_ GUARDED_BY(gil);

@@ -102,7 +102,7 @@ std::optional<DeviceBytes> Reloader::unpack_away(Ask& ask) {
     streams_.wait(Rule::ConsumerWaitsForWeak, ask.consumer, alive->busy_until);
     return hand_out(id, *alive);
   }
-  const Windows::Ahead only[] = {{id, ask.handle.save}};
+  const CopyWindows::Ahead only[] = {{id, ask.handle.save}};
   try {
     const HeldSlot here = hold_slot(id);
     start_reloads(only, Reload::AskedFor);

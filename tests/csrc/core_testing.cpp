@@ -18,7 +18,7 @@ using Key = std::pair<uint32_t, uint32_t>;  // index, generation
 
 // A ledger whose tapes have windows.
 struct TestedLedger : Ledger {
-  Windows windows;
+  CopyWindows windows;
   std::map<uint32_t, TapeWindows> tapes;  // by index
 };
 
@@ -118,7 +118,7 @@ void bind_core_testing(py::module_& module) {
       .def("passed_by", [](TestedLedger& self, Key key_of_tape, uint64_t save, const std::vector<Key>& ahead,
                            uint64_t window_bytes) {
         const TapeId tape = tape_id(key_of_tape);
-        Windows windows;
+        CopyWindows windows;
         TapeWindows its;
         its.set_limits({0, window_bytes});
         for (const Key& one : ahead) windows.reload_began(record_id(one), 0);
