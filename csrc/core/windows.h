@@ -106,7 +106,7 @@ class TapeWindows {
   // If the windows change on the consumer's way to a save: may a record of so many bytes, which that save asks for, be
   // on the device by then? It would lie in the window of each part of the tape between here and there, beside the
   // records that were taken for saves behind that part.
-  bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
+  bool fits_on_the_way_to(uint64_t save, uint64_t nbytes) const {
     for (auto part = reload_bytes_from_.rbegin(); part != reload_bytes_from_.rend() && part->first > save; ++part) {
       if (asked_before_ && part->first > *asked_before_) continue;
       uint64_t held_bytes = nbytes;
@@ -242,7 +242,7 @@ class CopyWindows {
       if (saved.rests == Rests::OnItsWay) break;  // a later search goes on with it
       if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
       if (saved.rests != Rests::InSlot || is_taken(saved.id)) continue;
-      if (held_bytes + saved.nbytes > window_bytes || !tape.has_room_on_the_way_to(place - 1, saved.nbytes)) break;
+      if (held_bytes + saved.nbytes > window_bytes || !tape.fits_on_the_way_to(place - 1, saved.nbytes)) break;
       held_bytes += saved.nbytes;
       taken.push_back({saved.id, place - 1});
       tape.took_for(place - 1, saved.nbytes);

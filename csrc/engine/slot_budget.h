@@ -69,8 +69,8 @@ class SlotBudget {
   // Makes room for at least one slot of `nbytes`. Blocks. Throws StoreFull.
   void grow(uint64_t nbytes) REQUIRES(gil);
 
-  // Would grow() wait for a disk now? See SlotStore::waits_for_room(). Never blocks.
-  bool waits_for_room(uint64_t nbytes) { return store_.waits_for_room(nbytes); }
+  // Would grow() wait for a disk now? See SlotStore::grow_awaits_disk(). Never blocks.
+  bool grow_awaits_disk(uint64_t nbytes) { return store_.grow_awaits_disk(nbytes); }
 
   // Returns a slot to the store. `guards`: the points after which it may be written again. Never blocks.
   void release(const Slot& slot, const std::vector<Point>& guards) { store_.release(slot, guards); }

@@ -97,10 +97,10 @@ uint64_t PinnedArena::used_bytes() const {
   return ranges_.used_bytes();
 }
 
-bool PinnedArena::has_room(uint64_t nbytes) const {
+bool PinnedArena::can_acquire(uint64_t nbytes) const {
   if (fork_guard_.inherited()) return false;
   const MutexLock lock(mutex_);
-  return has_range(nbytes);
+  return can_acquire_locked(nbytes);
 }
 
 uint64_t PinnedArena::take_peak_bytes() {
@@ -121,7 +121,7 @@ void PinnedArena::grow(uint64_t nbytes) {
   // A system that overcommits memory would grant this request, and kill the process when the pages are touched.
   if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
     throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");
-  const Turn turn(*this, [&]() REQUIRES(mutex_) { return has_range(nbytes); });
+  const Turn turn(*this, [&]() REQUIRES(mutex_) { return can_acquire_locked(nbytes); });
   if (!turn.is_mine()) return;  // another thread has made room meanwhile
   uint64_t request_bytes = 0;
   uint64_t least_bytes = 0;
@@ -201,7 +201,7 @@ std::string PinnedArena::take_trouble() {
   return std::exchange(trouble_, {});
 }
 
-bool PinnedArena::has_range(uint64_t nbytes) const {
+bool PinnedArena::can_acquire_locked(uint64_t nbytes) const {
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
 

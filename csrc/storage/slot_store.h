@@ -47,7 +47,7 @@ class SlotStore {
 
   // Would grow() wait for a disk now, to make room for a slot of `nbytes`? If so, the transfers that make room are
   // under way, and room comes even if nobody waits for it. False if grow() waits for nothing, or throws. Never blocks.
-  virtual bool waits_for_room(uint64_t /*nbytes*/) { return false; }
+  virtual bool grow_awaits_disk(uint64_t /*nbytes*/) { return false; }
 
   virtual void release(const Slot& slot, const std::vector<Point>& guards) = 0;
 

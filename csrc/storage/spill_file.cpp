@@ -118,7 +118,7 @@ void SpillFile::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kSpillFileInherited);
   require_sane_request(nbytes, "disk");
   const MutexLock growing(grow_mutex_);
-  if (has_room(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
+  if (can_acquire(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
   open_again();
   uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
   const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
@@ -293,7 +293,7 @@ IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::by
   return result;
 }
 
-bool SpillFile::has_room(uint64_t nbytes) const {
+bool SpillFile::can_acquire(uint64_t nbytes) const {
   const MutexLock lock(mutex_);
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }

@@ -118,7 +118,7 @@ class SpillFile final : public SlotStore {
   static IoResult move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span);
 
   static std::shared_ptr<File> try_open(const std::string& directory);  // null if the refusal may pass
-  bool has_room(uint64_t nbytes) const;
+  bool can_acquire(uint64_t nbytes) const;
   // The lowest file offset with room for a chunk.
   uint64_t first_gap(uint64_t nbytes) const REQUIRES(grow_mutex_);
   void open_again() REQUIRES(grow_mutex_);  // throws StoreFull

@@ -74,7 +74,7 @@ void TieredStore::grow(uint64_t nbytes) {
   require_sane_request(nbytes, "host memory");
   {
     const MutexLock lock(mutex_);
-    make_room(memory_for(slot_bytes(nbytes)), OverLimit::No);
+    grow_or_await_eviction(memory_for(slot_bytes(nbytes)), OverLimit::No);
   }
   transfers_->make_progress();
 }
@@ -164,7 +164,7 @@ Slot TieredStore::hold(const Slot& slot) {
     if (resting.state == SlotState::OnDisk) {
       const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
       if (begun == Fetch::NoRoom) {
-        make_room(memory_for(resting.nbytes), OverLimit::Yes);
+        grow_or_await_eviction(memory_for(resting.nbytes), OverLimit::Yes);
         continue;
       }
       is_by_caller = begun == Fetch::ByCaller;
@@ -239,7 +239,7 @@ bool TieredStore::is_arena_full() const {
 
 bool TieredStore::take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) {
   const uint64_t nbytes = memory_for(resting.nbytes);
-  while (!is_within_limit(nbytes)) {
+  while (!fits_limit(nbytes)) {
     if (!evict_oldest(before)) return false;
   }
   std::optional<Slot> memory;
@@ -276,12 +276,12 @@ bool TieredStore::evict_oldest(uint64_t before) {
   return true;
 }
 
-void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
+void TieredStore::grow_or_await_eviction(uint64_t nbytes, OverLimit over_limit) {
   throw_if_stopped();
   std::string refusal;
-  const bool can_evict = !clean_.empty() || can_make_room();
-  const bool can_be_within_limit = this->can_be_within_limit(nbytes);
-  if (can_be_within_limit && !(is_arena_full() && can_evict)) {
+  const bool can_evict = !clean_.empty() || can_await_eviction();
+  const bool is_allowed = fits_limit_after_eviction(nbytes);
+  if (is_allowed && !(is_arena_full() && can_evict)) {
     try {
       const MutexUnlock unlocked(mutex_);
       arena_.grow(nbytes);
@@ -291,15 +291,15 @@ void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
     if (refusal.empty()) return;
     if (evict_oldest(UINT64_MAX)) return;
   }
-  begin_writes_for(nbytes, can_be_within_limit);
-  if (can_be_within_limit && refusal.empty() && evict_oldest(UINT64_MAX)) return;
+  begin_writes_for(nbytes, is_allowed);
+  if (is_allowed && refusal.empty() && evict_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;
     return wait_for_disk("room in host memory, by way of",
                          [&]() REQUIRES(mutex_) { return change_count_ != seen || is_stopped_; });
   }
   if (!refusal.empty()) throw StoreFull(refusal);
-  if (can_be_within_limit) return;  // nothing can leave the arena: it grows
+  if (is_allowed) return;  // nothing can leave the arena: it grows
   if (over_limit == OverLimit::No && !dirty_.empty()) throw StoreFull(disk_refusal());
   over_limit_bytes_ = nbytes;
 }

@@ -105,7 +105,7 @@ class TieredStore final : public SlotStore {
   // WaitAbandoned if the user interrupts the wait.
   void grow(uint64_t nbytes) override;
   // Evicts slots that are in both places, as try_acquire() does.
-  bool waits_for_room(uint64_t nbytes) override;
+  bool grow_awaits_disk(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;
   uint64_t trim() override;  // also waits for transfers of slots that were released meanwhile
   uint64_t capacity_bytes() const override { return arena_.capacity_bytes(); }
@@ -206,7 +206,7 @@ class TieredStore final : public SlotStore {
   static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
   uint64_t limit_locked() const REQUIRES(mutex_);
   uint64_t others_bytes() const REQUIRES(mutex_);  // of the arena, in slots of other stores
-  bool is_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+  bool fits_limit(uint64_t nbytes) const REQUIRES(mutex_) {
     return memory_bytes_ + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   // Has the arena as much memory as this store and the others in it may use?
@@ -219,10 +219,11 @@ class TieredStore final : public SlotStore {
   // Lists the slot, by its state, among those that can be written and those that can be evicted.
   void sort_in(uint64_t number, const Resting& resting) REQUIRES(mutex_);
   static void add_point(std::vector<Point>& points, Point point);
-  // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull if nothing can.
-  void make_room(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
+  // Grows the arena, or waits, once, for something that may have freed `nbytes` of memory. Throws StoreFull if nothing
+  // can.
+  void grow_or_await_eviction(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
   // Does the limit allow `nbytes` more of memory, once all slots in both places are evicted?
-  bool can_be_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+  bool fits_limit_after_eviction(uint64_t nbytes) const REQUIRES(mutex_) {
     return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   Slot held(const Slot& slot, Resting& resting) REQUIRES(mutex_);
@@ -239,14 +240,16 @@ class TieredStore final : public SlotStore {
   void write_ahead() REQUIRES(mutex_);
   bool must_write_more() const REQUIRES(mutex_);
   bool begin_write_of_oldest() REQUIRES(mutex_);
-  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit already
-  // allows them, and only the arena lacks a range of that size.
-  void begin_writes_for(uint64_t nbytes, bool can_be_within_limit) REQUIRES(mutex_);
+  // Begins to write as many as it takes until `nbytes` of memory are free. `is_allowed`: the limit already allows them,
+  // and only the arena lacks a range of that size.
+  void begin_writes_for(uint64_t nbytes, bool is_allowed) REQUIRES(mutex_);
   // Is a transfer under way, or can one begin, behind which a slot can be evicted?
-  bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
-  // Is there room for `nbytes` of memory, or can the arena grow by it? Evicts slots in both places if the arena has no
-  // range of that size.
-  bool has_room(uint64_t nbytes) REQUIRES(mutex_);
+  bool can_await_eviction() const REQUIRES(mutex_) {
+    return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to());
+  }
+  // Evicts slots in both places until there are `nbytes` of memory, or until the arena can grow by them. Returns false
+  // if that is not enough.
+  bool evict_for(uint64_t nbytes) REQUIRES(mutex_);
   // The outcome of begin_fetch_of(). ByCaller: the fetch has begun, but there is no thread for it, so the caller is to
   // run it.
   enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };

@@ -111,34 +111,34 @@ bool TieredStore::begin_write_of_oldest() {
   return true;
 }
 
-void TieredStore::begin_writes_for(uint64_t nbytes, bool can_be_within_limit) {
+void TieredStore::begin_writes_for(uint64_t nbytes, bool is_allowed) {
   const auto is_short = [&]() REQUIRES(mutex_) {
     const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
-    return is_over || (can_be_within_limit && clean_.empty() && writing_bytes_ == 0);
+    return is_over || (is_allowed && clean_.empty() && writing_bytes_ == 0);
   };
   while (is_short() && begin_write_of_oldest()) {
   }
 }
 
-bool TieredStore::has_room(uint64_t nbytes) {
-  if (!can_be_within_limit(nbytes)) return false;
-  while (is_arena_full() && !arena_.has_room(nbytes)) {
+bool TieredStore::evict_for(uint64_t nbytes) {
+  if (!fits_limit_after_eviction(nbytes)) return false;
+  while (is_arena_full() && !arena_.can_acquire(nbytes)) {
     if (!evict_oldest(UINT64_MAX)) return false;
   }
   return true;
 }
 
-bool TieredStore::waits_for_room(uint64_t nbytes) {
+bool TieredStore::grow_awaits_disk(uint64_t nbytes) {
   if (fork_guard_.inherited()) return false;
   const uint64_t memory_bytes = memory_for(slot_bytes(nbytes));
   {
     const MutexLock lock(mutex_);
-    if (is_stopped_ || has_room(memory_bytes)) return false;
-    begin_writes_for(memory_bytes, can_be_within_limit(memory_bytes));
+    if (is_stopped_ || evict_for(memory_bytes)) return false;
+    begin_writes_for(memory_bytes, fits_limit_after_eviction(memory_bytes));
   }
   transfers_->make_progress();
   const MutexLock lock(mutex_);  // that may have made room
-  return !is_stopped_ && !has_room(memory_bytes) && can_make_room();
+  return !is_stopped_ && !evict_for(memory_bytes) && can_await_eviction();
 }
 
 TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {

@@ -65,7 +65,7 @@ class Player {
     const uint64_t nbytes = kDiskBlockBytes * (1 + random_() % 4);
     std::vector<Point> guards;
     std::optional<Slot> slot;
-    if (random_() % 2 == 0 && store_.waits_for_room(nbytes)) return coverage.saw("put off");
+    if (random_() % 2 == 0 && store_.grow_awaits_disk(nbytes)) return coverage.saw("put off");
     try {
       while (!(slot = store_.try_acquire(nbytes, guards))) store_.grow(nbytes);
     } catch (const StoreFull&) {
