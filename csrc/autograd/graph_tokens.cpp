@@ -79,8 +79,8 @@ at::Tensor fresh_alias(const at::Tensor& tensor) {
 }
 
 // Makes `call`, which may wait for a disk. If the handler of Ctrl-C raises nothing, the wait begins anew.
-template <typename Call>
-void while_interrupted(const Call& call) REQUIRES(gil) {
+template <typename Function>
+void while_interrupted(const Function& call) REQUIRES(gil) {
   while (true) {
     try {
       return call();

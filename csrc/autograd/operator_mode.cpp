@@ -49,9 +49,9 @@ class InRegion {
 };
 
 // Shows the call of `region` to the listeners of `modes`, the first one outermost, and returns its result.
-template <typename Call>
+template <typename Function>
 PyObject* call_opaque(const char* name, c10::ArrayRef<OperatorMode*> modes, std::vector<at::Tensor> inputs,
-                      const Call& region) {
+                      const Function& region) {
   THPObjectPtr result;
   const auto run = [&](const auto& inner, size_t place) -> std::vector<at::Tensor> {
     if (place < modes.size()) {

@@ -214,11 +214,11 @@ TensorRef RecordedCall::ref_of(const at::Tensor& tensor, Role role, bool is_stat
 
 void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role, bool is_statistic,
                                  Recording& recording) {
-  using Kind = RecordedOperator::Place::Kind;
+  using ArgumentKind = RecordedOperator::ArgumentKind;
   const auto first = static_cast<uint32_t>(record_.refs.size());
-  const auto place = [&](Kind kind) {
+  const auto add_tensors = [&](ArgumentKind kind) {
     const auto count = static_cast<uint32_t>(record_.refs.size()) - first;
-    recording.op.places.push_back({kind, argument, first, count});
+    recording.op.tensor_arguments.push_back({kind, argument, first, count});
     recording.op.arguments.emplace_back();
   };
   if (value.isTensor()) {
@@ -228,15 +228,15 @@ void RecordedCall::note_argument(c10::IValue& value, uint8_t argument, Role role
       return;
     }
     record_.refs.push_back(ref_of(tensor, role, is_statistic, recording));
-    place(Kind::Tensor);
+    add_tensors(ArgumentKind::Tensor);
   } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector())
       record_.refs.push_back(ref_of(tensor, role, is_statistic, recording));
-    place(Kind::List);
+    add_tensors(ArgumentKind::List);
   } else if (value.isOptionalTensorList()) {
     for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec())
       record_.refs.push_back(ref_of(tensor.value_or(at::Tensor()), role, is_statistic, recording));
-    place(Kind::OptionalList);
+    add_tensors(ArgumentKind::OptionalList);
   } else {
     recording.op.runs_once |= value.isGenericDict() || value.isTuple();  // there may be tensors inside
     recording.op.arguments.push_back(value);

@@ -208,7 +208,7 @@ class SavedInput final : public Saved {
 
  private:
   std::shared_ptr<Saved> saved_;
-  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for a value that is given up
+  std::shared_ptr<RecordedCall> call_;  // goes first: its own handle is not to ask for a value that is dropped
 };
 
 }  // namespace torchoffload

@@ -61,7 +61,7 @@ class VersionMark {
   uint32_t marked_;
 };
 
-// Operators drop values while PyTorch has let go of the GIL, which a Saved needs.
+// Operators drop values while PyTorch has released the GIL, which a Saved needs.
 struct DeleteWithGil {
   DeleteWithGil() = default;
   explicit(false) DeleteWithGil(const std::default_delete<Saved>&) {}
@@ -126,9 +126,9 @@ struct TensorRef {
 };
 
 struct RecordedOperator {
-  struct Place {
-    enum class Kind : uint8_t { Tensor, List, OptionalList };
-    Kind kind;
+  enum class ArgumentKind : uint8_t { Tensor, List, OptionalList };
+  struct TensorArgument {
+    ArgumentKind kind;
     uint8_t argument;
     uint32_t first_ref;
     uint32_t ref_count;
@@ -142,7 +142,7 @@ struct RecordedOperator {
 
   std::optional<c10::OperatorHandle> handle;  // nothing: code that no listener looked into
   torch::jit::Stack arguments;                // without tensors
-  c10::SmallVector<Place, 4> places;
+  c10::SmallVector<TensorArgument, 4> tensor_arguments;
   uint32_t first_ref = 0;
   uint32_t ref_count = 0;
   c10::SmallVector<Made, 1> makes;

@@ -134,21 +134,21 @@ at::Tensor Replay::argument(const TensorRef& ref) {
 
 void Replay::run_operator(const RecordedOperator& op) {
   stack_ = op.arguments;
-  for (const RecordedOperator::Place& place : op.places) {
-    c10::IValue& argument_value = stack_[place.argument];
-    if (place.kind == RecordedOperator::Place::Kind::Tensor) {
-      argument_value = argument(record_.refs[place.first_ref]);
-    } else if (place.kind == RecordedOperator::Place::Kind::List) {
+  for (const RecordedOperator::TensorArgument& given : op.tensor_arguments) {
+    c10::IValue& argument_value = stack_[given.argument];
+    if (given.kind == RecordedOperator::ArgumentKind::Tensor) {
+      argument_value = argument(record_.refs[given.first_ref]);
+    } else if (given.kind == RecordedOperator::ArgumentKind::List) {
       c10::List<at::Tensor> list;
-      list.reserve(place.ref_count);
-      for (uint32_t ref = 0; ref < place.ref_count; ++ref)
-        list.push_back(argument(record_.refs[place.first_ref + ref]));
+      list.reserve(given.ref_count);
+      for (uint32_t ref = 0; ref < given.ref_count; ++ref)
+        list.push_back(argument(record_.refs[given.first_ref + ref]));
       argument_value = std::move(list);
     } else {
       c10::List<std::optional<at::Tensor>> list;
-      list.reserve(place.ref_count);
-      for (uint32_t ref = 0; ref < place.ref_count; ++ref) {
-        at::Tensor tensor = argument(record_.refs[place.first_ref + ref]);
+      list.reserve(given.ref_count);
+      for (uint32_t ref = 0; ref < given.ref_count; ++ref) {
+        at::Tensor tensor = argument(record_.refs[given.first_ref + ref]);
         list.push_back(tensor.defined() ? std::optional<at::Tensor>(std::move(tensor)) : std::nullopt);
       }
       argument_value = std::move(list);

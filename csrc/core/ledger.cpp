@@ -194,7 +194,7 @@ Ledger::DroppedHandle Ledger::drop_handle(RecordId id, uint32_t seen_epoch) {
   return result;
 }
 
-Ledger::DroppedHandle Ledger::let_go(RecordId id) {
+Ledger::DroppedHandle Ledger::release_hold(RecordId id) {
   Record& held = record(id);
   DroppedHandle result{.was = held.state, .tape = held.tape};
   --held.holds;

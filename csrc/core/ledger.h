@@ -150,7 +150,7 @@ class Ledger {
   uint64_t add_handle(RecordId id);
   struct DroppedHandle {
     bool released = false;   // it was the last one: the caller drops all that it holds of the record
-    bool all_seen = false;   // each live handle was given the bytes: the caller may give them up
+    bool all_seen = false;   // each live handle was given the bytes: the caller may weaken them
     bool tape_gone = false;  // the record was the last one of a closed tape
     RecordState was = RecordState::Released;
     TapeId tape;
@@ -158,11 +158,11 @@ class Ledger {
   };
   DroppedHandle drop_handle(RecordId id, uint32_t seen_epoch);
 
-  // The record is not released before let_go(), even if its last handle dies. Holds are counted.
+  // The record is not released before release_hold(), even if its last handle dies. Holds are counted.
   void hold(RecordId id) { ++record(id).holds; }
-  DroppedHandle let_go(RecordId id);
-  // Lets go, unless that would release the record: then it does nothing and returns false.
-  bool let_go_unless_last(RecordId id) {
+  DroppedHandle release_hold(RecordId id);
+  // Releases a hold, unless that would release the record: then it does nothing and returns false.
+  bool release_hold_unless_last(RecordId id) {
     Record& held = record(id);
     if (held.live_handles == 0 && held.holds == 1) return false;
     --held.holds;

@@ -71,7 +71,7 @@ constexpr std::array kNames{
     NAMED(WeakIsFoundAgain),
     NAMED(PassedByReturnsToOffloaded),
     NAMED(EndedTaskPassesBy),
-    NAMED(EndedTaskGivesUp),
+    NAMED(EndedTaskWeakens),
     NAMED(FailedTaskIsNoticed),
     NAMED(FailedWriteKeepsRecord),
     NAMED(FailedSpillStaysInMemory),

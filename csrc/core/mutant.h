@@ -41,7 +41,7 @@ enum class Mutant : uint8_t {
   SlotGuardedByEachReload,    // R5, of two threads at once
   SlotGuardedByCopyInVain,    // R5, the record was used or dropped while its copy was enqueued
   SourceBusyUntilCopyInVain,  // R9, likewise
-  SpilledMemoryIsGuarded,     // R16, memory that a slot gave up as it went on to a disk
+  SpilledMemoryIsGuarded,     // R16, memory that a slot released as it went on to a disk
   SlotStaysWhileHeld,         // R16, a copy that uses its memory is being enqueued
   SlotHeldUntilIoDone,        // R16, a slot that is released while it is written or read
   NoteUseAtPack,              // R3
@@ -67,7 +67,7 @@ enum class Mutant : uint8_t {
   WeakIsFoundAgain,            // R8
   PassedByReturnsToOffloaded,  // R11
   EndedTaskPassesBy,           // R14
-  EndedTaskGivesUp,            // R14
+  EndedTaskWeakens,            // R14
   FailedTaskIsNoticed,         // R14
   FailedWriteKeepsRecord,      // a write to the disk that failed
   FailedSpillStaysInMemory,    // R16, the same for a slot that is in host memory

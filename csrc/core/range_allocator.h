@@ -1,8 +1,8 @@
 // RangeAllocator: cuts big blocks into exact ranges; a freed range carries the points that guard its reuse.
 // Ownership:     hands out values; the blocks' memory belongs to the caller.
 // Thread safety: none; the caller locks.
-// Stream order:  release() takes the points after which a range may be written again, and try_acquire() gives back
-//                those that guard the range it returns. Of several points of one stream the latest is kept (see Point).
+// Stream order:  release() takes the points after which a range may be written again, and try_acquire() returns those
+//                that guard the range it returns. Of several points of one stream the latest is kept (see Point).
 // Invariants:    free and used ranges tile each block exactly, two free neighbours are always merged, and
 //                used_bytes() + free_bytes() == capacity_bytes().
 // Not handled:   moving a range that is in use; growing (add_block is the caller's decision).

@@ -1,4 +1,4 @@
-// TapeRecords: answers the questions of Windows about the records of one closed tape of a ledger.
+// TapeRecords: answers the questions of CopyWindows about the records of one closed tape of a ledger.
 // Ownership:     borrows the ledger; it is made for one call and not stored.
 // Thread safety: none; touched only with the GIL held.
 #pragma once

@@ -1,17 +1,17 @@
-// Windows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
+// CopyWindows: counts the bytes on the device that are on their way out, reloaded ahead, or kept, and decides by these
 // counts which copy out to wait for, which records to reload next, and which ones the consumer has passed by. The
 // counts and the limits of one tape are in TapeWindows, which the caller keeps with the tape.
-// Ownership:     ids and counts of bytes. Windows asks its caller for the present state of a record.
+// Ownership:     ids and counts of bytes. CopyWindows asks its caller for the present state of a record.
 // Thread safety: none; touched only with the GIL held.
 // Invariants:    offload_bytes() is the sum over the records whose copies began and that have not left, and over those
 //                whose copies wait for room in the store.
 //                reload_bytes() is the sum over ahead().
 //                A tape's place for reloads is never above the end of its saves.
-// Not handled:   carrying anything out. Windows is told of events, and answers questions about the next copies.
+// Not handled:   carrying anything out. CopyWindows is told of events, and answers questions about the next copies.
 //
-// The engine drives one Windows for all tapes of its device, and simulate() in step.cpp drives another one for the
-// single tape of a step that it goes through. So the plan and the engine follow the same decisions.
-// docs/design.md lists the events that the two report to Windows differently.
+// The engine drives one CopyWindows for all tapes of its device, and simulate() in step.cpp drives another one for the
+// single tape of a step that it goes through. So the plan and the engine follow the same decisions. docs/design.md
+// lists the events that the two report to CopyWindows differently.
 #pragma once
 
 #include <algorithm>
@@ -112,7 +112,7 @@ class TapeWindows {
   // If the windows change on the consumer's way to a save: may a record of so many bytes, which that save asks for, be
   // on the device by then? It would lie in the window of each part of the tape between here and there, beside the
   // records that were taken for saves behind that part.
-  bool has_room_on_the_way_to(uint64_t save, uint64_t nbytes) const {
+  bool fits_on_the_way_to(uint64_t save, uint64_t nbytes) const {
     for (auto part = std::ranges::upper_bound(parts_, save, {}, &Part::first_save); part != parts_.end(); ++part) {
       if (asked_before_ && part->first_save > *asked_before_) break;
       if (nbytes + part->taken_before_bytes > part->reload_bytes) return false;
@@ -148,12 +148,12 @@ class TapeWindows {
   std::optional<uint64_t> asked_before_;  // the save that a backward asked for last
   std::vector<Part> parts_;               // in the order of their saves; empty: the reload window never changes
   // If it changes: the records that were taken to be reloaded, by the save that asks for each, with their bytes, until
-  // the consumer comes to that save. One that was given up meanwhile counts on, so that less is reloaded ahead.
+  // the consumer comes to that save. One whose bytes were dropped meanwhile counts on, so that less is reloaded ahead.
   std::vector<std::pair<uint64_t, uint64_t>> taken_;
 };
 
 // The bytes of all tapes.
-class Windows {
+class CopyWindows {
  public:
   // A record that is to be reloaded ahead of its consumer.
   struct Ahead {
@@ -256,7 +256,7 @@ class Windows {
       if (saved.rests == Rests::OnItsWay) break;  // a later search goes on with it
       if (saved.rests == Rests::AtSource && at_source == AtSource::Stops) break;
       if (saved.rests != Rests::InSlot || is_taken(saved.id)) continue;
-      if (held_bytes + saved.nbytes > window_bytes || !tape.has_room_on_the_way_to(place - 1, saved.nbytes)) break;
+      if (held_bytes + saved.nbytes > window_bytes || !tape.fits_on_the_way_to(place - 1, saved.nbytes)) break;
       held_bytes += saved.nbytes;
       taken.push_back({saved.id, place - 1});
       tape.took_for(place - 1, saved.nbytes);

@@ -65,9 +65,9 @@ std::vector<Coder*> all_coders() {
 }
 
 uint64_t trim_backends(const BackendUsers& users) {
-  uint64_t given_back_bytes = 0;
-  for (BackendKind* const kind : kinds()) given_back_bytes += kind->trim(users);
-  return given_back_bytes;
+  uint64_t released_bytes = 0;
+  for (BackendKind* const kind : kinds()) released_bytes += kind->trim(users);
+  return released_bytes;
 }
 
 PinnedMemory pinned_memory() {

@@ -39,7 +39,7 @@ struct Place {
   std::optional<uint64_t> budget_bytes;
 };
 
-// The users of the backends, which are the engines. A kind asks them before it gives up a backend's system resources.
+// The users of the backends, which are the engines. A kind asks them before it releases a backend's system resources.
 class BackendUsers {
  public:
   virtual ~BackendUsers() = default;
@@ -48,7 +48,7 @@ class BackendUsers {
   virtual bool have_tapes(const DiskPlace& place) const REQUIRES(gil) = 0;
   // Does a context still refer to the facts that were learned about the place?
   virtual bool know(const DiskPlace& place) const = 0;
-  // Gives up the device memory that engines of the place have for coded copies.
+  // Releases the device memory that engines of the place have for coded copies.
   virtual void release_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
   // No call looks the place up any more: it is destroyed once nothing refers to it.
   virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
@@ -85,8 +85,8 @@ class BackendKind {
   // The coders that were made. Asks no device.
   virtual std::vector<Coder*> coders() const REQUIRES(gil) { return {}; }
 
-  // Gives up the system resources that the backends of this kind have beside their stores, if nothing uses them.
-  // Returns the bytes given back. May block.
+  // Releases the system resources that the backends of this kind have beside their stores, if nothing uses them.
+  // Returns the bytes released. May block.
   virtual uint64_t trim(const BackendUsers& /*users*/) REQUIRES(gil) { return 0; }
 
   // How host memory is page-locked for its devices; empty: it is not.

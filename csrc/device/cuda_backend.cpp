@@ -30,7 +30,7 @@ namespace torchoffload {
 
 namespace {
 
-// Events with timing, by number from 1. Those that are given back are used again.
+// Events with timing, by number from 1. Those that are released are used again.
 class TimedEvents {
  public:
   explicit TimedEvents(c10::DeviceIndex device) : device_(device) {}

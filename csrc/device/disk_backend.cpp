@@ -29,10 +29,10 @@ bool DiskBackend::is_idle() const {
 }
 
 uint64_t DiskBackend::trim() {
-  const uint64_t given_back_bytes = store_.trim();
+  const uint64_t released_bytes = store_.trim();
   offload_queue_.end_idle_threads();
   reload_queue_.end_idle_threads();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 Point DiskBackend::record(StreamId stream) {

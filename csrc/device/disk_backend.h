@@ -40,8 +40,8 @@ class DiskBackend final : public DeviceMemory, public Streams, public Link {
   // Is no slot in use, and no copy on its way? False in a forked child of the process that made the backend.
   bool is_idle() const;
 
-  // Gives back unused resources: space on the disk, the file once it is empty, and the threads. The next copy makes
-  // them anew. Returns the bytes of disk given back. May block. Other threads may copy meanwhile.
+  // Releases unused resources: space on the disk, the file once it is empty, and the threads. The next copy makes them
+  // anew. Returns the bytes of disk released. May block. Other threads may copy meanwhile.
   uint64_t trim() EXCLUDES(gil);
 
   StreamId current_stream() override { return host_; }

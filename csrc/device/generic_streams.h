@@ -100,7 +100,7 @@ class GenericStreams {
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, c10::StreamId>, StreamId> ids_ GUARDED_BY(mutex_);
 };
 
-// Events with times, by number from 1. Those that are given back are used again.
+// Events with times, by number from 1. Those that are released are used again.
 class GenericTimedEvents {
  public:
   explicit GenericTimedEvents(c10::DeviceType type) : type_(type) {}

@@ -1,7 +1,7 @@
 // Memory: a share in the memory of a PyTorch storage, for floors that are compiled without PyTorch's headers.
 // Ownership:     MemoryRef borrows the memory. Memory shares it, as a tensor does. WeakMemory shares nothing: the bytes
 //                may be freed, but the address of the storage is given to no other storage meanwhile.
-// Thread safety: shares may be taken and given up on any thread. A MemorySet needs the GIL. Giving up a share may run
+// Thread safety: shares may be taken and dropped on any thread. A MemorySet needs the GIL. Dropping a share may run
 //                Python code, unless the thread puts the drop off; see PutOffDrops.
 // Not handled:   resizing. The program may resize a storage at any time: data() and nbytes() give the present values.
 //
@@ -20,9 +20,9 @@ struct StorageImpl;
 
 namespace torchoffload {
 
-// Shares that a thread has given up and that are still to be dropped. Dropping the last share of a storage frees the
-// memory and the storage's Python object, and so may run finalizers and deleters, which may be any code. While such a
-// list is in force on a thread, each share that the thread gives up, strong or weak, goes onto the list instead.
+// Shares whose drop a thread has put off. Dropping the last share of a storage frees the memory and the storage's
+// Python object, and so may run finalizers and deleters, which may be any code. While such a list is in force on a
+// thread, each share that the thread drops, strong or weak, goes onto the list instead.
 class PutOffDrops {
  public:
   bool is_empty() const { return shares_.empty() && weak_shares_.empty(); }
@@ -31,7 +31,7 @@ class PutOffDrops {
   // Drops nothing, ever.
   void leak();
 
-  // From here on, shares that the calling thread gives up go onto `drops`; null: they are dropped at once. Returns the
+  // From here on, shares that the calling thread drops go onto `drops`; null: they are dropped at once. Returns the
   // list that was in force before.
   static PutOffDrops* put_in_force(PutOffDrops* drops);
 

@@ -66,7 +66,7 @@ void DiskPlaces::tidy(const BackendUsers& users) {
   users.without_gil([&] {
     try {
       for (const auto& place : left) (void)place->trim();
-    } catch (const WaitAbandoned&) {  // by the user: Python handles that once it runs, and trim() gives up the rest
+    } catch (const WaitAbandoned&) {  // by the user: Python handles that once it runs, and trim() releases the rest
     }
     left.clear();
     dropped.clear();
@@ -74,13 +74,13 @@ void DiskPlaces::tidy(const BackendUsers& users) {
 }
 
 uint64_t DiskPlaces::trim(const BackendUsers& users) {
-  uint64_t given_back_bytes = 0;
+  uint64_t released_bytes = 0;
   std::vector<std::shared_ptr<DiskPlace>> all = places_;
   users.without_gil([&] {
-    for (const auto& place : all) given_back_bytes += place->trim();
+    for (const auto& place : all) released_bytes += place->trim();
     all.clear();  // one that was dropped meanwhile ends here
   });
-  return given_back_bytes;
+  return released_bytes;
 }
 
 }  // namespace torchoffload

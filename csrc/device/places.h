@@ -54,8 +54,8 @@ class DiskPlace {
   // Is no slot in use, and no copy on its way? False in a forked child of the process that made the place.
   virtual bool is_idle() const = 0;
 
-  // Gives up the space on the disk, the files and the threads that nothing uses. The next copy makes them anew. Returns
-  // the bytes of disk given back. May block.
+  // Releases the space on the disk, the files and the threads that nothing uses. The next copy makes them anew. Returns
+  // the bytes of disk released. May block.
   virtual uint64_t trim() EXCLUDES(gil) = 0;
 
  private:
@@ -74,7 +74,7 @@ class DiskPlaces {
   DiskPlace& turn_to(const DiskKey& key, const BackendUsers& users,
                      const std::function<std::shared_ptr<DiskPlace>()>& make) REQUIRES(gil);
 
-  // Trims all places. Returns the bytes given back. May block.
+  // Trims all places. Returns the bytes released. May block.
   uint64_t trim(const BackendUsers& users) REQUIRES(gil);
 
  private:

@@ -88,7 +88,7 @@ class CodedLink {
 
   uint64_t staging_bytes() const { return staging_bytes_; }
 
-  // Gives up the staging memory, which the caller retires. Call it while no copy is being enqueued.
+  // Hands over the staging memory, which the caller frees by defer_free(). Call it while no copy is being enqueued.
   std::vector<std::pair<DeviceBytes, Rule>> take_staging();
 
  private:

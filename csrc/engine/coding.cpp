@@ -33,13 +33,13 @@ void Engine::release_staging() {
       records_.backend.streams.is_capturing())
     return;
   const Operation operation;
-  for (auto& [bytes, rule] : records_.coded.take_staging()) records_.streams.retire(std::move(bytes), rule);
+  for (auto& [bytes, rule] : records_.coded.take_staging()) records_.streams.defer_free(std::move(bytes), rule);
 }
 
 void Engine::release_idle() {
   if (is_inherited() || records_.ledger.live_tapes() > 0) return;
   release_staging();
-  records_.streams.reap();
+  records_.streams.free_deferred();
 }
 
 std::optional<codec::Code> Engine::expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const {

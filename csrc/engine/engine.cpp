@@ -19,7 +19,7 @@ void Engine::fit_store(ContextState& context) {
 }
 
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
-  reloader_.give_back_of_ended();
+  reloader_.release_reloads_of_ended();
   Operation::drop_now();  // before staging memory is allocated
   learn_times();
   records_.slots.tell_trouble(*context);
@@ -117,7 +117,7 @@ void Engine::change_windows(TapeId tape, WindowBytes windows, Part part) {
 void Engine::release(const RecordHandle& handle) {
   if (!is_inherited()) {
     try {
-      offloader_.reap();
+      offloader_.free_deferred();
     } catch (const std::exception&) {  // that concerned other records; this one is released all the same
     }
   }

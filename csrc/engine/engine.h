@@ -63,7 +63,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Is there no tape, no memory that waits to be dropped, and no pending copy of a record that was released?
   bool is_unused() const REQUIRES(gil) {
-    return records_.ledger.live_tapes() == 0 && !records_.streams.has_retired() && !records_.coded.is_ready() &&
+    return records_.ledger.live_tapes() == 0 && !records_.streams.has_deferred() && !records_.coded.is_ready() &&
            !ThreadState::any_has_pending(offloader_);
   }
   // Threads that asked this engine last have asked none from now on.
@@ -83,7 +83,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // ---- tapes ----
 
-  // Opens a tape for one forward on one thread. First gives back the reloaded bytes of ended graph tasks, and learns
+  // Opens a tape for one forward on one thread. First releases the reloaded bytes of ended graph tasks, and learns
   // times. May block.
   TapeId open_tape(std::shared_ptr<ContextState> context) REQUIRES(gil);
   // No save joins the tape any more. Does nothing for a tape that is closed already. May block while profile() is on.

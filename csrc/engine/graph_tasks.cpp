@@ -23,7 +23,7 @@ void Reloader::note_asking(TapeId tape) {
   ThreadState::current().asked = {this, tape, graph_task};
   if (held(tape).asked_by == graph_task) return;
   held(tape).asked_by = graph_task;  // before the next line: this tape's reloaded records are wanted now
-  give_back_of_ended();
+  release_reloads_of_ended();
   await_end_of(graph_task);
 }
 
@@ -40,37 +40,37 @@ void Reloader::await_end_of(int graph_task) {
     const std::shared_ptr<const void> owner = weak.lock();  // null: its directory is used no more
     if (owner == nullptr || records_.is_inherited()) return;
     const Operation operation;
-    (void)give_back(*token, ahead);
+    (void)release_reloads(*token, ahead);
   });
 }
 
-void Reloader::give_back_of_ended() {
+void Reloader::release_reloads_of_ended() {
   if (asking_tasks_.empty() || mutated(Mutant::FailedTaskIsNoticed)) return;
   std::vector<int> ended;
   for (const AskingTask& task : asking_tasks_) {
     if (task.ended.expired()) ended.push_back(task.id);
   }
   for (const int id : ended) {
-    if (give_back(id, Ahead::GoesBack))
+    if (release_reloads(id, Ahead::GoesBack))
       std::erase_if(asking_tasks_, [&](const AskingTask& task) { return task.id == id; });
   }
 }
 
-bool Reloader::give_back(int graph_task, Ahead ahead) {
+bool Reloader::release_reloads(int graph_task, Ahead ahead) {
   std::vector<TapeId> asked;
   for (const HeldTape& tape : records_.held_tapes) {
     if (tape.context && tape.asked_by == graph_task) asked.push_back(tape.id);
   }
   bool is_all = true;
   for (const TapeId tape : asked) {
-    if (ledger_.has_tape(tape) && !give_back(tape, graph_task, ahead)) is_all = false;
+    if (ledger_.has_tape(tape) && !release_reloads(tape, graph_task, ahead)) is_all = false;
   }
   return is_all;
 }
 
 // A record whose slot is still being written is left as it is: no wait is made here, and its bytes stay on the device
 // until a later call.
-bool Reloader::give_back(TapeId tape, int graph_task, Ahead ahead) {
+bool Reloader::release_reloads(TapeId tape, int graph_task, Ahead ahead) {
   std::vector<RecordId> reloaded;
   for (const Save& save : ledger_.tape(tape).saves) {
     if (ledger_.is_live(save.record) && ledger_.record(save.record).state == RecordState::Reloaded)
@@ -88,7 +88,7 @@ bool Reloader::give_back(TapeId tape, int graph_task, Ahead ahead) {
     return ledger_.is_live(id) && ledger_.record(id).state == RecordState::Reloaded;
   };
   for (const RecordId id : reloaded) {
-    if (!is_reloaded(id) || mutated(Mutant::EndedTaskGivesUp)) continue;
+    if (!is_reloaded(id) || mutated(Mutant::EndedTaskWeakens)) continue;
     records_.weaken(id);
     if (is_reloaded(id) && ledger_.record(id).has_slot) is_all = false;
   }

@@ -45,7 +45,7 @@ std::optional<DeviceBytes> HeldRecord::lock_weak(const Record& record) {
     weak = {};
     return std::nullopt;
   }
-  // A source that the program has emptied since is reloaded from the slot, which was complete before it was given up.
+  // A source that the program has emptied since is reloaded from the slot, which was complete before it was weakened.
   if (!weak_bytes.is_buffer && alive.nbytes() < record.span.end) return std::nullopt;
   DeviceBytes found = weak_bytes;
   found.memory = std::move(alive);

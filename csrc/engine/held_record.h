@@ -34,7 +34,7 @@ struct RecordCode {
 struct HeldRecord {
   DeviceBytes bytes;                  // the source (Resident, Offloading), or the reload's buffer (Reloading, Reloaded)
   WeakMemory identity;                // the storage, while the tape is open
-  WeakMemory weak;                    // the memory that was given up last, for as long as a consumer holds it
+  WeakMemory weak;                    // the memory that was weakened last, for as long as a consumer holds it
   DeviceBytes weak_bytes;             // the DeviceBytes of `weak`, without the memory
   VersionCounter version;             // the saved tensor's, which the record's identity compares
   WrapperVersions wrappers;           // while the tape is open
@@ -71,9 +71,9 @@ struct HeldRecord {
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }
 
-  // From here on the bytes are held weakly. Returns them with the strong share, for the caller to retire.
+  // From here on the bytes are held weakly. Returns them with the strong share, for the caller to free (defer_free).
   DeviceBytes weaken();
-  // The bytes that were given up, if a consumer still holds them.
+  // The bytes that were weakened, if a consumer still holds them.
   std::optional<DeviceBytes> lock_weak(const Record& record);
 };
 

@@ -25,7 +25,7 @@ struct HeldTape {
   uint64_t number = 0;  // counts the tapes in the order of opening
   uint64_t record_count = 0;
   uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
-  int asked_by = kNoGraphTask;  // the graph task that asked last, until its reloads were given back
+  int asked_by = kNoGraphTask;  // the graph task that asked last, until its reloads were released
   bool has_backward_begun = false;
   bool was_alone = false;    // no other tape was alive when it was opened, except tapes that were left behind
   bool codes = false;        // its records are coded, if they can be

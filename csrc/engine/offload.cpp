@@ -296,13 +296,13 @@ void Offloader::drain_window_of(RecordId id) {
   drain_window(tape.limits().offload_bytes, tape.kept_bytes());
 }
 
-void Offloader::reap() {
-  if (!streams_.has_polled()) return streams_.reap();
+void Offloader::free_deferred() {
+  if (!streams_.has_polled()) return streams_.free_deferred();
   while (const auto oldest = windows_.oldest_offload(asks_offloading())) {
     if (!streams_.is_seen_reached(held(*oldest).offload_end)) break;
     finish_offload(*oldest);
   }
-  streams_.reap();
+  streams_.free_deferred();
 }
 
 // R4: the compute stream is made to wait only when the window is full, for the oldest copy first.

@@ -46,9 +46,9 @@ class Offloader {
   // As Engine::release_source(). May block.
   bool release_source(RecordId id) REQUIRES(gil);
 
-  // Called at each hook event. Drops the retired memory that may be dropped by now. If copies complete in the
+  // Called at each hook event. Frees the deferred memory that may be dropped by now. If copies complete in the
   // background, it also finishes the copies out that have ended, and never blocks; otherwise it may block.
-  void reap() REQUIRES(gil);
+  void free_deferred() REQUIRES(gil);
 
  private:
   struct Flush;
@@ -92,7 +92,7 @@ class Offloader {
   void enter_offload_window(RecordId id) REQUIRES(gil);
   // As drain_window(), with the present limits of the record's tape. May block.
   void drain_window_of(RecordId id) REQUIRES(gil);
-  // Records::is_offloading(), as Windows asks for it.
+  // Records::is_offloading(), as CopyWindows asks for it.
   auto asks_offloading() REQUIRES(gil) {
     return [this](RecordId id) {
       gil.assert_held();
@@ -109,7 +109,7 @@ class Offloader {
   SlotBudget& slots_ GUARDED_BY(gil);
   CodedLink& coded_;
   Ledger& ledger_ GUARDED_BY(gil);
-  Windows& windows_ GUARDED_BY(gil);
+  CopyWindows& windows_ GUARDED_BY(gil);
   Timeline& timeline_ GUARDED_BY(gil);
 };
 

@@ -55,8 +55,8 @@ bool Operation::must_queue() {
 
 void Operation::queue(std::function<void()> release) { ThreadState::current().releases.push_back(std::move(release)); }
 
-// Dropping memory may run Python code and so give up more memory and release further handles. Therefore it goes on
-// until nothing is left.
+// Dropping memory may run Python code and so drop more memory and release further handles. Therefore it goes on until
+// nothing is left.
 bool Operation::finish_outermost(ThreadState& now) {
   if (now.dropped.is_empty() && now.releases.empty()) return false;
   const OperatorUnderWay under_way(now);

@@ -1,5 +1,5 @@
 // Operation: one hook call, or the release of one handle, from its first look at the ledger to its last transition.
-// Ownership:     memory that the thread gives up meanwhile is held in ThreadState. It is dropped when the outermost
+// Ownership:     memory that the thread drops meanwhile is held in ThreadState. It is dropped when the outermost
 //                operation ends, after its transitions.
 // Thread safety: needs the GIL. Operations of several threads overlap only while one of them is in a BlockingSection.
 // Shutdown:      nothing is dropped once the interpreter goes down; see Note [No CUDA after main].
@@ -9,11 +9,11 @@
 // code that ran there could enter contexts, save, run backwards, or call trim(), and so change all of them under a
 // function that goes through them. Memory that is dropped may run any Python code: finalizers of tensors and storages,
 // and deleters of memory that came from outside. So the engine drops none inside of an operation: each share in memory
-// that the thread gives up is put off (PutOffDrops), whichever function gives it up. Code of others may run in these
-// places alone:
+// that the thread drops is put off (PutOffDrops), whichever function drops it. Code of others may run in these places
+// alone:
 // - The end of the outermost operation, and drop_now(). Nothing is held there: no reference, no iterator, no number
 //   that was read before. drop_now() is called when the operation is about to allocate or to block for long, so that
-//   the memory that it gave up makes room in time: between two copies of a flush, before an unpack starts reloads, when
+//   the memory that was put off is freed in time: between two copies of a flush, before an unpack starts reloads, when
 //   device memory is short, before a tape is closed, and as one is opened.
 // - A BlockingSection. It runs no Python code of this thread, but other threads run meanwhile, with operations on the
 //   same engine and the same context: each value that was read before has to be read again. Python code of this thread
@@ -49,9 +49,9 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Drops now the memory that the thread gave up, if the calling operation is the outermost one. That may run any
-  // Python code and block, so call it only while nothing is held; see Note [What may run Python]. Returns whether there
-  // was anything to drop: if so, everything has to be read again, the thread's pending copies included.
+  // Drops now the memory that was put off, if the calling operation is the outermost one. That may run any Python code
+  // and block, so call it only while nothing is held; see Note [What may run Python]. Returns whether there was
+  // anything to drop: if so, everything has to be read again, the thread's pending copies included.
   static bool drop_now() REQUIRES(gil);
 
   // Runs `release` at once if no operation is open, else when the outermost one ends. An exception of `release` becomes
@@ -101,12 +101,12 @@ class Operation {
 // values that are dropped by then are leaked, without asking for the GIL. PyTorch's own calls do not stop a thread: one
 // of autograd's that drops a graph task as the interpreter goes down aborts the process, with hooks of ours or without.
 
-// Takes back the GIL that PyEval_SaveThread() gave up.
+// Takes the GIL again that PyEval_SaveThread() released.
 void take_gil_back(void* thread_state) noexcept;
 
 // Releases the GIL for calls that can block, such as growing pinned memory or waiting for a disk. Operations of other
-// threads may run meanwhile, so the ledger must be read again afterwards. Drops no memory that the operation gave up
-// before. Memory that is given up inside, such as a buffer that was just allocated, is dropped at once.
+// threads may run meanwhile, so the ledger must be read again afterwards. Drops no memory that was put off before.
+// Memory that is dropped inside, such as a buffer that was just allocated, is freed at once.
 class SCOPED_CAPABILITY BlockingSection {
  public:
   BlockingSection() RELEASE(gil);

@@ -64,7 +64,7 @@ struct Offloader::Flush {
   void collect_ready() REQUIRES(gil);
   // Has the operator that saved this tensor ended? Before that it may not have filled it (R1).
   bool has_ended(const PendingCopy& copy) const;
-  // Looks after the copies of the engine that have ended, and drops the memory that was given up. Returns whether code
+  // Looks after the copies of the engine that have ended, and drops the memory that was put off. Returns whether code
   // of others has run. May block.
   bool drop_finished(Offloader& its) REQUIRES(gil);
   // The outcome for a copy whose operator has ended.
@@ -171,7 +171,7 @@ bool Offloader::Flush::has_ended(const PendingCopy& copy) const {
 }
 
 bool Offloader::Flush::drop_finished(Offloader& its) {
-  if (!its.records_.is_inherited()) its.reap();
+  if (!its.records_.is_inherited()) its.free_deferred();
   if (!Operation::drop_now()) return false;
   order = {};
   return true;
@@ -189,7 +189,7 @@ Offloader::Flush::Outcome Offloader::Flush::outcome_of(const PendingCopy& copy) 
   if (is_new && waiting_count() >= kMostWaiting) return Outcome::OldestOfThreadGoes;
   if (!may_wait) return Outcome::Goes;
   if (std::ranges::find(without_room, &its) != without_room.end()) return Outcome::Waits;
-  if (!its.slots_.waits_for_room(its.held(copy.record).slot_bytes)) return Outcome::Goes;
+  if (!its.slots_.grow_awaits_disk(its.held(copy.record).slot_bytes)) return Outcome::Goes;
   without_room.push_back(&its);
   return Outcome::Waits;
 }

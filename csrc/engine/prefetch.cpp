@@ -20,7 +20,7 @@ void Reloader::go_on_reloading() {
   const auto [reloader, tape, graph_task] = ThreadState::current().asked;
   if (reloader == nullptr || graph_task != program::graph_task()) return;
   if (reloader->records_.is_inherited() || !reloader->ledger_.has_tape(tape)) return;
-  reloader->offloader_.reap();
+  reloader->offloader_.free_deferred();
   Operation::drop_now();
   if (reloader->ledger_.has_tape(tape)) reloader->prefetch(tape);
 }
@@ -41,8 +41,8 @@ bool Reloader::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, 
   if (slots_.moves_slots()) fetch_ahead(id);
   const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
   auto wanted = windows_.take_reloads(windows, kept_bytes, at_source, records);
-  std::erase_if(
-      wanted, [&](const Windows::Ahead& ahead) REQUIRES(gil) { return records_.lock_weak(ahead.record).has_value(); });
+  std::erase_if(wanted, [&](const CopyWindows::Ahead& ahead)
+                            REQUIRES(gil) { return records_.lock_weak(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
   return ledger_.has_tape(id) && windows.reload_place() == ledger_.tape(id).first_save;
 }
@@ -99,8 +99,8 @@ void Reloader::pass_by(RecordId id) {
   records_.leave_reload_window(id);
   ledger_.pass_by(id);
   count(records_.row(ledger_.record(id).tape), &TapeRow::passed_by, 1);
-  records_.retire(std::exchange(held(id).bytes, {}), Rule::DroppedBufferWaitsForReload,
-                  records_.entry(EntryKind::DropWait, id));
+  records_.defer_free(std::exchange(held(id).bytes, {}), Rule::DroppedBufferWaitsForReload,
+                      records_.entry(EntryKind::DropWait, id));
 }
 
 void Reloader::pass_by_others(TapeId id) {

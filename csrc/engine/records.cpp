@@ -90,7 +90,7 @@ void Records::weaken(RecordId id) {
   const Rule rule = held.are_bytes_reloaded() ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload;
   DeviceBytes bytes = held.weaken();
   ledger.weaken(id);
-  retire(std::move(bytes), rule, entry(EntryKind::DropWait, id));
+  defer_free(std::move(bytes), rule, entry(EntryKind::DropWait, id));
 }
 
 // ---- the end of a record ----
@@ -106,12 +106,12 @@ void Records::release(const RecordHandle& handle) {
   if (dropped.was == RecordState::Reloaded && !is_inherited()) weaken_if_seen(id);
 }
 
-void Records::let_go(RecordId id) noexcept {
+void Records::release_hold(RecordId id) noexcept {
   try {
-    if (ledger.let_go_unless_last(id)) return;
+    if (ledger.release_hold_unless_last(id)) return;
     leave_windows(id);
     forget_learned(id);
-    const Ledger::DroppedHandle dropped = ledger.let_go(id);
+    const Ledger::DroppedHandle dropped = ledger.release_hold(id);
     if (dropped.released) drop_held(id, dropped);
   } catch (const std::exception& error) {
     program::warn(std::string("torchoffload: a saved tensor could not be released: ") + error.what());
@@ -137,12 +137,12 @@ void Records::forget_learned(RecordId id) {
 void Records::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
   HeldRecord held = std::exchange(held_records[id.index], {});
   const bool is_reload = dropped.was == RecordState::Reloading || held.are_bytes_reloaded();
-  struct AtTheEnd {  // retires the memory, also if an exception leaves this function
+  struct AtTheEnd {  // frees the memory, also if an exception leaves this function
     Records& records;
     DeviceBytes bytes;
     const Rule rule;
     const Timeline::Entry what;
-    ~AtTheEnd() { records.retire(std::move(bytes), rule, what); }
+    ~AtTheEnd() { records.defer_free(std::move(bytes), rule, what); }
   } memory{*this, std::exchange(held.bytes, {}),
            is_reload ? Rule::DroppedBufferWaitsForReload : Rule::DroppedSourceWaitsForOffload,
            drop_wait(dropped, held)};
@@ -169,13 +169,13 @@ Timeline::Entry Records::drop_wait(const Ledger::DroppedHandle& dropped, const H
   return entry;
 }
 
-void Records::retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept {
+void Records::defer_free(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept {
   std::optional<TimedSpan> span;
   try {
     if (timeline.is_on() && streams.stalls_when_dropped(bytes, rule)) span.emplace(timeline, bytes.stream, what);
   } catch (const std::exception&) {  // no time; a failing device raises again at the next call that can report it
   }
-  streams.retire(std::move(bytes), rule);
+  streams.defer_free(std::move(bytes), rule);
 }
 
 void Records::release_slot(HeldRecord& held) {

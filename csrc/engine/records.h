@@ -3,7 +3,7 @@
 // Ownership:     the memory and the slot of each record (HeldRecord), by the record's index, and HeldTape for each tape.
 //                The parts of its backend outlive it.
 // Thread safety: needs the GIL.
-// Failures:      release() and let_go() never throw.
+// Failures:      release() and release_hold() never throw.
 // Stream order:  `streams` makes every wait of the engine, and a Rule names it.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 //
@@ -67,7 +67,7 @@ struct Records {
     Hold(Hold&& other) noexcept : records_(std::exchange(other.records_, nullptr)), id_(other.id_) {}
     Hold& operator=(Hold&&) = delete;
     ~Hold() REQUIRES(gil) {
-      if (records_ != nullptr) records_->let_go(id_);
+      if (records_ != nullptr) records_->release_hold(id_);
     }
 
    private:
@@ -108,8 +108,9 @@ struct Records {
 
   // A handle died. May block, unless copies complete in the background.
   void release(const RecordHandle& handle) REQUIRES(gil);
-  // StreamOrder::retire(). While the timeline is on, `what` is added to it with the time for which the stream waits.
-  void retire(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept REQUIRES(gil);
+  // StreamOrder::defer_free(). While the timeline is on, `what` is added to it with the time for which the stream
+  // waits.
+  void defer_free(DeviceBytes bytes, Rule rule, const Timeline::Entry& what) noexcept REQUIRES(gil);
 
   // ---- one tape ----
 
@@ -133,7 +134,7 @@ struct Records {
   SlotBudget slots GUARDED_BY(gil);
   CodedLink coded;
   Ledger ledger GUARDED_BY(gil);
-  Windows windows GUARDED_BY(gil);
+  CopyWindows windows GUARDED_BY(gil);
   Lessons lessons GUARDED_BY(gil);
   Timeline timeline GUARDED_BY(gil);
   TapeTimes times GUARDED_BY(gil);
@@ -143,7 +144,7 @@ struct Records {
 
  private:
   // With the last hold a record without handles is released. May block as release().
-  void let_go(RecordId id) noexcept REQUIRES(gil);
+  void release_hold(RecordId id) noexcept REQUIRES(gil);
   void leave_windows(RecordId id) REQUIRES(gil);  // takes a record that is about to be released out of them
   // A kept record is about to be released: its bytes are subtracted from the windows again.
   void forget_learned(RecordId id) REQUIRES(gil);

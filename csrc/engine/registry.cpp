@@ -135,9 +135,9 @@ uint64_t trim_stores_of_engines() REQUIRES(gil) {
   const std::vector<std::shared_ptr<Engine>> engines = all_engines();  // which keep their stores
   for (const auto& engine : engines) engine->release_staging();
   const BlockingSection blocking;
-  uint64_t given_back_bytes = 0;
-  for (SlotStore* const store : stores_of(engines)) given_back_bytes += store->trim();
-  return given_back_bytes;
+  uint64_t released_bytes = 0;
+  for (SlotStore* const store : stores_of(engines)) released_bytes += store->trim();
+  return released_bytes;
 }
 
 class EnginesOfBackends final : public BackendUsers {
@@ -207,10 +207,10 @@ std::vector<EngineProfile> stop_profile() {
 
 uint64_t trim_stores() {
   const Operation operation;
-  uint64_t given_back_bytes = trim_stores_of_engines();
-  given_back_bytes += trim_backends(EnginesOfBackends());
+  uint64_t released_bytes = trim_stores_of_engines();
+  released_bytes += trim_backends(EnginesOfBackends());
   destroy_dropped();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 void prepare_coders() {

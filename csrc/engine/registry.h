@@ -28,8 +28,8 @@ namespace torchoffload {
 
 // The engine that moves tensors at `place`, or null if no backend serves that place. Call it inside of an operation:
 // the engine exists until that ends, and after it while a tape is alive or the caller has a share in it. May block if
-// its directory is another one than the last, since those that are left give up their files and threads.
-// Throws std::runtime_error for a CUDA tensor under Placement::Disk, and if no spill file can be made.
+// its directory is another one than the last, since those that are left close their files and end their threads. Throws
+// std::runtime_error for a CUDA tensor under Placement::Disk, and if no spill file can be made.
 Engine* find_engine(const Place& place) REQUIRES(gil);
 
 // Every engine that there is: shares in them, since a caller that lets other threads run may see some come and go.
@@ -45,8 +45,8 @@ struct EngineProfile {
 };
 std::vector<EngineProfile> stop_profile() REQUIRES(gil);
 
-// Gives back the memory that no slot uses, in every store, and the threads of those that no copy uses. Returns the
-// bytes given back. May block.
+// Releases the memory that no slot uses, in every store, and ends the threads of those that no copy uses. Returns the
+// bytes released. May block.
 uint64_t trim_stores() REQUIRES(gil);
 
 // Begins to make the codes ready on the devices that the program uses, so that steps need not wait for them. Returns at

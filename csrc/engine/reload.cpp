@@ -15,7 +15,7 @@
 namespace torchoffload {
 
 struct Reloader::ReloadCopy {
-  Windows::Ahead wanted;
+  CopyWindows::Ahead wanted;
   Records::Hold hold;
   HeldSlot here;
   StreamId stream = kNoStream;
@@ -31,7 +31,7 @@ struct Reloader::ReloadCopy {
   CopyTime time = {};
 };
 
-std::optional<Reloader::ReloadCopy> Reloader::plan_reload(const Windows::Ahead& wanted, StreamId consumer) {
+std::optional<Reloader::ReloadCopy> Reloader::plan_reload(const CopyWindows::Ahead& wanted, StreamId consumer) {
   const RecordId id = wanted.record;
   const HeldRecord& held = this->held(id);
   std::optional<HeldSlot> here = slots_.try_hold(held.slot);
@@ -52,7 +52,7 @@ std::optional<Reloader::ReloadCopy> Reloader::plan_reload(const Windows::Ahead& 
   return copy;
 }
 
-void Reloader::start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also) {
+void Reloader::start_reloads(std::span<const CopyWindows::Ahead> wanted, Reload why, const AlsoWait& also) {
   const StreamId consumer = backend_.streams.current_stream();
   timeline_.set_origin();
   // There are nearly always one or two copies: these take no memory from the heap.
@@ -60,7 +60,7 @@ void Reloader::start_reloads(std::span<const Windows::Ahead> wanted, Reload why,
   std::pmr::monotonic_buffer_resource memory(first_bytes.data(), first_bytes.size());
   std::pmr::vector<ReloadCopy> copies(&memory);
   copies.reserve(wanted.size());
-  for (const Windows::Ahead& one : wanted) {
+  for (const CopyWindows::Ahead& one : wanted) {
     if (!ledger_.is_live(one.record) || ledger_.record(one.record).state != RecordState::Offloaded) continue;
     if (auto copy = plan_reload(one, consumer)) copies.push_back(std::move(*copy));
   }
@@ -88,7 +88,7 @@ void Reloader::start_reloads(std::span<const Windows::Ahead> wanted, Reload why,
       copy.here.lose();
       (void)copy.buffer.release();
     } else {
-      copy.here.let_go(copy.progress.end);
+      copy.here.release_hold(copy.progress.end);
       reload_is_enqueued(copy, consumer, why);
     }
   }
@@ -150,8 +150,8 @@ void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload wh
   if (!copy.progress.is_whole || ledger_.record(id).state != RecordState::Offloaded) {
     guard_slot(copy.progress.end);
     backend_.link.forget(copy.progress.end);
-    return records_.retire(std::move(bytes), Rule::DroppedBufferWaitsForReload,
-                           records_.entry(EntryKind::DropWait, id));
+    return records_.defer_free(std::move(bytes), Rule::DroppedBufferWaitsForReload,
+                               records_.entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);
@@ -160,7 +160,7 @@ void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload wh
   begin_reload(copy.wanted, why);
 }
 
-void Reloader::begin_reload(const Windows::Ahead& started, Reload why) {
+void Reloader::begin_reload(const CopyWindows::Ahead& started, Reload why) {
   const RecordId id = started.record;
   const uint64_t nbytes = ledger_.record(id).nbytes();
   if (why == Reload::Ahead) {

@@ -50,9 +50,9 @@ class Reloader {
   static void go_on_reloading() REQUIRES(gil);
   void forward_ended(TapeId tape) REQUIRES(gil);
 
-  // Gives back the reloads of ended graph tasks: of those that failed, and of those whose reloads could not be given
-  // back when they ended. May block.
-  void give_back_of_ended() REQUIRES(gil);
+  // Releases the reloads of ended graph tasks: of those that failed, and of those whose reloads could not be released
+  // when they ended. May block.
+  void release_reloads_of_ended() REQUIRES(gil);
 
  private:
   // A graph task that asked this engine for bytes. The object of `ended` is destroyed with it, however it ends.
@@ -98,19 +98,19 @@ class Reloader {
 
   enum class Reload : uint8_t { AskedFor, Ahead };
   // Starts the reloads of those records that are Offloaded. May block.
-  void start_reloads(std::span<const Windows::Ahead> wanted, Reload why, const AlsoWait& also = {}) REQUIRES(gil);
+  void start_reloads(std::span<const CopyWindows::Ahead> wanted, Reload why, const AlsoWait& also = {}) REQUIRES(gil);
   // The arguments of the calls that enqueue the copy. nullopt: the record's slot is not in memory.
-  std::optional<ReloadCopy> plan_reload(const Windows::Ahead& wanted, StreamId consumer) REQUIRES(gil);
+  std::optional<ReloadCopy> plan_reload(const CopyWindows::Ahead& wanted, StreamId consumer) REQUIRES(gil);
   // Allocates the buffers. Of the copies ahead only the first ones may find memory. Called without the GIL.
   void allocate(std::span<ReloadCopy> copies, Reload why) const;
   // Enqueues the copies that have buffers. Called without the GIL, and may block.
   void enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOrder::Batch& waits);
   void enqueue(ReloadCopy& copy, StreamOrder::Batch& waits);
-  // Gives the buffer of a copy that was enqueued to the record, or retires it if another thread has reloaded the record
+  // Gives the buffer of a copy that was enqueued to the record, or frees it if another thread has reloaded the record
   // meanwhile. Only the latter may block.
   void reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) REQUIRES(gil);
   // Enters a reload into ledger, windows and counts.
-  void begin_reload(const Windows::Ahead& started, Reload why) REQUIRES(gil);
+  void begin_reload(const CopyWindows::Ahead& started, Reload why) REQUIRES(gil);
   // The consumer's stream waits for the reload by now. Throws if the store could not read bytes that a consumer asked
   // for. A read ahead that failed only puts the record back, to be read again.
   void finish_reload(RecordId id) REQUIRES(gil);
@@ -128,7 +128,7 @@ class Reloader {
   // Passes by the records that the consumer, now at `place`, has left behind it by more than the reload window (R11).
   // May block.
   void let_pass(TapeId tape, uint64_t place) REQUIRES(gil);
-  // Returns a record that was reloaded ahead to its slot, unused: its buffer is retired. May block.
+  // Returns a record that was reloaded ahead to its slot, unused: its buffer is freed. May block.
   void pass_by(RecordId id) REQUIRES(gil);
   // Passes by the records reloaded ahead for other tapes than this one, if their backwards have not begun. May block.
   void pass_by_others(TapeId tape) REQUIRES(gil);
@@ -137,15 +137,15 @@ class Reloader {
 
   // Notes that the current graph task asks for the tape, and arranges for its end. May block.
   void note_asking(TapeId tape) REQUIRES(gil);
-  // Has autograd call back at the end of the graph task, to give back its reloads. Does nothing if that was arranged
+  // Has autograd call back at the end of the graph task, to release its reloads. Does nothing if that was arranged
   // already.
   void await_end_of(int graph_task) REQUIRES(gil);
   enum class Ahead : uint8_t { GoesBack, Stays };
-  // Gives back the reloads of a graph task for the tapes that no other task has asked since: for all of them, or for
-  // one. `ahead` says whether records reloaded ahead of their consumer go back too. Returns whether all of it went
-  // back. May block.
-  bool give_back(int graph_task, Ahead ahead) REQUIRES(gil);
-  bool give_back(TapeId tape, int graph_task, Ahead ahead) REQUIRES(gil);
+  // Releases the reloads of a graph task for the tapes that no other task has asked since: for all of them, or for one.
+  // `ahead` says whether records reloaded ahead of their consumer go back too. Returns whether all of it went back. May
+  // block.
+  bool release_reloads(int graph_task, Ahead ahead) REQUIRES(gil);
+  bool release_reloads(TapeId tape, int graph_task, Ahead ahead) REQUIRES(gil);
 
   Records& records_;
   Offloader& offloader_;
@@ -155,7 +155,7 @@ class Reloader {
   SlotBudget& slots_ GUARDED_BY(gil);
   CodedLink& coded_;
   Ledger& ledger_ GUARDED_BY(gil);
-  Windows& windows_ GUARDED_BY(gil);
+  CopyWindows& windows_ GUARDED_BY(gil);
   Lessons& lessons_ GUARDED_BY(gil);
   Timeline& timeline_ GUARDED_BY(gil);
   std::vector<AskingTask> asking_tasks_ GUARDED_BY(gil);

@@ -104,8 +104,8 @@ void SlotBudget::fit_to_steps(ContextState& context) {
   same_step_count_ = needed_bytes == step_bytes_ ? same_step_count_ + 1 : 1;
   step_bytes_ = needed_bytes;
   const uint64_t limit_bytes = most_capacity_bytes(context);
-  // If steps move nothing any more, the store is given back, once. If a later step moves something, the store grows as
-  // in the first step.
+  // If steps move nothing any more, the memory of the store is released, once. If a later step moves something, the
+  // store grows as in the first step.
   const bool is_known = needed_bytes > 0 ? same_step_count_ >= kStepsUntilKnown : same_step_count_ == kStepsUntilKnown;
   if (!is_known) return store_.grow_ahead(limit_bytes);
   const BlockingSection blocking;

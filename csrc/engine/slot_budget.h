@@ -27,13 +27,13 @@ class HeldSlot {
   HeldSlot(SlotStore* store, const Slot& slot) : store_(store), slot_(slot) {}
   HeldSlot(HeldSlot&& other) noexcept : store_(std::exchange(other.store_, nullptr)), slot_(other.slot_) {}
   HeldSlot& operator=(HeldSlot&&) = delete;
-  ~HeldSlot() { let_go(std::nullopt); }
+  ~HeldSlot() { release_hold(std::nullopt); }
 
   const Slot& slot() const { return slot_; }
 
   // `until`: the end of the copy; absent: there was none.
-  void let_go(std::optional<Point> until) {
-    if (SlotStore* const store = std::exchange(store_, nullptr)) store->let_go(slot_, until);
+  void release_hold(std::optional<Point> until) {
+    if (SlotStore* const store = std::exchange(store_, nullptr)) store->release_hold(slot_, until);
   }
   // Call it if it is not known when the copy ends: the slot stays held for ever.
   void lose() { store_ = nullptr; }
@@ -69,8 +69,8 @@ class SlotBudget {
   // Makes room for at least one slot of `nbytes`. Blocks. Throws StoreFull.
   void grow(uint64_t nbytes) REQUIRES(gil);
 
-  // Would grow() wait for a disk now? See SlotStore::waits_for_room(). Never blocks.
-  bool waits_for_room(uint64_t nbytes) { return store_.waits_for_room(nbytes); }
+  // Would grow() wait for a disk now? See SlotStore::grow_awaits_disk(). Never blocks.
+  bool grow_awaits_disk(uint64_t nbytes) { return store_.grow_awaits_disk(nbytes); }
 
   // Returns a slot to the store. `guards`: the points after which it may be written again. Never blocks.
   void release(const Slot& slot, const std::vector<Point>& guards) { store_.release(slot, guards); }

@@ -95,7 +95,7 @@ void StreamOrder::synchronize(Point point) {
 
 // ---- memory ----
 
-void StreamOrder::retire(DeviceBytes bytes, Rule rule) noexcept {
+void StreamOrder::defer_free(DeviceBytes bytes, Rule rule) noexcept {
   if (!bytes.memory) return;
   try {
     bool is_free = false;
@@ -103,7 +103,7 @@ void StreamOrder::retire(DeviceBytes bytes, Rule rule) noexcept {
       is_free = may_be_dropped(bytes, rule);
     } catch (const std::exception&) {  // a failing device raises again at the next call that can report it
     }
-    if (!is_free) retired_.push_back({std::move(bytes), rule});
+    if (!is_free) deferred_.push_back({std::move(bytes), rule});
   } catch (const std::exception&) {  // no memory for the list: leaked, which is safer than dropped too early
     if (bytes.memory) (void)bytes.memory.release();
   }
@@ -122,22 +122,22 @@ bool StreamOrder::may_be_dropped(const DeviceBytes& bytes, Rule rule) {
   return true;
 }
 
-void StreamOrder::reap_retired() {
+void StreamOrder::free_deferred_list() {
   if (streams_.is_capturing()) return;
-  for (Retired& retired : std::exchange(retired_, {})) retire(std::move(retired.bytes), retired.rule);
+  for (Deferred& each : std::exchange(deferred_, {})) defer_free(std::move(each.bytes), each.rule);
 }
 
-void StreamOrder::finish_retired() {
+void StreamOrder::finish_deferred() {
   std::vector<Point> busy;
-  for (const Retired& retired : retired_) {
-    if (is_polled(retired.bytes.busy_until)) busy.push_back(retired.bytes.busy_until);
+  for (const Deferred& each : deferred_) {
+    if (is_polled(each.bytes.busy_until)) busy.push_back(each.bytes.busy_until);
   }
   if (busy.empty()) return;
   {
     const BlockingSection blocking;
     for (const Point& point : busy) streams_.synchronize(point);
   }
-  reap();
+  free_deferred();
 }
 
 }  // namespace torchoffload

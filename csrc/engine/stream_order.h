@@ -1,8 +1,8 @@
 // StreamOrder: the only place that makes a stream wait, and that drops memory which a copy may still touch.
-// Ownership:     memory that was retired and may not be dropped yet.
+// Ownership:     memory whose drop was deferred.
 // Thread safety: needs the GIL, except a Batch while its calls are made. Calls that may block release the GIL for that
 //                time, so the ledger must be read again after them.
-// Failures:      a wait that throws was not made, and is not remembered. retire() never throws.
+// Failures:      a wait that throws was not made, and is not remembered. defer_free() never throws.
 // Stream order:  each wait is named by its Rule. A wait that is known to have been made is not made again.
 // Shutdown:      part of its engine; see Note [No CUDA after main].
 #pragma once
@@ -156,8 +156,8 @@ class StreamOrder {
 
   // Makes `call`, which enqueues on `stream`. Releases the GIL for it if that may block, so the call may use nothing
   // that the GIL guards. The analysis follows no release that depends on a condition.
-  template <typename Call>
-  void without_gil(StreamId stream, Call call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
+  template <typename Function>
+  void without_gil(StreamId stream, Function call) REQUIRES(gil) NO_THREAD_SAFETY_ANALYSIS {
     std::optional<BlockingSection> blocking;
     if (streams_.may_block(stream)) blocking.emplace();
     call();
@@ -166,28 +166,28 @@ class StreamOrder {
   // ---- memory ----
 
   // Drops memory after its stream was told to wait for the copy that touches it (R9); `rule` names the wait. The memory
-  // stays on a list, for reap(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is being
-  // captured, or the device fails. May block, unless the copy is polled.
-  void retire(DeviceBytes bytes, Rule rule) noexcept REQUIRES(gil);
+  // stays on a list, for free_deferred(), if the wait cannot be made now: the I/O is still in flight, a CUDA graph is
+  // being captured, or the device fails. May block, unless the copy is polled.
+  void defer_free(DeviceBytes bytes, Rule rule) noexcept REQUIRES(gil);
 
-  // Would retire() make the stream of this memory wait? A wait of the host is not meant.
+  // Would defer_free() make the stream of this memory wait? A wait of the host is not meant.
   bool stalls_when_dropped(const DeviceBytes& bytes, Rule rule) const REQUIRES(gil) {
     return bytes.memory && !is_polled(bytes.busy_until) && must_wait(rule, bytes.stream, bytes.busy_until) &&
            can_wait_to_drop(bytes) && !streams_.is_capturing() && !streams_.is_capturing_on(bytes.stream);
   }
 
   // Tries again to drop the memory on the list. May block, but not for polled copies.
-  void reap() REQUIRES(gil) {
-    if (!retired_.empty()) reap_retired();
+  void free_deferred() REQUIRES(gil) {
+    if (!deferred_.empty()) free_deferred_list();
   }
 
-  bool has_retired() const REQUIRES(gil) { return !retired_.empty(); }
+  bool has_deferred() const REQUIRES(gil) { return !deferred_.empty(); }
 
-  // Waits on the host for all I/O on retired memory, and drops that memory. Blocks if there is any.
-  void finish_retired() REQUIRES(gil);
+  // Waits on the host for all I/O on deferred memory, and drops that memory. Blocks if there is any.
+  void finish_deferred() REQUIRES(gil);
 
  private:
-  struct Retired {
+  struct Deferred {
     DeviceBytes bytes;
     Rule rule;
   };
@@ -204,12 +204,12 @@ class StreamOrder {
   }
   // May the memory be dropped now? Makes the wait that it takes, on the stream or else on the host, which may block.
   bool may_be_dropped(const DeviceBytes& bytes, Rule rule) REQUIRES(gil);
-  void reap_retired() REQUIRES(gil);
+  void free_deferred_list() REQUIRES(gil);
 
   Streams& streams_;
   const bool has_polled_;
-  std::vector<Made> made_ GUARDED_BY(gil);        // the latest wait of each pair of streams that are lasting
-  std::vector<Retired> retired_ GUARDED_BY(gil);  // in the order in which the memory was retired
+  std::vector<Made> made_ GUARDED_BY(gil);          // the latest wait of each pair of streams that are lasting
+  std::vector<Deferred> deferred_ GUARDED_BY(gil);  // in the order of the calls of defer_free()
 };
 
 }  // namespace torchoffload

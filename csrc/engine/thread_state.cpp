@@ -38,7 +38,7 @@ constinit thread_local bool has_thread_ended = false;
 
 class AtThreadExit {
  public:
-  void give_back(ThreadState* state) { entry_ = new Ended{state, nullptr}; }
+  void hand_over(ThreadState* state) { entry_ = new Ended{state, nullptr}; }
   ~AtThreadExit() {
     mine = nullptr;
     has_thread_ended = true;
@@ -122,7 +122,7 @@ ThreadState& ThreadState::current() {
     mine = take_state();
     if (!has_thread_ended) {  // else a handle dies while the main thread's static destructors run
       thread_local AtThreadExit at_exit;
-      at_exit.give_back(mine);
+      at_exit.hand_over(mine);
     }
   }
   return *mine;

@@ -139,7 +139,7 @@ void Timeline::forget_unread() {
   }
 }
 
-// Those that were not read yet are kept: their points are still to be given back.
+// Those that were not read yet are kept: their points are still to be released.
 void Timeline::forget_before(uint64_t number) {
   if (is_profiled_) number = std::min(number, profile_begin_);
   for (number = std::min(number, read_count_); first_entry_ < number; ++first_entry_) entries_.pop_front();

@@ -21,7 +21,7 @@ struct Reloader::Ask {
 };
 
 DeviceBytes Reloader::unpack(RecordHandle& handle, bool in_backward) {
-  offloader_.reap();
+  offloader_.free_deferred();
   const RecordId id = handle.record;
   Ask ask{handle, backend_.streams.current_stream(), in_backward, handle.save, /*is_prefetched_for=*/!in_backward};
   if (in_backward) backward_asks(ask);
@@ -102,7 +102,7 @@ std::optional<DeviceBytes> Reloader::unpack_away(Ask& ask) {
     streams_.wait(Rule::ConsumerWaitsForWeak, ask.consumer, alive->busy_until);
     return hand_out(id, *alive);
   }
-  const Windows::Ahead only[] = {{id, ask.handle.save}};
+  const CopyWindows::Ahead only[] = {{id, ask.handle.save}};
   try {
     const HeldSlot here = hold_slot(id);
     start_reloads(only, Reload::AskedFor);
@@ -195,7 +195,7 @@ void Reloader::keep_if_resized(RecordId id) {
 void Reloader::free_device_memory() {
   while (!windows_.ahead().empty()) pass_by(windows_.ahead().back());
   offloader_.drain_window(0, 0);
-  streams_.finish_retired();
+  streams_.finish_deferred();
   Operation::drop_now();
 }
 

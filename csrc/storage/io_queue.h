@@ -103,7 +103,7 @@ class IoQueue {
   uint64_t add(const IoJob& job) REQUIRES(mutex_);
   // The pool calls this for each job that was submitted. It runs the jobs that wait, until there are none.
   void run_waiting();
-  // Takes the first job that waits, and does it. The lock is given back meanwhile.
+  // Takes the first job that waits, and does it. The lock is released meanwhile.
   void take_and_run() REQUIRES(mutex_);
   std::string run(const Submitted& submitted) const;
   void finish(uint64_t serial, std::string failure) REQUIRES(mutex_);

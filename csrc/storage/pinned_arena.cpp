@@ -97,10 +97,10 @@ uint64_t PinnedArena::used_bytes() const {
   return ranges_.used_bytes();
 }
 
-bool PinnedArena::has_room(uint64_t nbytes) const {
+bool PinnedArena::can_acquire(uint64_t nbytes) const {
   if (fork_guard_.inherited()) return false;
   const MutexLock lock(mutex_);
-  return has_range(nbytes);
+  return can_acquire_locked(nbytes);
 }
 
 uint64_t PinnedArena::take_peak_bytes() {
@@ -121,7 +121,7 @@ void PinnedArena::grow(uint64_t nbytes) {
   // A system that overcommits memory would grant this request, and kill the process when the pages are touched.
   if (nbytes > read_host_memory().total_bytes.value_or(UINT64_MAX))
     throw StoreFull("a slot of " + std::to_string(nbytes) + " bytes is more than this machine's memory");
-  const Turn turn(*this, [&]() REQUIRES(mutex_) { return has_range(nbytes); });
+  const Turn turn(*this, [&]() REQUIRES(mutex_) { return can_acquire_locked(nbytes); });
   if (!turn.is_mine()) return;  // another thread has made room meanwhile
   uint64_t request_bytes = 0;
   uint64_t least_bytes = 0;
@@ -201,7 +201,7 @@ std::string PinnedArena::take_trouble() {
   return std::exchange(trouble_, {});
 }
 
-bool PinnedArena::has_range(uint64_t nbytes) const {
+bool PinnedArena::can_acquire_locked(uint64_t nbytes) const {
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
 
@@ -277,23 +277,23 @@ void PinnedArena::work() {
   }
 }
 
-// ---- giving back ----
+// ---- releasing ----
 
 uint64_t PinnedArena::trim() {
   if (fork_guard_.inherited()) return 0;
   const Turn turn(*this);
   if (is_stopped()) return 0;
-  return give_back_chunks(take_idle_chunks());
+  return release_chunks(take_idle_chunks());
 }
 
 // It would not be enough to remove some of the chunks: a step's slots fit into the others only with gaps at the chunks'
 // ends, and the next step would grow again. In a single chunk the slots lie side by side, without gaps. So all idle
-// chunks are given back, and the missing bytes are taken again as one chunk.
+// chunks are released, and the missing bytes are taken again as one chunk.
 uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   if (fork_guard_.inherited()) return 0;
   const Turn turn(*this);
   if (is_stopped() || !should_shrink(needed_bytes)) return 0;
-  const uint64_t given_back_bytes = give_back_chunks(take_idle_chunks());
+  const uint64_t released_bytes = release_chunks(take_idle_chunks());
   const uint64_t kept_bytes = capacity_bytes();
   const uint64_t missing_bytes = round_up(needed_bytes - std::min(kept_bytes, needed_bytes), page_bytes_);
   try {
@@ -303,7 +303,7 @@ uint64_t PinnedArena::shrink(uint64_t needed_bytes) {
   }
   const MutexLock lock(mutex_);
   plan_.saw_shrink(needed_bytes, ranges_.capacity_bytes());
-  return given_back_bytes - std::min(given_back_bytes, missing_bytes);
+  return released_bytes - std::min(released_bytes, missing_bytes);
 }
 
 bool PinnedArena::should_shrink(uint64_t needed_bytes) const {
@@ -329,16 +329,16 @@ PinnedArena::Idle PinnedArena::take_idle_chunks() {
 }
 
 // The chunks are no longer known to the allocator, so no new copy can touch them, and no lock is held during the waits.
-uint64_t PinnedArena::give_back_chunks(const Idle& idle) {
-  uint64_t given_back_bytes = 0;
+uint64_t PinnedArena::release_chunks(const Idle& idle) {
+  uint64_t released_bytes = 0;
   for (const auto& [chunk, guards] : idle) {
     // The host waits for every guard: a copy in flight must not lose its pages.
     for (const Point& guard : guards) {
       if (!mutated(Mutant::TrimWaitsForGuards)) synchronize_(guard);
     }
-    if (free_chunk(chunk, registration_)) given_back_bytes += chunk.nbytes;
+    if (free_chunk(chunk, registration_)) released_bytes += chunk.nbytes;
   }
-  return given_back_bytes;
+  return released_bytes;
 }
 
 }  // namespace torchoffload

@@ -92,7 +92,7 @@ class PinnedArena final : public SlotStore {
   void allow_unlocked();  // for tests: require_locked() was not called
 
   // Would try_acquire() give a slot of `nbytes`?
-  bool has_room(uint64_t nbytes) const;
+  bool can_acquire(uint64_t nbytes) const;
 
   // Is a chunk being taken, or wanted ahead? False in a forked child.
   bool is_growing() const;
@@ -104,8 +104,7 @@ class PinnedArena final : public SlotStore {
   class Turn;
   using Idle = std::vector<std::pair<PinnedChunk, std::vector<Point>>>;
 
-  // Is there room for a slot of `nbytes`?
-  bool has_range(uint64_t nbytes) const REQUIRES(mutex_);
+  bool can_acquire_locked(uint64_t nbytes) const REQUIRES(mutex_);
   // Is a chunk wanted ahead of need, and may the arena still grow?
   bool may_grow_ahead() const REQUIRES(mutex_);
   // Wakes the arena's thread if it may grow ahead. Starts the thread at first use.
@@ -124,7 +123,7 @@ class PinnedArena final : public SlotStore {
   // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
   Idle take_idle_chunks() EXCLUDES(mutex_);
   // Gives such chunks back to the system once the host has waited for their guards. Blocks. Returns their bytes.
-  uint64_t give_back_chunks(const Idle& idle) EXCLUDES(mutex_);
+  uint64_t release_chunks(const Idle& idle) EXCLUDES(mutex_);
 
   // The arena's thread: takes the chunks that are wanted ahead.
   static void* thread_main(void* arena);

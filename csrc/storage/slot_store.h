@@ -1,7 +1,7 @@
 // SlotStore: the resting places of records' bytes. A slot is a range of pinned memory, or of a spill file, or now one
 // and now the other.
-// Ownership:     a slot is a value; its owner releases it exactly once, and before that lets go of it once for each
-//                time that it was held.
+// Ownership:     a slot is a value; its owner releases it exactly once, and before that releases each hold on it once,
+//                for each time that it was held.
 // Thread safety: every method, any thread.
 // Stream order:  release() is in host time; the guards say after which points the range may be written again.
 // Shutdown:      stores live for the process; see Note [No CUDA after main].
@@ -47,11 +47,11 @@ class SlotStore {
 
   // Would grow() wait for a disk now, to make room for a slot of `nbytes`? If so, the transfers that make room are
   // under way, and room comes even if nobody waits for it. False if grow() waits for nothing, or throws. Never blocks.
-  virtual bool waits_for_room(uint64_t /*nbytes*/) { return false; }
+  virtual bool grow_awaits_disk(uint64_t /*nbytes*/) { return false; }
 
   virtual void release(const Slot& slot, const std::vector<Point>& guards) = 0;
 
-  // Gives idle blocks back to the system after a host wait for their guards. Returns the bytes given back. May block.
+  // Releases idle blocks to the system after a host wait for their guards. Returns the bytes released. May block.
   virtual uint64_t trim() EXCLUDES(gil) = 0;
 
   virtual uint64_t capacity_bytes() const = 0;  // held from the system
@@ -74,14 +74,14 @@ class SlotStore {
   virtual uint64_t take_peak_bytes() { return 0; }
 
   // Once the need is known, and best while no slot is in use: brings the capacity to the need, and at most 5% more, as
-  // far as idle blocks allow. Once for a need. Returns the bytes given back. May block.
+  // far as idle blocks allow. Once for a need. Returns the bytes released. May block.
   virtual uint64_t shrink(uint64_t /*needed_bytes*/) EXCLUDES(gil) { return 0; }
 
   // ---- slots that move on to a disk: these methods mean nothing for a store that does not move its slots ----
 
   // Does the store move its slots between memory and a disk? The same answer each time. A slot of such a store has an
   // address that can be used while the slot is held: from try_acquire() to note_filled() or release(), and from hold()
-  // or try_hold() to let_go().
+  // or try_hold() to release_hold().
   virtual bool moves_slots() const { return false; }
 
   // The copy that fills the slot ends at `end`. Its bytes may be written to the disk then, and its address changes.
@@ -96,7 +96,7 @@ class SlotStore {
   virtual Slot hold(const Slot& slot) EXCLUDES(gil) { return slot; }
 
   // `until`: the end of the copy that used the address; absent: there was none. Never blocks.
-  virtual void let_go(const Slot& /*slot*/, std::optional<Point> /*until*/) {}
+  virtual void release_hold(const Slot& /*slot*/, std::optional<Point> /*until*/) {}
 
   // Begins to read the slot's bytes from the disk, if they are not in memory. Returns false if there is no room for
   // them now. Never blocks.
@@ -115,8 +115,8 @@ class SlotStore {
   // A warning for the user, as a sentence; empty: nothing. It is told once.
   virtual std::string take_trouble() { return {}; }
 
-  // The process is about to end: once this returns nothing more is taken or given back, by any thread. Waits for a
-  // chunk that is being taken.
+  // The process is about to end: once this returns nothing more is taken or released, by any thread. Waits for a chunk
+  // that is being taken.
   virtual void stop() EXCLUDES(gil) {}
 };
 

@@ -118,7 +118,7 @@ void SpillFile::grow(uint64_t nbytes) {
   if (fork_guard_.inherited()) throw StoreFull(kSpillFileInherited);
   require_sane_request(nbytes, "disk");
   const MutexLock growing(grow_mutex_);
-  if (has_room(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
+  if (can_acquire(nbytes)) return;  // another thread grew it, or released a slot, meanwhile
   open_again();
   uint64_t chunk_bytes = policy_.chunk_bytes(nbytes, capacity_bytes(), kDiskBlockBytes);
   const uint64_t least_bytes = round_up(std::max<uint64_t>(nbytes, 1), kDiskBlockBytes);
@@ -146,17 +146,17 @@ uint64_t SpillFile::trim() {
   if (fork_guard_.inherited()) return 0;
   const MutexLock growing(grow_mutex_);
   const auto [idle, end] = take_idle_chunks();
-  uint64_t given_back_bytes = 0;
+  uint64_t released_bytes = 0;
   for (const Span& span : idle) {
-    const bool is_tail = span.begin >= end;  // given back by the truncation below
+    const bool is_tail = span.begin >= end;  // released by the truncation below
     if (is_tail || io_calls.punch_hole(file_in_turn()->cached.get(), static_cast<off_t>(span.begin),
                                        static_cast<off_t>(span.nbytes())) == 0) {
-      given_back_bytes += span.nbytes();
+      released_bytes += span.nbytes();
     }
   }
   if (!idle.empty() && ftruncate(file_in_turn()->cached.get(), static_cast<off_t>(end)) != 0) return 0;
   close_if_empty();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 // The waits hold up no other thread. They come first, since the user may interrupt one.
@@ -195,7 +195,7 @@ std::optional<SpillFile::Idle> SpillFile::try_take_idle_chunks(const std::map<St
 
 // Every transfer touches a slot, and every slot is in a chunk: so no transfer needs the file any more.
 void SpillFile::close_if_empty() {
-  std::shared_ptr<File> file;  // closed after the lock is given back: the system may take long over a large file
+  std::shared_ptr<File> file;  // closed after the lock is released: the system may take long over a large file
   const MutexLock lock(mutex_);
   if (chunks_.empty()) file = std::move(file_);
 }
@@ -293,7 +293,7 @@ IoResult SpillFile::move_cached(const File& file, IoDirection direction, std::by
   return result;
 }
 
-bool SpillFile::has_room(uint64_t nbytes) const {
+bool SpillFile::can_acquire(uint64_t nbytes) const {
   const MutexLock lock(mutex_);
   return ranges_.capacity_bytes() > 0 && ranges_.largest_free_bytes() >= std::max<uint64_t>(nbytes, 1);
 }
@@ -326,7 +326,7 @@ void SpillFile::reserve_disk(Span span) const {
                   std::strerror(error));
 }
 
-SpillFile::Place SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
+SpillFile::FileSpan SpillFile::locate(const Slot& slot, uint64_t nbytes) const {
   if (nbytes > slot.nbytes()) {
     throw std::logic_error("SpillFile: a transfer of " + std::to_string(nbytes) + " bytes in a slot of " +
                            std::to_string(slot.nbytes()));

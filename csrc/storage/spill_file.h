@@ -46,7 +46,7 @@ class TransferBuffers {
   TransferBuffers(const TransferBuffers&) = delete;
   TransferBuffers& operator=(const TransferBuffers&) = delete;
 
-  // Null when the system has no memory for one. Each is given back.
+  // Null when the system has no memory for one. Each is released.
   std::byte* try_acquire();
   void release(std::byte* buffer);
 
@@ -104,7 +104,7 @@ class SpillFile final : public SlotStore {
     std::vector<Span> chunks;  // places in the file
     uint64_t end_of_others = 0;
   };
-  struct Place {
+  struct FileSpan {
     std::shared_ptr<File> file;
     Span span;
   };
@@ -118,7 +118,7 @@ class SpillFile final : public SlotStore {
   static IoResult move_cached(const File& file, IoDirection direction, std::byte* bytes, Span span);
 
   static std::shared_ptr<File> try_open(const std::string& directory);  // null if the refusal may pass
-  bool has_room(uint64_t nbytes) const;
+  bool can_acquire(uint64_t nbytes) const;
   // The lowest file offset with room for a chunk.
   uint64_t first_gap(uint64_t nbytes) const REQUIRES(grow_mutex_);
   void open_again() REQUIRES(grow_mutex_);  // throws StoreFull
@@ -130,7 +130,7 @@ class SpillFile final : public SlotStore {
   // The same if all guards were `reached`, which has the latest serial of each stream; else returns the others.
   std::optional<Idle> try_take_idle_chunks(const std::map<StreamId, uint64_t>& reached, std::vector<Point>& busy);
   void reserve_disk(Span span) const REQUIRES(grow_mutex_);  // throws StoreFull
-  Place locate(const Slot& slot, uint64_t nbytes) const;
+  FileSpan locate(const Slot& slot, uint64_t nbytes) const;
   std::string describe(const char* what, Span span, const IoResult& result) const;
 
   const std::string directory_;

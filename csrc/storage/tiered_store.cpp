@@ -74,7 +74,7 @@ void TieredStore::grow(uint64_t nbytes) {
   require_sane_request(nbytes, "host memory");
   {
     const MutexLock lock(mutex_);
-    make_room(memory_for(slot_bytes(nbytes)), OverLimit::No);
+    grow_or_await_eviction(memory_for(slot_bytes(nbytes)), OverLimit::No);
   }
   transfers_->make_progress();
 }
@@ -86,7 +86,7 @@ void TieredStore::note_filled(const Slot& slot, Point end) {
     Resting& resting = at(slot);
     add_point(resting.busy_until, end);
     resting.filled = end;
-    resting.place = Place::InMemory;
+    resting.state = SlotState::InMemory;
     --resting.hold_count;
     sort_in(slot.range.offset, resting);
     ++change_count_;
@@ -161,10 +161,10 @@ Slot TieredStore::hold(const Slot& slot) {
     Resting& resting = at(slot);
     if (resting.is_in_memory()) return held(slot, resting);
     bool is_by_caller = false;
-    if (resting.place == Place::OnDisk) {
+    if (resting.state == SlotState::OnDisk) {
       const Fetch begun = begin_fetch_of(slot.range.offset, resting, UINT64_MAX);
       if (begun == Fetch::NoRoom) {
-        make_room(memory_for(resting.nbytes), OverLimit::Yes);
+        grow_or_await_eviction(memory_for(resting.nbytes), OverLimit::Yes);
         continue;
       }
       is_by_caller = begun == Fetch::ByCaller;
@@ -177,14 +177,14 @@ Slot TieredStore::hold(const Slot& slot) {
     if (mutated(Mutant::ReloadWaitsForFetch)) return held(slot, resting);
     wait_for_disk("a saved tensor to be read from", [&]() REQUIRES(mutex_) {
       const Resting& now = at(slot);
-      return now.place != Place::BeingFetched || now.fetch_number != fetch_number;
+      return now.state != SlotState::BeingFetched || now.fetch_number != fetch_number;
     });
     const Resting& now = at(slot);
     if (now.failed_fetch_number == fetch_number) throw std::runtime_error(now.fetch_failure);
   }
 }
 
-void TieredStore::let_go(const Slot& slot, std::optional<Point> until) {
+void TieredStore::release_hold(const Slot& slot, std::optional<Point> until) {
   if (fork_guard_.inherited()) return;
   {
     const MutexLock lock(mutex_);
@@ -205,7 +205,7 @@ bool TieredStore::begin_fetch(const Slot& slot) {
     const MutexLock lock(mutex_);
     Resting& resting = at(slot);
     // Slots that were saved before this one are wanted later.
-    if (resting.place == Place::OnDisk) {
+    if (resting.state == SlotState::OnDisk) {
       const Fetch begun = is_stopped_ ? Fetch::NoRoom : begin_fetch_of(slot.range.offset, resting, slot.range.offset);
       if (begun == Fetch::ByCaller) cancel_fetch(resting);  // nobody waits for the slot yet
       has_begun = begun == Fetch::Begun;
@@ -239,7 +239,7 @@ bool TieredStore::is_arena_full() const {
 
 bool TieredStore::take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) {
   const uint64_t nbytes = memory_for(resting.nbytes);
-  while (!is_within_limit(nbytes)) {
+  while (!fits_limit(nbytes)) {
     if (!evict_oldest(before)) return false;
   }
   std::optional<Slot> memory;
@@ -271,17 +271,17 @@ bool TieredStore::evict_oldest(uint64_t before) {
   Resting& resting = slots_.at(number);
   release_memory(resting);
   resting.address = nullptr;
-  resting.place = Place::OnDisk;
+  resting.state = SlotState::OnDisk;
   sort_in(number, resting);
   return true;
 }
 
-void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
+void TieredStore::grow_or_await_eviction(uint64_t nbytes, OverLimit over_limit) {
   throw_if_stopped();
   std::string refusal;
-  const bool can_evict = !clean_.empty() || can_make_room();
-  const bool can_be_within_limit = this->can_be_within_limit(nbytes);
-  if (can_be_within_limit && !(is_arena_full() && can_evict)) {
+  const bool can_evict = !clean_.empty() || can_await_eviction();
+  const bool is_allowed = fits_limit_after_eviction(nbytes);
+  if (is_allowed && !(is_arena_full() && can_evict)) {
     try {
       const MutexUnlock unlocked(mutex_);
       arena_.grow(nbytes);
@@ -291,23 +291,23 @@ void TieredStore::make_room(uint64_t nbytes, OverLimit over_limit) {
     if (refusal.empty()) return;
     if (evict_oldest(UINT64_MAX)) return;
   }
-  begin_writes_for(nbytes, can_be_within_limit);
-  if (can_be_within_limit && refusal.empty() && evict_oldest(UINT64_MAX)) return;
+  begin_writes_for(nbytes, is_allowed);
+  if (is_allowed && refusal.empty() && evict_oldest(UINT64_MAX)) return;
   if (transfer_count_ > 0) {
     const uint64_t seen = change_count_;
     return wait_for_disk("room in host memory, by way of",
                          [&]() REQUIRES(mutex_) { return change_count_ != seen || is_stopped_; });
   }
   if (!refusal.empty()) throw StoreFull(refusal);
-  if (can_be_within_limit) return;  // nothing can leave the arena: it grows
+  if (is_allowed) return;  // nothing can leave the arena: it grows
   if (over_limit == OverLimit::No && !dirty_.empty()) throw StoreFull(disk_refusal());
   over_limit_bytes_ = nbytes;
 }
 
 void TieredStore::sort_in(uint64_t number, const Resting& resting) {
   const bool is_free = resting.hold_count == 0 || mutated(Mutant::SlotStaysWhileHeld);
-  dirty_.set(number, resting.memory.nbytes(), resting.place == Place::InMemory);
-  clean_.set(number, resting.memory.nbytes(), resting.place == Place::InBoth && is_free && !resting.is_released);
+  dirty_.set(number, resting.memory.nbytes(), resting.state == SlotState::InMemory);
+  clean_.set(number, resting.memory.nbytes(), resting.state == SlotState::InBoth && is_free && !resting.is_released);
 }
 
 void TieredStore::BySize::set(uint64_t number, uint64_t nbytes, bool is_member) {
@@ -331,7 +331,7 @@ void TieredStore::add_point(std::vector<Point>& points, Point point) {
   points.push_back(point);
 }
 
-// ---- giving back, and questions to the store ----
+// ---- releasing, and questions to the store ----
 
 uint64_t TieredStore::trim() {
   if (fork_guard_.inherited()) return 0;
@@ -343,10 +343,10 @@ uint64_t TieredStore::trim() {
     while (evict_oldest(UINT64_MAX)) {
     }
   }
-  uint64_t given_back_bytes = arena_.trim();
-  for (const auto& file : files_) given_back_bytes += file->trim();
+  uint64_t released_bytes = arena_.trim();
+  for (const auto& file : files_) released_bytes += file->trim();
   transfers_->end_idle_threads();
-  return given_back_bytes;
+  return released_bytes;
 }
 
 uint64_t TieredStore::used_bytes() const {
@@ -386,15 +386,15 @@ void TieredStore::check_invariants() const {
   for (const auto& [number, resting] : slots_) {
     memory_bytes += resting.memory.nbytes();
     if (!resting.is_released) slot_bytes += memory_for(resting.nbytes);
-    if (resting.place == Place::BeingWritten) writing_bytes += resting.memory.nbytes();
-    if (resting.place == Place::BeingFetched) fetching_bytes += resting.memory.nbytes();
+    if (resting.state == SlotState::BeingWritten) writing_bytes += resting.memory.nbytes();
+    if (resting.state == SlotState::BeingFetched) fetching_bytes += resting.memory.nbytes();
     if (resting.is_in_transfer()) ++transfer_count;
-    require((resting.memory.nbytes() > 0) == (resting.place != Place::OnDisk), "memory does not fit the place");
-    const bool has_disk =
-        resting.place == Place::InBoth || resting.place == Place::OnDisk || resting.place == Place::BeingFetched;
+    require((resting.memory.nbytes() > 0) == (resting.state != SlotState::OnDisk), "memory does not fit the state");
+    const bool has_disk = resting.state == SlotState::InBoth || resting.state == SlotState::OnDisk ||
+                          resting.state == SlotState::BeingFetched;
     require(resting.on_disk.has_value() == has_disk, "the place on the disk does not fit the state");
-    require(dirty_.contains(number) == (resting.place == Place::InMemory), "dirty slots are not listed");
-    require(clean_.contains(number) == (resting.place == Place::InBoth && resting.hold_count == 0),
+    require(dirty_.contains(number) == (resting.state == SlotState::InMemory), "dirty slots are not listed");
+    require(clean_.contains(number) == (resting.state == SlotState::InBoth && resting.hold_count == 0),
             "clean slots are not listed");
   }
   require(memory_bytes == memory_bytes_, "memory_bytes_ is wrong");

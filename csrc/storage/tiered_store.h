@@ -5,7 +5,7 @@
 //                store holds no lock while it waits for the system, a disk or a device.
 // Stream order:  its threads wait for points of the device on the host: for the copy that fills a slot before the slot
 //                is written to a disk, and for the former users of memory before a slot is read into it (R16). Memory
-//                that a slot gives up carries the points of the copies that used it, as a released range of the arena
+//                that a slot releases carries the points of the copies that used it, as a released range of the arena
 //                does.
 // Shutdown:      destroyed if nothing uses its directories any more, and otherwise leaked on purpose, with its threads;
 //                see Note [No CUDA after main]. After stop() nothing is written or read, and the device is not asked.
@@ -21,13 +21,13 @@
 //                                                                           \___ failed ___>
 //
 // The slots that were saved first go to the disk first, since a backward wants the latest ones first. A slot in both
-// places gives up its memory without further I/O. Slots are numbered in the order in which they were acquired.
+// places can be evicted without further I/O. Slots are numbered in the order in which they were acquired.
 //
-// Slots are written while less memory is free, or can be given up without I/O, than slots are about to want. So if it
-// is known how far the slots' bytes will rise (SlotDemand), the excess over the limit is written from the first slot
-// on, and nothing more. If it is not known, slots are written once an eighth of the limit is left.
-// - A slot is held while a call that uses its address is under way. Its memory is not given up meanwhile. A write to
-//   the disk may go on meanwhile, since it does not change the slot.
+// Slots are written while less memory is free, or can be evicted without I/O, than slots are about to want. So if it is
+// known how far the slots' bytes will rise (SlotDemand), the excess over the limit is written from the first slot on,
+// and nothing more. If it is not known, slots are written once an eighth of the limit is left.
+// - A slot is held while a call that uses its address is under way. It is not evicted meanwhile. A write to the disk
+//   may go on meanwhile, since it does not change the slot.
 // - A slot that is released while a transfer of it is under way stays until the transfer has ended, and is then given
 //   back by the thread that ran it.
 // - A thread that waits for room holds no slot. If nothing can leave the memory, because other threads hold all slots
@@ -104,8 +104,8 @@ class TieredStore final : public SlotStore {
   // If the memory is full, waits until something has left it. Throws StoreFull if nothing can leave it, and
   // WaitAbandoned if the user interrupts the wait.
   void grow(uint64_t nbytes) override;
-  // Gives up memory of slots that are in both places, as try_acquire() does.
-  bool waits_for_room(uint64_t nbytes) override;
+  // Evicts slots that are in both places, as try_acquire() does.
+  bool grow_awaits_disk(uint64_t nbytes) override;
   void release(const Slot& slot, const std::vector<Point>& guards) override;
   uint64_t trim() override;  // also waits for transfers of slots that were released meanwhile
   uint64_t capacity_bytes() const override { return arena_.capacity_bytes(); }
@@ -124,7 +124,7 @@ class TieredStore final : public SlotStore {
   bool is_here(const Slot& slot) const override;
   std::optional<Slot> try_hold(const Slot& slot) override;
   Slot hold(const Slot& slot) override;
-  void let_go(const Slot& slot, std::optional<Point> until) override;
+  void release_hold(const Slot& slot, std::optional<Point> until) override;
   bool begin_fetch(const Slot& slot) override;
   bool limits_itself() const override { return true; }
   bool require_locked() override { return arena_.require_locked(); }
@@ -133,22 +133,22 @@ class TieredStore final : public SlotStore {
   uint64_t limit_bytes() const override;  // with the share of other stores in the arena
   uint64_t disk_used_bytes() const;       // in slots
 
-  // From here on slots have at most so much memory; absent: the default budget. If they have more now, they give up the
-  // excess as others want room.
+  // From here on slots have at most so much memory; absent: the default budget. If they have more now, the excess is
+  // evicted as others want memory.
   void limit_memory(std::optional<uint64_t> memory_bytes);
 
   // Is no slot in use, and no transfer under way? False in a forked child of the process that made the store.
   bool is_idle() const;
 
-  // For tests: throws std::logic_error if a slot is in no place that its state allows, or a count is wrong.
+  // For tests: throws std::logic_error if a slot is listed otherwise than its state says, or a count is wrong.
   void check_invariants() const;
 
  private:
-  enum class Place : uint8_t { BeingFilled, InMemory, BeingWritten, InBoth, OnDisk, BeingFetched };
+  enum class SlotState : uint8_t { BeingFilled, InMemory, BeingWritten, InBoth, OnDisk, BeingFetched };
 
   struct Resting {
     uint64_t nbytes = 0;
-    Place place = Place::BeingFilled;
+    SlotState state = SlotState::BeingFilled;
     Slot memory;                      // of the arena, and larger than `nbytes`; empty if the slot is on disk alone
     std::byte* address = nullptr;     // in `memory`, at a multiple of kDiskBlockBytes
     Point filled;                     // the end of the copy that filled it
@@ -162,8 +162,8 @@ class TieredStore final : public SlotStore {
     uint64_t failed_fetch_number = 0;  // the latest one that failed
     std::string fetch_failure;         // of that one
 
-    bool is_in_memory() const { return place != Place::OnDisk && place != Place::BeingFetched; }
-    bool is_in_transfer() const { return place == Place::BeingWritten || place == Place::BeingFetched; }
+    bool is_in_memory() const { return state != SlotState::OnDisk && state != SlotState::BeingFetched; }
+    bool is_in_transfer() const { return state == SlotState::BeingWritten || state == SlotState::BeingFetched; }
   };
   using Slots = std::map<uint64_t, Resting>;  // by number
 
@@ -206,23 +206,24 @@ class TieredStore final : public SlotStore {
   static uint64_t memory_for(uint64_t nbytes) { return nbytes + kDiskBlockBytes - kAlignmentBytes; }
   uint64_t limit_locked() const REQUIRES(mutex_);
   uint64_t others_bytes() const REQUIRES(mutex_);  // of the arena, in slots of other stores
-  bool is_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+  bool fits_limit(uint64_t nbytes) const REQUIRES(mutex_) {
     return memory_bytes_ + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   // Has the arena as much memory as this store and the others in it may use?
   bool is_arena_full() const REQUIRES(mutex_);
-  // Gives a slot memory of the arena. Slots in both places, with numbers below `before`, give theirs up for it, oldest
-  // first. Returns false if that is not enough.
+  // Gives a slot memory of the arena. Evicts slots in both places, with numbers below `before`, for it, oldest first.
+  // Returns false if that is not enough.
   bool take_memory(Resting& resting, std::vector<Point>& guards, uint64_t before) REQUIRES(mutex_);
   void release_memory(Resting& resting) REQUIRES(mutex_);
   bool evict_oldest(uint64_t before) REQUIRES(mutex_);
-  // Lists the slot, by its state, among those that can be written and those that can give up their memory.
+  // Lists the slot, by its state, among those that can be written and those that can be evicted.
   void sort_in(uint64_t number, const Resting& resting) REQUIRES(mutex_);
   static void add_point(std::vector<Point>& points, Point point);
-  // Waits, once, for something that may have made room for `nbytes` of memory. Throws StoreFull if nothing can.
-  void make_room(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
-  // Does the limit allow `nbytes` more of memory, once all slots in both places have given theirs up?
-  bool can_be_within_limit(uint64_t nbytes) const REQUIRES(mutex_) {
+  // Grows the arena, or waits, once, for something that may have freed `nbytes` of memory. Throws StoreFull if nothing
+  // can.
+  void grow_or_await_eviction(uint64_t nbytes, OverLimit over_limit) REQUIRES(mutex_);
+  // Does the limit allow `nbytes` more of memory, once all slots in both places are evicted?
+  bool fits_limit_after_eviction(uint64_t nbytes) const REQUIRES(mutex_) {
     return memory_bytes_ - clean_.nbytes() + nbytes <= limit_locked() || over_limit_bytes_ >= nbytes;
   }
   Slot held(const Slot& slot, Resting& resting) REQUIRES(mutex_);
@@ -239,14 +240,16 @@ class TieredStore final : public SlotStore {
   void write_ahead() REQUIRES(mutex_);
   bool must_write_more() const REQUIRES(mutex_);
   bool begin_write_of_oldest() REQUIRES(mutex_);
-  // Begins to write as many as it takes until `nbytes` of memory are free. `can_be_within_limit`: the limit already
-  // allows them, and only the arena lacks a range of that size.
-  void begin_writes_for(uint64_t nbytes, bool can_be_within_limit) REQUIRES(mutex_);
-  // Is a transfer under way, or can one begin, that lets a slot give up its memory?
-  bool can_make_room() const REQUIRES(mutex_) { return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to()); }
-  // Is there room for `nbytes` of memory, or can the arena grow by it? Slots in both places give up theirs if the arena
-  // has no range of that size.
-  bool has_room(uint64_t nbytes) REQUIRES(mutex_);
+  // Begins to write as many as it takes until `nbytes` of memory are free. `is_allowed`: the limit already allows them,
+  // and only the arena lacks a range of that size.
+  void begin_writes_for(uint64_t nbytes, bool is_allowed) REQUIRES(mutex_);
+  // Is a transfer under way, or can one begin, behind which a slot can be evicted?
+  bool can_await_eviction() const REQUIRES(mutex_) {
+    return transfer_count_ > 0 || (!dirty_.empty() && disk_to_write_to());
+  }
+  // Evicts slots in both places until there are `nbytes` of memory, or until the arena can grow by them. Returns false
+  // if that is not enough.
+  bool evict_for(uint64_t nbytes) REQUIRES(mutex_);
   // The outcome of begin_fetch_of(). ByCaller: the fetch has begun, but there is no thread for it, so the caller is to
   // run it.
   enum class Fetch : uint8_t { NoRoom, Begun, ByCaller };

@@ -102,7 +102,7 @@ bool TieredStore::begin_write_of_oldest() {
     return false;
   }
   Resting& resting = slots_.at(number);
-  resting.place = Place::BeingWritten;
+  resting.state = SlotState::BeingWritten;
   resting.disk = *disk;
   disks_[*disk].queued_bytes += resting.nbytes;
   writing_bytes_ += resting.memory.nbytes();
@@ -111,34 +111,34 @@ bool TieredStore::begin_write_of_oldest() {
   return true;
 }
 
-void TieredStore::begin_writes_for(uint64_t nbytes, bool can_be_within_limit) {
+void TieredStore::begin_writes_for(uint64_t nbytes, bool is_allowed) {
   const auto is_short = [&]() REQUIRES(mutex_) {
     const bool is_over = memory_bytes_ - clean_.nbytes() - writing_bytes_ + nbytes > limit_locked();
-    return is_over || (can_be_within_limit && clean_.empty() && writing_bytes_ == 0);
+    return is_over || (is_allowed && clean_.empty() && writing_bytes_ == 0);
   };
   while (is_short() && begin_write_of_oldest()) {
   }
 }
 
-bool TieredStore::has_room(uint64_t nbytes) {
-  if (!can_be_within_limit(nbytes)) return false;
-  while (is_arena_full() && !arena_.has_room(nbytes)) {
+bool TieredStore::evict_for(uint64_t nbytes) {
+  if (!fits_limit_after_eviction(nbytes)) return false;
+  while (is_arena_full() && !arena_.can_acquire(nbytes)) {
     if (!evict_oldest(UINT64_MAX)) return false;
   }
   return true;
 }
 
-bool TieredStore::waits_for_room(uint64_t nbytes) {
+bool TieredStore::grow_awaits_disk(uint64_t nbytes) {
   if (fork_guard_.inherited()) return false;
   const uint64_t memory_bytes = memory_for(slot_bytes(nbytes));
   {
     const MutexLock lock(mutex_);
-    if (is_stopped_ || has_room(memory_bytes)) return false;
-    begin_writes_for(memory_bytes, can_be_within_limit(memory_bytes));
+    if (is_stopped_ || evict_for(memory_bytes)) return false;
+    begin_writes_for(memory_bytes, fits_limit_after_eviction(memory_bytes));
   }
   transfers_->make_progress();
   const MutexLock lock(mutex_);  // that may have made room
-  return !is_stopped_ && !has_room(memory_bytes) && can_make_room();
+  return !is_stopped_ && !evict_for(memory_bytes) && can_await_eviction();
 }
 
 TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting, uint64_t before) {
@@ -153,7 +153,7 @@ TieredStore::Fetch TieredStore::begin_fetch_of(uint64_t number, Resting& resting
   }
   ++resting.fetch_number;
   resting.fetch_guards = std::move(guards);
-  resting.place = Place::BeingFetched;
+  resting.state = SlotState::BeingFetched;
   fetching_bytes_ += resting.memory.nbytes();
   ++transfer_count_;
   return begun;
@@ -165,7 +165,7 @@ void TieredStore::cancel_fetch(Resting& resting) {
   for (const Point& guard : std::exchange(resting.fetch_guards, {})) add_point(resting.busy_until, guard);
   release_memory(resting);
   resting.address = nullptr;
-  resting.place = Place::OnDisk;
+  resting.state = SlotState::OnDisk;
 }
 
 // ---- the limit ----
@@ -217,13 +217,13 @@ void TieredStore::write(uint64_t number) {
   --transfer_count_;
   if (place && (failure.empty() || mutated(Mutant::FailedSpillStaysInMemory))) {
     resting.on_disk = place;
-    resting.place = Place::InBoth;
+    resting.state = SlotState::InBoth;
     disk.slot_bytes += resting.nbytes;
     spilled_bytes += resting.nbytes;
     disk.refusal.reset();
   } else {
     if (place) file.release(*place, {});
-    resting.place = Place::InMemory;
+    resting.state = SlotState::InMemory;
     if (is_in_vain) {
       if (disk.refusal) disk.refusal->is_tried = false;
     } else if (!is_stopped_) {
@@ -257,7 +257,7 @@ void TieredStore::fetch(uint64_t number) {
     fetching_bytes_ -= std::min(fetching_bytes_, resting.memory.nbytes());
     --transfer_count_;
     resting.fetch_guards.clear();
-    resting.place = Place::InBoth;
+    resting.state = SlotState::InBoth;
     fetched_bytes += resting.nbytes;
   } else {
     cancel_fetch(resting);
@@ -274,7 +274,7 @@ void TieredStore::ended(uint64_t number) {
     free_slot(number, {});
   } else {
     sort_in(number, slots_.at(number));
-    if (slots_.at(number).place == Place::InMemory) write_ahead();  // it was not written: another disk may take it
+    if (slots_.at(number).state == SlotState::InMemory) write_ahead();  // it was not written: another disk may take it
   }
   changed_.notify_all();
 }

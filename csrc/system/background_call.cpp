@@ -23,7 +23,7 @@ void BackgroundCall::begin() {
 
 void* BackgroundCall::thread_main(void* background_call) {
   auto& self = *static_cast<BackgroundCall*>(background_call);
-  self.call_(self);
+  self.function_(self);
   const MutexLock lock(self.mutex_);
   self.is_running_ = false;
   self.ended_.notify_all();

@@ -23,8 +23,8 @@ class BackgroundCall {
  public:
   // `name`: of the thread, 15 characters at most. `call` asks its argument between its parts whether it may_go_on(),
   // and returns if it may not.
-  using Call = std::function<void(const BackgroundCall&)>;
-  BackgroundCall(std::string name, Call call) : name_(std::move(name)), call_(std::move(call)) {}
+  using Function = std::function<void(const BackgroundCall&)>;
+  BackgroundCall(std::string name, Function function) : name_(std::move(name)), function_(std::move(function)) {}
 
   // Waits for the call: for tests, since those of a process are never destroyed.
   ~BackgroundCall();
@@ -47,7 +47,7 @@ class BackgroundCall {
   static void* thread_main(void* background_call);
 
   const std::string name_;
-  const Call call_;
+  const Function function_;
   const ForkGuard fork_guard_;
   std::atomic<bool> has_begun_ = false;
   std::atomic<bool> is_stopped_ = false;

@@ -38,8 +38,8 @@ size_t utf8_length(std::string_view text) {
 }
 
 // `call(position, nbytes)` moves bytes at `position` of the file, which is `position - span.begin` of the buffer.
-template <typename Call>
-IoResult transfer_fully(Span span, Call call) {
+template <typename Function>
+IoResult transfer_fully(Span span, Function call) {
   IoResult result;
   while (result.done_bytes < span.nbytes()) {
     const uint64_t rest_bytes = span.nbytes() - result.done_bytes;

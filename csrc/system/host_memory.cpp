@@ -42,7 +42,7 @@ struct Usage {
   uint64_t used_bytes = 0;
   std::optional<uint64_t> inactive_file_bytes;
 
-  uint64_t room_bytes() const {
+  uint64_t available_bytes() const {
     const uint64_t fixed_bytes = used_bytes - std::min(inactive_file_bytes.value_or(0), used_bytes);
     return limit_bytes - std::min(fixed_bytes, limit_bytes);
   }
@@ -64,7 +64,7 @@ std::optional<Usage> tightest_usage(const std::string& mount_point, std::string 
   std::optional<Usage> tightest;
   while (true) {
     const auto usage = read_usage(mount_point + path, version);
-    if (usage && (!tightest || usage->room_bytes() < tightest->room_bytes())) tightest = usage;
+    if (usage && (!tightest || usage->available_bytes() < tightest->available_bytes())) tightest = usage;
     if (path.empty()) return tightest;
     path.resize(path.find_last_of('/'));
   }
@@ -102,7 +102,7 @@ HostMemory read_host_memory(const std::string& root) {
   for (const CgroupMount& mount : mounts) {
     const std::string path = path_below(parse_group(groups, mount.version).value_or(""), mount.root);
     const auto usage = tightest_usage(root + mount.mount_point, path, mount.version);
-    if (usage && (!tightest || usage->room_bytes() < tightest->room_bytes())) tightest = usage;
+    if (usage && (!tightest || usage->available_bytes() < tightest->available_bytes())) tightest = usage;
   }
   if (tightest) {
     memory.limit_bytes = tightest->limit_bytes;
@@ -114,14 +114,14 @@ HostMemory read_host_memory(const std::string& root) {
 
 uint64_t default_budget_bytes(const HostMemory& memory, uint64_t local_world_size, uint64_t held_bytes) {
   const uint64_t process_count = std::max<uint64_t>(local_world_size, 1);
-  std::optional<uint64_t> room_bytes = memory.available_bytes;
+  std::optional<uint64_t> available_bytes = memory.available_bytes;
   if (memory.limit_bytes) {
     const Usage usage{*memory.limit_bytes, memory.limit_used_bytes.value_or(0), memory.limit_inactive_file_bytes};
-    room_bytes = std::min(room_bytes.value_or(UINT64_MAX), usage.room_bytes());
+    available_bytes = std::min(available_bytes.value_or(UINT64_MAX), usage.available_bytes());
   }
-  const uint64_t known_bytes = room_bytes ? *room_bytes : memory.total_bytes.value_or(0);
-  const uint64_t held_room_bytes = room_bytes ? held_bytes / 10 * 8 : 0;
-  return known_bytes / 10 * 8 / process_count + held_room_bytes;
+  const uint64_t known_bytes = available_bytes ? *available_bytes : memory.total_bytes.value_or(0);
+  const uint64_t held_share_bytes = available_bytes ? held_bytes / 10 * 8 : 0;
+  return known_bytes / 10 * 8 / process_count + held_share_bytes;
 }
 
 std::optional<uint64_t> parse_field(std::string_view text, std::string_view key) {

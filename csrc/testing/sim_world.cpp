@@ -259,7 +259,7 @@ void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, St
   check_no_open_operator(copying, {begin, begin + nbytes});
   access(copying, AccessKind::CopyOutReads, owner, source, nbytes);
   access(copying, AccessKind::CopyOutWrites, MemoryOwner::Slot, slot, nbytes);
-  enqueue(copying, {Command::Kind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes, {}});
+  enqueue(copying, {CommandKind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes, {}});
   end_call();
 }
 
@@ -270,7 +270,7 @@ void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, Str
   const MemoryOwner owner = require_block(copying, AccessKind::CopyInWrites, target, nbytes);
   access(copying, AccessKind::CopyInReads, MemoryOwner::Slot, slot, nbytes);
   access(copying, AccessKind::CopyInWrites, owner, target, nbytes);
-  enqueue(copying, {Command::Kind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes, {}});
+  enqueue(copying, {CommandKind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes, {}});
   end_call();
 }
 
@@ -288,7 +288,7 @@ void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
   access(coding, AccessKind::EncodeWrites, MemoryOwner::Slot, piece.overflow,
          codec::overflow_bytes(piece.code, piece.raw_bytes));
   Command command;
-  command.kind = Command::Kind::Encode;
+  command.kind = CommandKind::Encode;
   command.piece = piece;
   command.tag = tag;
   enqueue(coding, command);
@@ -307,7 +307,7 @@ void SimWorld::decode(const CodedPiece& piece, StreamId id) {
   const MemoryOwner owner = require_block(coding, AccessKind::DecodeWrites, piece.raw, piece.raw_bytes);
   access(coding, AccessKind::DecodeWrites, owner, piece.raw, piece.raw_bytes);
   Command command;
-  command.kind = Command::Kind::Decode;
+  command.kind = CommandKind::Decode;
   command.piece = piece;
   enqueue(coding, command);
   end_call();
@@ -354,14 +354,14 @@ void SimWorld::run(Stream& stream, uint64_t command_count) {
 void SimWorld::carry_out(const Command& command) {
   const CodedPiece& piece = command.piece;
   switch (command.kind) {
-    case Command::Kind::Wait:  // the awaited work was enqueued before it, so this ends
+    case CommandKind::Wait:  // the awaited work was enqueued before it, so this ends
       return run_to(command.point);
-    case Command::Kind::Encode:
+    case CommandKind::Encode:
       return codec::encode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);
-    case Command::Kind::Decode:
+    case CommandKind::Decode:
       return codec::decode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow);
-    case Command::Kind::CopyOut:
-    case Command::Kind::CopyIn:
+    case CommandKind::CopyOut:
+    case CommandKind::CopyIn:
       std::memcpy(command.target, command.source, command.nbytes);
   }
 }

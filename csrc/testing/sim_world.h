@@ -121,8 +121,9 @@ class SimWorld {
   uint64_t access_count() const;  // remembered; for tests that it stays bounded
 
  private:
+  enum class CommandKind : uint8_t { CopyOut, CopyIn, Encode, Decode, Wait };
   struct Command {
-    enum class Kind : uint8_t { CopyOut, CopyIn, Encode, Decode, Wait } kind = Kind::Wait;
+    CommandKind kind = CommandKind::Wait;
     Point point;  // Wait
     std::byte* target = nullptr;
     const std::byte* source = nullptr;

@@ -252,11 +252,11 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: any(record.holds for record in self.records()))
     @rule(pick=PICKS)
-    def let_go(self, pick: int) -> None:
+    def release_hold(self, pick: int) -> None:
         held = [record for record in self.records() if record.holds]
         record = held[pick % len(held)]
         record.holds -= 1
-        self.forget_record_if_gone(record, *self.ledger.let_go(record.key))
+        self.forget_record_if_gone(record, *self.ledger.release_hold(record.key))
 
     def pick_handle(self, pick: int) -> tuple[Record, int]:
         handles = [(record, handle) for record in self.records() for handle in record.handles]

@@ -18,7 +18,7 @@ using Key = std::pair<uint32_t, uint32_t>;  // index, generation
 
 // A ledger whose tapes have windows.
 struct TestedLedger : Ledger {
-  Windows windows;
+  CopyWindows windows;
   std::map<uint32_t, TapeWindows> tapes;  // by index
 };
 
@@ -77,9 +77,9 @@ void bind_core_testing(py::module_& module) {
              return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
            })
       .def("hold", [](TestedLedger& self, Key id) { self.hold(record_id(id)); })
-      .def("let_go",
+      .def("release_hold",
            [](TestedLedger& self, Key id) {
-             const auto dropped = self.let_go(record_id(id));
+             const auto dropped = self.release_hold(record_id(id));
              return std::tuple(dropped.released, dropped.all_seen, dropped.tape_gone);
            })
       .def("is_live", [](TestedLedger& self, Key id) { return self.is_live(record_id(id)); })
@@ -118,7 +118,7 @@ void bind_core_testing(py::module_& module) {
       .def("passed_by", [](TestedLedger& self, Key key_of_tape, uint64_t save, const std::vector<Key>& ahead,
                            uint64_t window_bytes) {
         const TapeId tape = tape_id(key_of_tape);
-        Windows windows;
+        CopyWindows windows;
         TapeWindows its;
         its.set_limits({0, window_bytes});
         for (const Key& one : ahead) windows.reload_began(record_id(one), 0);

@@ -103,7 +103,7 @@ void bind_tiered_testing(py::module_& m) {
            NoGilCall())
       .def(
           "grow", [](Self& self, uint64_t nbytes) { self.store->grow(nbytes); }, NoGilCall())
-      .def("waits_for_room", [](Self& self, uint64_t nbytes) { return self.store->waits_for_room(nbytes); })
+      .def("grow_awaits_disk", [](Self& self, uint64_t nbytes) { return self.store->grow_awaits_disk(nbytes); })
       .def(
           "note_filled",
           [](Self& self, const Slot& slot, PointOf end) { self.store->note_filled(slot, {end.first, end.second}); },
@@ -122,9 +122,9 @@ void bind_tiered_testing(py::module_& m) {
       .def(
           "hold", [](Self& self, const Slot& slot) { return self.store->hold(slot); }, NoGilCall())
       .def(
-          "let_go",
+          "release_hold",
           [](Self& self, const Slot& slot, const std::optional<PointOf>& until) {
-            self.store->let_go(slot, to_point(until));
+            self.store->release_hold(slot, to_point(until));
           },
           py::arg("slot"), py::arg("until") = std::nullopt, NoGilCall())
       .def(

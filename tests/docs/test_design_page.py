@@ -20,7 +20,7 @@ def section(title: str) -> str:
 
 def verbs() -> list[str]:
     """The functions that the first cells of the table name, with their classes where the table names these."""
-    cells = re.findall(r"^\| (`.*?`) \|", section("The verbs of letting go"), flags=re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?`) \|", section("The verbs of release"), flags=re.MULTILINE)
     return [verb for cell in cells for verb in re.findall(r"`([\w:]+)(?:\([^`]*\))?`", cell)]
 
 

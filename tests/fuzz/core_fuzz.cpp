@@ -1,6 +1,6 @@
-// core_fuzz: random lives of records over Ledger, Windows and RangeAllocator together, as an engine would lead them,
-// and now and then as it must not; then random tapes through Learner and plan. After each step the invariants hold, and
-// models that are too simple to be wrong say the same. `make fuzz` builds and runs it under ASan and UBSan.
+// core_fuzz: random lives of records over Ledger, CopyWindows and RangeAllocator together, as an engine would lead
+// them, and now and then as it must not; then random tapes through Learner and plan. After each step the invariants
+// hold, and models that are too simple to be wrong say the same. `make fuzz` builds and runs it under ASan and UBSan.
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -353,7 +353,7 @@ class World {
   std::mt19937_64 random_;
   Coverage& coverage_;
   Ledger ledger_;
-  Windows windows_;
+  CopyWindows windows_;
   std::map<uint32_t, TapeWindows> tape_windows_;  // by index
   uint64_t largest_record_bytes_ = 0;
   CheckedRanges ranges_;

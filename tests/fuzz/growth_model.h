@@ -57,7 +57,7 @@ class GrowthModel {
 
   std::string unregister_memory(void* address) {
     std::lock_guard lock(mutex_);
-    check(!seen_.is_stopped, "a chunk was given back after stop()");
+    check(!seen_.is_stopped, "a chunk was released after stop()");
     const auto chunk = seen_.chunks.extract(address);
     check(!chunk.empty(), "memory was unregistered that was not registered");
     if (!faults().happens(Faults::Unregister, 4)) return {};
@@ -65,7 +65,7 @@ class GrowthModel {
     return "planted";
   }
 
-  // Throws what was wrong. What the driver kept is given back here, as are the chunks of an arena that was stopped.
+  // Throws what was wrong. What the driver kept is released here, as are the chunks of an arena that was stopped.
   // `locks_all`: the arena has no plain memory, of which the driver knows nothing.
   void finish(uint64_t capacity_bytes, bool locks_all, Coverage& coverage) {
     std::lock_guard lock(mutex_);

@@ -18,7 +18,7 @@ namespace torchoffload::fuzz {
 
 class Faults {
  public:
-  enum Kind : uint8_t { Failed, Short, Interrupted, Reserve, Punch, Register, Unregister, kCount };
+  enum FaultKind : uint8_t { Failed, Short, Interrupted, Reserve, Punch, Register, Unregister, kCount };
 
   // The calls of the stores go through here from now on.
   void begin(uint64_t seed);
@@ -32,7 +32,7 @@ class Faults {
     drawn = (drawn ^ (drawn >> 27)) * 0x94D049BB133111EBU;
     return is_on_.load(std::memory_order_relaxed) && (drawn ^ (drawn >> 31)) % times == 0;
   }
-  bool happens(Kind kind, unsigned times) {
+  bool happens(FaultKind kind, unsigned times) {
     if (!happens(times)) return false;
     counts_[kind].fetch_add(1, std::memory_order_relaxed);
     return true;

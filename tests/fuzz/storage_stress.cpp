@@ -48,12 +48,12 @@ const std::vector<std::string_view> kWanted = {"arena round",
                                                "write failed",
                                                "read failed",
                                                "trim",
-                                               "trim gave back",
+                                               "trim released",
                                                "reserve",
                                                "grow ahead",
                                                "grow on need",
                                                "chunk ahead",
-                                               "shrink gave back",
+                                               "shrink released",
                                                "stop",
                                                "past the cache",
                                                "through the cache",
@@ -64,11 +64,11 @@ const std::vector<std::string_view> kWanted = {"arena round",
                                                "punch failed",
                                                "threads ended"};
 
-enum class Kind : uint8_t { Arena, Spill };
+enum class StoreKind : uint8_t { Arena, Spill };
 
 class World {
  public:
-  World(Kind kind, uint64_t seed)
+  World(StoreKind kind, uint64_t seed)
       : kind_(kind),
         locks_all_(seed % 4 < 2),
         offload("offload-io", 3, [this](const IoJob& job) { return transfer(job); }),
@@ -76,7 +76,7 @@ class World {
     faults().begin(seed);
     growth().begin();
     const auto wait = [this](Point point) { queue(point.stream).wait_for(point.serial); };
-    if (kind == Kind::Arena) {
+    if (kind == StoreKind::Arena) {
       arena_ = std::make_unique<PinnedArena>(kWatchedDriver, wait, ChunkPolicy{1 << 17, 1 << 19}, kArenaPageBytes);
       if (locks_all_) arena_->require_locked();
     } else {
@@ -84,32 +84,32 @@ class World {
     }
   }
 
-  SlotStore& store() { return kind_ == Kind::Arena ? static_cast<SlotStore&>(*arena_) : *spill_; }
-  uint64_t largest_bytes() const { return kind_ == Kind::Arena ? 1 << 19 : 3 << 14; }
+  SlotStore& store() { return kind_ == StoreKind::Arena ? static_cast<SlotStore&>(*arena_) : *spill_; }
+  uint64_t largest_bytes() const { return kind_ == StoreKind::Arena ? 1 << 19 : 3 << 14; }
 
   // As at the end of a process, with the other hosts still at work.
   void stop() {
     store().stop();
-    if (kind_ == Kind::Arena) growth().stopped();
-    is_stopped_ = kind_ == Kind::Arena;
+    if (kind_ == StoreKind::Arena) growth().stopped();
+    is_stopped_ = kind_ == StoreKind::Arena;
   }
 
-  void check() const { kind_ == Kind::Arena ? arena_->check_invariants() : spill_->check_invariants(); }
+  void check() const { kind_ == StoreKind::Arena ? arena_->check_invariants() : spill_->check_invariants(); }
 
   // Nothing is in flight or in use any more.
   void finish(Coverage& coverage) {
     offload.wait_for(offload.submitted());
     reload.wait_for(reload.submitted());
     check();
-    expect(store().used_bytes() == 0, "a slot was not given back");
+    expect(store().used_bytes() == 0, "a slot was not released");
     faults().stop();
-    if (kind_ == Kind::Spill && spill_->is_open())
+    if (kind_ == StoreKind::Spill && spill_->is_open())
       coverage.saw(spill_->uses_direct_io() ? "past the cache" : "through the cache");
     store().trim();
-    expect(kind_ == Kind::Arena || !spill_->is_open(), "an empty spill file is still open after trim()");
-    if (kind_ == Kind::Arena) growth().finish(store().capacity_bytes(), locks_all_, coverage);
+    expect(kind_ == StoreKind::Arena || !spill_->is_open(), "an empty spill file is still open after trim()");
+    if (kind_ == StoreKind::Arena) growth().finish(store().capacity_bytes(), locks_all_, coverage);
     expect(is_stopped_ || store().capacity_bytes() == 0, "an idle store holds memory or disk after trim()");
-    coverage.saw(kind_ == Kind::Arena ? "arena round" : "spill round");
+    coverage.saw(kind_ == StoreKind::Arena ? "arena round" : "spill round");
     faults().report(coverage);
   }
 
@@ -118,7 +118,7 @@ class World {
 
   std::string transfer(const IoJob& job) {
     const bool is_out = job.direction == IoDirection::Out;
-    if (kind_ == Kind::Spill)
+    if (kind_ == StoreKind::Spill)
       return is_out ? spill_->write(job.slot, job.memory, job.nbytes) : spill_->read(job.memory, job.slot, job.nbytes);
     if (faults().happens(4)) std::this_thread::sleep_for(std::chrono::microseconds(100));
     if (faults().happens(16)) return "a planted failure";
@@ -126,7 +126,7 @@ class World {
     return {};
   }
 
-  const Kind kind_;
+  const StoreKind kind_;
   const bool locks_all_;  // else it takes plain memory where the driver refuses to lock some
   std::atomic<bool> is_stopped_{false};
   std::unique_ptr<PinnedArena> arena_;
@@ -151,13 +151,13 @@ class Host {
   void run() {
     is_host = true;
     for (unsigned step = 0; step < kStepsPerHost; ++step) {
-      reap();
+      forget_ended();
       switch (below(16)) {
         case 0:
           plan();
           break;
         case 1:
-          below(2) == 0 ? look() : give_back();
+          below(2) == 0 ? look() : trim_or_shrink();
           break;
         case 2:
         case 3:
@@ -175,7 +175,7 @@ class Host {
     }
     while (!copies_.empty()) reload_and_check(take());
     world_.offload.wait_for(last_serial_);
-    reap();
+    forget_ended();
   }
 
   Coverage coverage;
@@ -288,7 +288,7 @@ class Host {
     coverage.saw("dropped in flight");
   }
 
-  void reap() {
+  void forget_ended() {
     std::erase_if(dropped_, [&](const auto& copy) { return world_.offload.is_reached(copy->offload_serial); });
   }
 
@@ -307,18 +307,18 @@ class Host {
     }
   }
 
-  void give_back() {
+  void trim_or_shrink() {
     if (below(60) == 0) {
       world_.stop();
       coverage.saw("stop");
     } else if (below(2) == 0) {
       coverage.saw("trim");
-      if (world_.store().trim() > 0) coverage.saw("trim gave back");
+      if (world_.store().trim() > 0) coverage.saw("trim released");
       if (world_.offload.is_idle()) coverage.saw("threads ended");
       world_.offload.end_idle_threads();
       world_.reload.end_idle_threads();
     } else if (world_.store().shrink(below(world_.store().capacity_bytes() + 1)) > 0) {
-      coverage.saw("shrink gave back");
+      coverage.saw("shrink released");
     }
   }
 
@@ -336,7 +336,7 @@ class Host {
 };
 
 void play(uint64_t seed, Coverage& coverage) {
-  World world(seed % 2 == 0 ? Kind::Arena : Kind::Spill, seed);
+  World world(seed % 2 == 0 ? StoreKind::Arena : StoreKind::Spill, seed);
   std::mutex mutex;  // guards the two below
   std::exception_ptr error;
   std::vector<std::thread> threads;

@@ -65,7 +65,7 @@ class Player {
     const uint64_t nbytes = kDiskBlockBytes * (1 + random_() % 4);
     std::vector<Point> guards;
     std::optional<Slot> slot;
-    if (random_() % 2 == 0 && store_.waits_for_room(nbytes)) return coverage.saw("put off");
+    if (random_() % 2 == 0 && store_.grow_awaits_disk(nbytes)) return coverage.saw("put off");
     try {
       while (!(slot = store_.try_acquire(nbytes, guards))) store_.grow(nbytes);
     } catch (const StoreFull&) {
@@ -92,7 +92,7 @@ class Player {
     }
     for (uint64_t offset = 0; offset < filled.slot.nbytes(); ++offset)
       expect(held.address[offset] == filled.value, "a slot has another one's bytes");
-    store_.let_go(filled.slot, Point{2, ++serial_});
+    store_.release_hold(filled.slot, Point{2, ++serial_});
     coverage.saw("held");
     return true;
   }

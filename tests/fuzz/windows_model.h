@@ -1,4 +1,4 @@
-// windows_model.h: what Windows may say of reloads, told by looking at each save of the tape.
+// windows_model.h: what CopyWindows may say of reloads, told by looking at each save of the tape.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ class WindowsModel {
   WindowsModel(Ledger& ledger, LedgerModel& model) : ledger_(ledger), model_(model) {}
 
   // Takes reloads, and checks them. `ahead_bytes` are reloaded already.
-  std::vector<Windows::Ahead> take_reloads(Windows& windows, TapeWindows& its, TapeId id, uint64_t ahead_bytes,
-                                           uint64_t window_bytes) {
+  std::vector<CopyWindows::Ahead> take_reloads(CopyWindows& windows, TapeWindows& its, TapeId id, uint64_t ahead_bytes,
+                                               uint64_t window_bytes) {
     const Tape& tape = ledger_.tape(id);
     its.set_limits({0, window_bytes});
     const uint64_t began_at = its.reload_place();
@@ -49,7 +49,7 @@ class WindowsModel {
   // Which of `ahead` a consumer at `save` has passed by, checked.
   std::vector<RecordId> passed_by(TapeId id, uint64_t save, const std::vector<RecordId>& ahead, uint64_t window_bytes) {
     const Tape& tape = ledger_.tape(id);
-    Windows windows;
+    CopyWindows windows;
     TapeWindows its;
     its.set_limits({0, window_bytes});
     for (const RecordId each : ahead) windows.reload_began(each, 0);

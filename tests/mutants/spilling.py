@@ -167,7 +167,7 @@ def the_disk_refuses_a_slot(stage: Stage) -> str:
     return gradient_name(gradient, x.detach())
 
 
-@scenario("RefusalPasses", right="the disk takes slots again", wrong="the disk was given up")
+@scenario("RefusalPasses", right="the disk takes slots again", wrong="the disk takes no more slots")
 def the_disk_is_full_for_a_moment(stage: Stage) -> str:
     def step() -> None:
         with _spilling(stage, 1):
@@ -182,7 +182,7 @@ def the_disk_is_full_for_a_moment(stage: Stage) -> str:
     before = torchoffload.stats().bytes_spilled
     step()
     spilled = torchoffload.stats().bytes_spilled > before
-    return "the disk takes slots again" if spilled else "the disk was given up"
+    return "the disk takes slots again" if spilled else "the disk takes no more slots"
 
 
 @scenario(

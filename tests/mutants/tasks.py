@@ -22,7 +22,7 @@ def a_backward_ends_before_it_comes_to_what_it_reloaded(stage: Stage) -> str:
     return buffers_beyond(stage, before_bytes)
 
 
-@scenario("EndedTaskGivesUp", right="0 buffers stay", wrong="1 buffers stay")
+@scenario("EndedTaskWeakens", right="0 buffers stay", wrong="1 buffers stay")
 def a_backward_takes_one_of_two_branches(stage: Stage) -> str:
     x = stage.leaf()
     with stage.context():

@@ -130,7 +130,7 @@ def test_a_slot_that_is_held_stays(tmp_path):
         tiers.save(value)
     assert tiers.is_here(0)
     assert bytes(testing.bytes_at(held.address, BLOCK)) == bytes(BLOCK)
-    tiers.store.let_go(first, (2, 1))
+    tiers.store.release_hold(first, (2, 1))
     tiers.save(6)
     tiers.save(7)
     assert not tiers.is_here(0)
@@ -144,7 +144,7 @@ def test_a_fetch_waits_for_the_copies_that_used_its_memory_before(tmp_path):
     tiers.run_all()
     tiers.load(1)
     tiers.store.hold(tiers.slots[1])
-    tiers.store.let_go(tiers.slots[1], (9, 5))  # a copy in reads the memory
+    tiers.store.release_hold(tiers.slots[1], (9, 5))  # a copy in reads the memory
     before = len(tiers.store.waited)
     assert tiers.load(0) == bytes(BLOCK)
     assert (9, 5) in tiers.store.waited[before:]
@@ -191,12 +191,12 @@ def test_while_slots_are_filled_or_held_room_is_taken_beyond_the_limit(tmp_path)
 
 def test_a_full_store_says_that_room_is_on_its_way(tmp_path):
     tiers = Tiers([tmp_path], slots=2)
-    assert not tiers.store.waits_for_room(BLOCK)
+    assert not tiers.store.grow_awaits_disk(BLOCK)
     tiers.save(0)
     tiers.save(1)
-    assert tiers.store.waits_for_room(BLOCK)
+    assert tiers.store.grow_awaits_disk(BLOCK)
     assert tiers.run_all() > 0, "it has begun to write"
-    assert not tiers.store.waits_for_room(BLOCK)
+    assert not tiers.store.grow_awaits_disk(BLOCK)
     assert tiers.here() == [0, 1], "who asks takes nothing away from what fits"
     tiers.store.check_invariants()
     assert tiers.save(2, may_wait=False) is not None
@@ -208,7 +208,7 @@ def test_a_slot_larger_than_the_limit_waits_until_nothing_else_can_be_written(tm
     tiers.save(0)
     tiers.save(1)
     asked = 0
-    while tiers.store.waits_for_room(8 * BLOCK):
+    while tiers.store.grow_awaits_disk(8 * BLOCK):
         tiers.store.check_invariants()
         assert tiers.run_all() > 0
         asked += 1
@@ -221,7 +221,7 @@ def test_where_the_arena_is_cut_up_room_is_on_its_way_as_well(tmp_path):
     tiers = Tiers([tmp_path], slots=16)
     for value in range(16):
         tiers.save(value)
-    while tiers.store.waits_for_room(4 * BLOCK):
+    while tiers.store.grow_awaits_disk(4 * BLOCK):
         assert tiers.run_all() > 0
     assert tiers.save(99, 4 * BLOCK, may_wait=False) is not None or tiers.store.arena_bytes < tiers.store.limit_bytes
     tiers.check()
@@ -230,15 +230,15 @@ def test_where_the_arena_is_cut_up_room_is_on_its_way_as_well(tmp_path):
 def test_nothing_is_waited_for_where_no_slot_can_leave(tmp_path):
     tiers = Tiers([tmp_path], slots=1)
     being_filled = tiers.store.acquire(BLOCK, 0)
-    assert not tiers.store.waits_for_room(BLOCK), "one passes beyond the limit"
+    assert not tiers.store.grow_awaits_disk(BLOCK), "one passes beyond the limit"
     tiers.store.note_filled(being_filled, (1, 1))
     tiers.slots[0] = being_filled
     held = tiers.store.hold(being_filled)
-    assert tiers.store.waits_for_room(BLOCK)
+    assert tiers.store.grow_awaits_disk(BLOCK)
     tiers.run_all()
-    assert not tiers.store.waits_for_room(BLOCK), "it is on the disk as well, but held"
+    assert not tiers.store.grow_awaits_disk(BLOCK), "it is on the disk as well, but held"
     assert held.address
-    tiers.store.let_go(being_filled)
+    tiers.store.release_hold(being_filled)
     tiers.check()
 
 
@@ -246,13 +246,13 @@ def test_a_store_whose_disk_failed_or_that_was_stopped_has_no_room_on_its_way(tm
     tiers = Tiers([tmp_path], slots=1)
     tiers.save(0)
     testing.inject_io_fault("pwrite", errno=errno.EIO)
-    assert tiers.store.waits_for_room(BLOCK)
+    assert tiers.store.grow_awaits_disk(BLOCK)
     tiers.run_all()
-    assert not tiers.store.waits_for_room(BLOCK)
+    assert not tiers.store.grow_awaits_disk(BLOCK)
     with pytest.raises(RuntimeError, match="Input/output error"):
         tiers.store.grow(BLOCK)
     tiers.store.stop()
-    assert not tiers.store.waits_for_room(BLOCK)
+    assert not tiers.store.grow_awaits_disk(BLOCK)
 
 
 def test_a_released_slot_gives_up_memory_and_disk(tmp_path):

@@ -278,7 +278,7 @@ def test_threads_at_one_store_never_get_wrong_bytes(tmp_path, seed, faulty):
         try:
             assert bytes(testing.bytes_at(held.address, slot.nbytes)) == bytes([value]) * slot.nbytes
         finally:
-            store.let_go(slot, (2, 1))
+            store.release_hold(slot, (2, 1))
 
     def work(number):
         random_ = random.Random(1000 * seed + number)

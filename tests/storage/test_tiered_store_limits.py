@@ -37,7 +37,7 @@ def test_a_store_is_idle_without_slots_and_transfers(tmp_path):
     assert tiers.store.is_idle
     tiers.save(0)
     assert not tiers.store.is_idle
-    assert tiers.store.waits_for_room(BLOCK)  # begins to write it
+    assert tiers.store.grow_awaits_disk(BLOCK)  # begins to write it
     tiers.drop(0)
     assert not tiers.store.is_idle
     tiers.run_all()

@@ -36,7 +36,7 @@ class Tiers:
         slot = self.slots[value]
         held = self.store.hold(slot)
         contents = bytes(testing.bytes_at(held.address, held.nbytes))
-        self.store.let_go(slot)
+        self.store.release_hold(slot)
         return contents
 
     def is_here(self, value: int) -> bool:

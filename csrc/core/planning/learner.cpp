@@ -20,9 +20,9 @@ bool is_prefix(const std::vector<Value>& prefix, const std::vector<Value>& of) {
   return prefix.size() <= of.size() && std::equal(prefix.begin(), prefix.end(), of.begin());
 }
 
-// Makes room for one more that has `record_count` records. Those that were not seen for the longest time go first.
+// Evicts as many as it takes for one more that has `record_count` records, those first that were seen the longest ago.
 template <typename Known, typename RecordsOf>
-void make_room(std::vector<Known>& known, size_t record_count, RecordsOf records_of) {
+void evict_oldest(std::vector<Known>& known, size_t record_count, RecordsOf records_of) {
   for (const Known& each : known) record_count += records_of(each);
   while (known.size() >= Learner::kShapeLimit || (!known.empty() && record_count > Learner::kRecordLimit)) {
     const auto oldest = std::ranges::min_element(known, {}, &Known::seen_at);
@@ -111,7 +111,7 @@ Learner::Shape* Learner::follow_shape(Trace& trace) {
 Reason Learner::follow_structure(Trace& trace) {
   const size_t position = trace.nbytes.size() - 1;
   const bool may_expect_anew = trace.expected_count < kExpectedLimit;
-  if (trace.scaled && trace.scaled->fits(position, trace.nbytes.back(), trace.kinds.back(), may_expect_anew))
+  if (trace.scaled && trace.scaled->matches(position, trace.nbytes.back(), trace.kinds.back(), may_expect_anew))
     return trace.scaled->plan().kept[position];
   trace.scaled.reset();
   if (!may_expect_anew) return Reason::None;
@@ -171,7 +171,7 @@ std::optional<uint32_t> Learner::learn(const Trace& trace, std::vector<uint64_t>
     shape.structure = structure;
     return shape.number;
   }
-  make_room(shapes_, trace.nbytes.size(), [](const Shape& shape) { return shape.records.count(); });
+  evict_oldest(shapes_, trace.nbytes.size(), [](const Shape& shape) { return shape.records.count(); });
   ++changes_;
   Shape& shape = shapes_.emplace_back();
   shape.number = next_number_++;
@@ -192,7 +192,7 @@ uint32_t Learner::learn_structure(const Trace& trace, const std::vector<uint64_t
     structure.trial.saw_tape(trace.code);
     return structure.number;
   }
-  make_room(structures_, trace.nbytes.size(), [](const Structure& known) { return known.sample.count(); });
+  evict_oldest(structures_, trace.nbytes.size(), [](const Structure& known) { return known.sample.count(); });
   Structure& structure = structures_.emplace_back();
   structure.number = next_number_++;
   structure.sightings = 1;

@@ -51,34 +51,34 @@ std::vector<bool> largest_sum_within(const std::vector<uint64_t>& sizes, uint64_
   const size_t most_sums = is_exact ? kMostSums : std::clamp<size_t>(kMostWays / sizes.size(), 128, kMostSums);
   const uint64_t enough = is_exact ? cap : cap - cap / kNearEnough;
   std::vector<Reached> ways{{0, 0, 0}};
-  std::vector<size_t> frontier{0};  // by ascending sum
+  std::vector<size_t> sums{0};  // by ascending sum
   size_t best = 0;
   std::vector<size_t> merged;
   for (size_t next = 0; next < sizes.size() && ways[best].sum < enough; ++next) {
     const uint64_t size = sizes[next];
     merged.clear();
-    const size_t known_count = frontier.size();
+    const size_t known_count = sums.size();
     size_t known = 0;
     for (size_t base = 0; base < known_count; ++base) {
-      const uint64_t sum = ways[frontier[base]].sum + size;
+      const uint64_t sum = ways[sums[base]].sum + size;
       if (sum > cap) break;
-      while (known < known_count && ways[frontier[known]].sum < sum) merged.push_back(frontier[known++]);
-      if (known < known_count && ways[frontier[known]].sum == sum) continue;
-      ways.push_back({sum, next, frontier[base]});
+      while (known < known_count && ways[sums[known]].sum < sum) merged.push_back(sums[known++]);
+      if (known < known_count && ways[sums[known]].sum == sum) continue;
+      ways.push_back({sum, next, sums[base]});
       merged.push_back(ways.size() - 1);
       if (sum > ways[best].sum) best = ways.size() - 1;
     }
-    while (known < known_count) merged.push_back(frontier[known++]);
+    while (known < known_count) merged.push_back(sums[known++]);
     if (merged.size() > most_sums) {  // of sums that lie close together only the largest is kept
-      frontier.clear();
+      sums.clear();
       const uint64_t width = cap / (most_sums / 2) + 1;
       for (size_t place = 0; place < merged.size(); ++place) {
         const bool is_last_of_its_width =
             place + 1 == merged.size() || ways[merged[place]].sum / width != ways[merged[place + 1]].sum / width;
-        if (is_last_of_its_width) frontier.push_back(merged[place]);
+        if (is_last_of_its_width) sums.push_back(merged[place]);
       }
     } else {
-      frontier.swap(merged);
+      sums.swap(merged);
     }
   }
   for (size_t way = best; way != 0; way = ways[way].from) taken[ways[way].size] = true;

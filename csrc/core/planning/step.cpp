@@ -97,8 +97,8 @@ class Walk {
     double copied_s = 0;  // the end of its copy out, and later of its copy in
   };
 
-  // Answers the questions of Windows about a tape's records; see Windows::take_reloads(). Each record has its last save
-  // alone.
+  // Answers the questions of CopyWindows about a tape's records; see CopyWindows::take_reloads(). Each record has its
+  // last save alone.
   struct Records {
     const Walk& walk;
 
@@ -269,7 +269,7 @@ class Walk {
 
   void reload_ahead() {
     const uint64_t kept_bytes = tape_.kept_bytes();
-    for (const Windows::Ahead& ahead : windows_.take_reloads(tape_, kept_bytes, AtSource::GoesOn, Records{*this})) {
+    for (const CopyWindows::Ahead& ahead : windows_.take_reloads(tape_, kept_bytes, AtSource::GoesOn, Records{*this})) {
       note(StepEvent::What::ReloadAhead, ahead.record.index);
       start_reload(ahead.record.index);
     }
@@ -296,7 +296,7 @@ class Walk {
   std::vector<Live> live_;
   std::vector<size_t> by_last_save_;  // the records that are asked for; the last one in this list is reloaded first
   std::vector<size_t> place_of_;      // by record: its place in that list
-  Windows windows_;
+  CopyWindows windows_;
   TapeWindows tape_;
   PlannedStep step_;
   double clock_s_ = 0, pure_s_ = 0, out_free_s_ = 0, in_free_s_ = 0;

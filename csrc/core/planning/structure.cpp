@@ -86,7 +86,7 @@ ScaledTape::ScaledTape(Structure& structure, const std::vector<uint64_t>& seen, 
   plan_ = make_plan(expected_, times ? &*times : nullptr, structure.options, keeps_end, window_bytes);
 }
 
-bool ScaledTape::fits(size_t record, uint64_t nbytes, const RecordKind& kind, bool is_exact) const {
+bool ScaledTape::matches(size_t record, uint64_t nbytes, const RecordKind& kind, bool is_exact) const {
   if (record >= expected_.count() || expected_.kinds[record] != kind) return false;
   const uint64_t expected_bytes = expected_.nbytes[record];
   if (is_exact) return nbytes == expected_bytes;

@@ -60,7 +60,7 @@ class ScaledTape {
   const Plan& plan() const { return plan_; }
 
   // Is the tape's record of this number as expected: of this kind, and exactly or else nearly of this size?
-  bool fits(size_t record, uint64_t nbytes, const RecordKind& kind, bool is_exact) const;
+  bool matches(size_t record, uint64_t nbytes, const RecordKind& kind, bool is_exact) const;
 
  private:
   uint32_t structure_;
