@@ -41,6 +41,7 @@ from devices import (  # noqa: E402
 # The suites that also run on the simulated device as one of PyTorch's: each so many-th of their tests, or all of them.
 PRIVATE_SHARES = {"gradients": 4, "engine": 1, "faults": 1}
 PRIVATE_IN_FULL = bool(os.environ.get("TORCHOFFLOAD_TEST_LONG"))
+HALF = os.environ.get("TORCHOFFLOAD_TEST_HALF")  # "0" or "1": one half of the slow tests and of the integrations' tests
 CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
 SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
 
@@ -59,10 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out: set[pytest.Item] = set()
     if torch.cuda.device_count() == 1:
-        left_out = [item for item in items if item.get_closest_marker("two_gpus")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        left_out |= {item for item in items if item.get_closest_marker("two_gpus")}
+    if HALF in ("0", "1"):
+        other = 1 - int(HALF)
+        long = (item for item in items if item.get_closest_marker("slow") or item.path.parent.name == "integrations")
+        left_out |= {item for item in long if zlib.crc32(item.nodeid.encode()) % 2 == other}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")
