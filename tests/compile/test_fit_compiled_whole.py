@@ -18,6 +18,8 @@ import torchoffload
 from models import Block, TinyGpt
 from torchoffload._compile import planned
 from torchoffload._compile.joint_graph import JointGraph
+from torchoffload._fit.model import compiled_model
+from torchoffload._pytorch.recompiling import most_compiles
 
 ROOM = 1 << 40
 pytestmark = [pytest.mark.slow]
@@ -227,6 +229,7 @@ def test_fit_again_replaces_the_former_one_and_what_was_compiled_before_is_there
     assert compile_count() == graphs + 2
 
 
+@pytest.mark.skipif(most_compiles() is not None, reason="this PyTorch ends compiling, which the next test is about")
 def test_replanning_many_times_does_not_end_compiling():
     fitted = compiled(gpt(1))
     with torchoffload.fit(fitted, ROOM, move=False) as handle:
@@ -234,6 +237,17 @@ def test_replanning_many_times_does_not_end_compiling():
             handle.replan(ROOM + (number << 34))
             train(fitted, steps=1)
             assert len(handle._driver.plans) == 1
+
+
+def test_a_pytorch_that_ends_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_model, "most_compiles", lambda: 2)
+    fitted = compiled(gpt(1))
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        train(fitted, steps=1)
+        handle.replan(ROOM + (1 << 34))
+        with pytest.warns(UserWarning, match=r"compiled anew 2 times, and PyTorch .* Call torch\._dynamo\.reset\(\)"):
+            train(fitted, steps=1)
+        assert "compiled anew 2 times" in handle.report()
 
 
 def test_the_arguments_of_the_compile_are_kept():

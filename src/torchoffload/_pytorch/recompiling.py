@@ -15,7 +15,14 @@ from torch import nn
 from torchoffload._pytorch.compiled_calls import compiled_call, is_compiled, runs_hooks_around_call, set_compiled_call
 from torchoffload._pytorch.module_wrappers import COMPILED
 
-__all__ = ["CompileArguments", "compile_anew", "compile_arguments", "set_whole_call", "whole_call_of"]
+__all__ = [
+    "CompileArguments",
+    "compile_anew",
+    "compile_arguments",
+    "most_compiles",
+    "set_whole_call",
+    "whole_call_of",
+]
 
 
 @dataclass(frozen=True)
@@ -110,13 +117,22 @@ def compile_arguments(module: nn.Module, call: Callable[..., Any]) -> CompileArg
     return CompileArguments(options, keywords)
 
 
+def _isolates_recompiles() -> bool:
+    compiler: Any = torch.compile
+    return "isolate_recompiles" in inspect.signature(compiler).parameters
+
+
+def most_compiles() -> int | None:
+    """Return how often this release of PyTorch compiles a function, by all calls of torch.compile; None: any number."""
+    return None if _isolates_recompiles() else int(torch._dynamo.config.recompile_limit)
+
+
 def compile_anew(module: nn.Module, arguments: CompileArguments, options: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that ``torch.compile`` makes of a module with more options, and leave the module as it is."""
     compiler: Any = torch.compile
     target = module._modules[COMPILED] if _is_wrapper(module) else module._call_impl
     keywords = dict(arguments.keywords)
-    if "isolate_recompiles" in inspect.signature(compiler).parameters:
-        # Else PyTorch gives up a function that was compiled 8 times, by whichever call of torch.compile.
+    if _isolates_recompiles():
         keywords["isolate_recompiles"] = True
     again: Any = compiler(target, options={**arguments.options, **options}, **keywords)
     function: Callable[..., Any] = again.forward if _is_wrapper(module) else again

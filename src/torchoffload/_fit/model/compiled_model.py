@@ -36,6 +36,7 @@ from torchoffload._pytorch.recompiling import (
     CompileArguments,
     compile_anew,
     compile_arguments,
+    most_compiles,
     set_whole_call,
     whole_call_of,
 )
@@ -151,7 +152,7 @@ class CompiledModel:
             self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
         self._graphs: PlannedGraphs | None = None  # None as long as none is to be compiled
         self._outside_bytes = 0  # the bytes that were allocated beside the graphs, when they were compiled
-        self._compile_count = 0
+        self._compile_count = self._all_compiles = 0  # for one amount of memory, and for all of them
         self._steps = 0
         self._open_count = self._most_open_count = 1  # calls of the model before a common backward
         self._shapes: set[Any] = set()  # of the arguments of calls
@@ -276,10 +277,24 @@ class CompiledModel:
         call.planned = compile_anew(model, self._arguments, graphs.options())
         self._graphs, self._outside_bytes = graphs, outside_bytes
         self._compile_count += 1
+        self._all_compiles += 1
+        self._tell_of_limit()
         self._shapes.clear()
         self._counted_shapes = 0
         beside = f", beside {human_bytes(outside_bytes)} that are allocated" if outside_bytes else ""
         log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(graphs.nbytes)}{beside}")
+
+    def _tell_of_limit(self) -> None:
+        """Warn, once, if PyTorch may compile the model no more: then it runs without a plan."""
+        limit = most_compiles()
+        if limit is None or self._all_compiles != limit:
+            return
+        message = (
+            f"{self.model_name} was compiled anew {limit} times, and PyTorch {torch.__version__} compiles a function "
+            "no more often: it may run without its plan. Call torch._dynamo.reset() before the next step."
+        )
+        self.notes.append(message)
+        warn_user(f"torchoffload: fit: {message}")
 
     def context(self, inputs: Any) -> Any:
         """Return the context of a call: one that moves if a plan moves anything, or if a graph may be compiled."""
