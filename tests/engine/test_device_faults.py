@@ -128,7 +128,7 @@ def leaf(device: Device) -> torch.Tensor:
 
 
 def let_go(device: Device) -> None:
-    """What threads of autograd and cycles hold of a backward is dropped."""
+    """Threads of autograd and cycles drop all that they hold of a backward."""
     gc.collect()
     if device.name == "privateuseone":
         await_autograd(device.name)
@@ -193,7 +193,7 @@ def test_a_call_of_a_coder_that_fails_once_leaves_nothing_behind(device_under_te
 
 
 def steps_in_a_process(device: Device, name: str) -> None:
-    """What a copy that was enqueued before still touches is leaked, and with it its chunk of pinned memory.
+    """The memory that an enqueued copy still touches is leaked, and with it its chunk of pinned memory.
 
     So this runs in a process of its own: see the end of the file.
     """

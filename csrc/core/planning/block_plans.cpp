@@ -396,9 +396,9 @@ double BlockPlans::link_bytes(size_t call, const CallPlan& placed) const {
   return sum;
 }
 
-// Copies follow each other, and as a call ends, at most its window is left on the way out. What was on its way at the
-// loss is not reloaded. All that a call moved, and what was moved behind it, is back before its backward ends; unless
-// the call is plain, before it begins.
+// Copies follow each other, and as a call ends, at most its window is left on the way out. Records that are on their way
+// at the loss are not reloaded. The records of a call and of the calls behind it are back before its backward ends, and
+// before it begins unless the call is plain.
 double BlockPlans::least_s(const JointPlan& plan) const {
   const LinkRates& link = step_.link;
   double clock_s = step_.head_s, link_s = 0;

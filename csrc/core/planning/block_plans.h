@@ -73,7 +73,7 @@ class BlockPlans {
   uint64_t kept_of(size_t call, const CallPlan& placed) const;
   // Adds the sizes of the records that a call moves.
   void add_sizes(size_t call, const CallPlan& placed, std::vector<uint64_t>& sizes) const;
-  // What the link carries in either direction if all of a call's records that move do.
+  // The bytes that the records which a call moves send over the link, in either direction.
   double link_bytes(size_t call, const CallPlan& placed) const;
   // A time that the step takes at least under a plan.
   double least_s(const JointPlan& plan) const;

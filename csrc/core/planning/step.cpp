@@ -130,8 +130,8 @@ class Walk {
   // Is it certain that the step takes too long? All waits so far are in the clock, and the rest is at least computed.
   bool is_over() const { return clock_s_ + (times_.compute_s - pure_s_) > most_s_; }
 
-  // The same before backward begins: what it wants from the tier comes over the link one record after the other, and
-  // the device computes on once it has the last one of these.
+  // The same before backward begins: its records in the tier come over the link one after the other, and the device
+  // computes on once it has the last one of these.
   bool is_over_by_link(const std::vector<size_t>& uses) const {
     double link_s = 0, needed_s = 0;
     for (const size_t used : uses) {
