@@ -18,6 +18,14 @@ def _numel(device: Device) -> int:
     return 1 << 24 if device.name == "disk" else 1024
 
 
+def _allocated_last(values: torch.Tensor) -> torch.Tensor:
+    """A copy, beside which nothing is freed as long as the caller holds `values`.
+
+    With memory that is freed beside it, its own would be one hole, in which a C library gives another address.
+    """
+    return values.clone()
+
+
 def _empty_and_allocate(tensor: torch.Tensor, *, anywhere: bool = False) -> None:
     """Other memory for the storage, at the address of the first (or `anywhere`), and with none of its bytes."""
     storage, address, others = tensor.untyped_storage(), tensor.data_ptr(), []
@@ -55,8 +63,8 @@ def test_a_storage_emptied_while_its_copy_is_pending_is_not_copied_before_it_is_
     numel = _numel(device_under_test)
 
     def program(run: Run):
-        x, gathered = run.leaf(4), run.tensor(numel)
-        values = gathered.clone()
+        x, values = run.leaf(4), run.tensor(numel)
+        gathered = _allocated_last(values)
         with run.offload():
             y = Save.apply(x, lambda unpacked: run.check(gathered=unpacked), gathered)
             _empty_and_allocate(gathered)
@@ -72,8 +80,8 @@ def test_a_storage_filled_with_other_values_between_two_saves_is_two_records(dev
     numel = _numel(device_under_test)
 
     def program(run: Run):
-        x, gathered = run.leaf(4), run.tensor(numel)
-        others = run.tensor(numel)
+        x, values, others = run.leaf(4), run.tensor(numel), run.tensor(numel)
+        gathered = _allocated_last(values)
         with run.offload(offload_window_bytes=0):
             y = Save.apply(x, _ignore, gathered).exp()
             _empty_and_allocate(gathered)
@@ -90,8 +98,8 @@ def test_a_storage_emptied_under_its_copy_stands_for_what_it_holds_in_backward(d
     numel = _numel(device_under_test)
 
     def program(run: Run):
-        x, gathered = run.leaf(4), run.tensor(numel)
-        values = gathered.clone()
+        x, values = run.leaf(4), run.tensor(numel)
+        gathered = _allocated_last(values)
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
             y = _save_behind_slow_copies(run, x, gathered)
             _empty_and_allocate(gathered)
@@ -110,8 +118,8 @@ def test_a_source_that_backward_used_is_not_given_up_for_a_copy_of_other_bytes(d
     numel = _numel(device_under_test)
 
     def program(run: Run):
-        x, gathered = run.leaf(4), run.tensor(numel)
-        values = gathered.clone()
+        x, values = run.leaf(4), run.tensor(numel)
+        gathered = _allocated_last(values)
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
             y = _save_behind_slow_copies(run, x, gathered)
         y.sum().backward(retain_graph=True)
