@@ -7,6 +7,7 @@ namespace torchoffload {
 
 GenericStream::Entry* GenericStream::take_event(uint64_t serial) {
   const MutexLock lock(mutex_);
+  if (ring_.size() < kEventsPerStream && ring_[serial % ring_.size()] != nullptr) double_ring();
   Entry*& place = ring_[serial % ring_.size()];
   if (place != nullptr) {
     place->is_in_ring = false;
@@ -17,6 +18,15 @@ GenericStream::Entry* GenericStream::take_event(uint64_t serial) {
   Entry* const taken = spare_.back();
   spare_.pop_back();
   return taken;
+}
+
+void GenericStream::double_ring() {
+  std::vector<Entry*> larger(2 * ring_.size(), nullptr);
+  const uint64_t first = serial_ < ring_.size() ? 1 : serial_ - ring_.size() + 1;
+  for (uint64_t serial = first; serial <= serial_; ++serial) {
+    larger[serial % larger.size()] = ring_[serial % ring_.size()];
+  }
+  ring_ = std::move(larger);
 }
 
 uint64_t GenericStream::record() {

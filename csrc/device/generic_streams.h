@@ -8,10 +8,11 @@
 // Not handled:   streams that their owner destroys: PyTorch's interface does not say which streams these are.
 //
 // Note [Events in use]
-// A stream's points are recorded into a ring of kEventsPerStream events, as in Note [Event ring] of cuda_backend.h: a
-// wait for a point older than the ring is a wait for the oldest event in it, which stands for a later point of the same
-// stream. Some guards replace an event's object each time that it is recorded, so no event is recorded while another
-// thread waits for it: that event leaves the ring, and another takes its place.
+// A stream's points are recorded into a ring of events, as in Note [Event ring] of cuda_backend.h: a wait for a point
+// older than the ring is a wait for the oldest event in it, which stands for a later point of the same stream. The ring
+// has room for kFirstEvents events, and doubles up to kEventsPerStream as the stream's points fill it, since a program
+// may use a new stream in each step for few points. Some guards replace an event's object each time that it is recorded,
+// so no event is recorded while another thread waits for it: that event leaves the ring, and another takes its place.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -49,6 +50,7 @@ class GenericStream {
   }
 
  private:
+  static constexpr uint64_t kFirstEvents = 16;
   static constexpr uint64_t kEventsPerStream = 1024;
 
   struct Entry {
@@ -71,11 +73,12 @@ class GenericStream {
   void end_use(Entry* entry) EXCLUDES(mutex_);
   // The event for the next point, which is in nobody's hands but the caller's.
   Entry* take_event(uint64_t serial) EXCLUDES(mutex_);
+  void double_ring() REQUIRES(mutex_);
 
   const c10::Stream stream_;
   Mutex in_order_;  // one point at a time; held while the stream's queue is full
   Mutex mutex_;     // taken under in_order_, and never held while a call of the guard may block
-  std::vector<Entry*> ring_ GUARDED_BY(mutex_){kEventsPerStream, nullptr};
+  std::vector<Entry*> ring_ GUARDED_BY(mutex_) = std::vector<Entry*>(kFirstEvents, nullptr);
   std::vector<Entry*> spare_ GUARDED_BY(mutex_);
   std::deque<Entry> entries_ GUARDED_BY(mutex_);
   uint64_t serial_ GUARDED_BY(mutex_) = 0;
