@@ -18,8 +18,7 @@ READY := $(VENV)/.ready
 BUILD_READY := $(VENV)/.ready-to-build
 PY_FILES = $(wildcard src tests examples benchmarks tools docs/conf.py)
 CXX_FILES = $(shell find csrc tests cmake -name '*.h' -o -name '*.cpp')
-TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/device/codec/*.cpp \
-	csrc/engine/*.cpp)
+TIDY_FILES = $(wildcard csrc/core/*.cpp csrc/core/planning/*.cpp csrc/system/*.cpp csrc/storage/*.cpp csrc/engine/*.cpp)
 PYTHON_INCLUDE = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('include'))")
 TIDY_FLAGS = -std=c++20 -Wthread-safety -Icsrc -isystem $(PYTHON_INCLUDE)
 TEST_TIMEOUT_S := 300

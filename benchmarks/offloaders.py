@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,14 @@ class Offloader:
     compared_with: str = STOCK  # whose gradients it has to meet
     encloses_backward: bool = False  # the context is left after backward, as its own trainers do
     needs_cuda: bool = True
-    extra_warm_up: int = 0  # steps of warm-up beside those of the command line
 
 
-def _torchoffload(model: torch.nn.Module, options: Options, compress: bool | str = False) -> MakeContext:
+def _torchoffload(model: torch.nn.Module, options: Options) -> MakeContext:
     import torchoffload
 
     windows = {"offload_window_bytes": options.offload_window_bytes, "reload_window_bytes": options.reload_window_bytes}
     given = {name: size for name, size in windows.items() if size is not None}
-    context = torchoffload.get_act_offloading_ctx_manager(model, tier=options.tier, compress=compress, **given)
+    context = torchoffload.get_act_offloading_ctx_manager(model, tier=options.tier, **given)
     return lambda: context
 
 
@@ -122,18 +120,10 @@ def _compiled_offload(model: torch.nn.Module, options: Options) -> MakeContext:
     return _compiled(model, options)
 
 
-# Which records are worth coding is learned: that the link binds from two timed steps, which of the float32 records hold
-# bfloat16 values from the next one, what did not get smaller, and whether steps take less time, from those after it.
-TO_LEARN_CODING = 6
-
 # An offloader more is one more entry.
 OFFLOADERS = {
     STOCK: Offloader(lambda _model, _options: contextlib.nullcontext, needs_cuda=False),
     OURS: Offloader(_torchoffload, package="torchoffload", needs_cuda=False),
-    "torchoffload_coded": Offloader(partial(_torchoffload, compress=True), package=OURS, extra_warm_up=TO_LEARN_CODING),
-    "torchoffload_auto": Offloader(
-        partial(_torchoffload, compress="auto"), package=OURS, extra_warm_up=TO_LEARN_CODING
-    ),
     "save_on_cpu": Offloader(_save_on_cpu, needs_cuda=False),
     "torchtune": Offloader(_torchtune, package="torchtune"),
     "trl": Offloader(_trl, package="trl", encloses_backward=True),

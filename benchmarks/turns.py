@@ -144,10 +144,7 @@ class Benchmark:
         if run == STOCK:
             record |= self._call(run, "observe")
         self._call(run, "give_back", pinned=False)  # what plain and deterministic steps took and others do not need
-        self._turn(run, "warm-up", self._warm_up_count(run))
-
-    def _warm_up_count(self, run: str) -> int:
-        return self._plan.warm_up_count + OFFLOADERS[_offloader(run)].extra_warm_up
+        self._turn(run, "warm-up", self._plan.warm_up_count)
 
     def _prove(self, run: str) -> None:
         writes = run in {STOCK, *(OFFLOADERS[name].compared_with for name in self._plan.offloaders)}
@@ -173,7 +170,7 @@ class Benchmark:
 
         search_windows(limit["at_loss_bytes"], bytes_over)
         # Before the proof: what torchoffload learns of times is to be of the default mode.
-        self._turn(run, "warm-up", max(2, self._warm_up_count(run)))
+        self._turn(run, "warm-up", max(2, self._plan.warm_up_count))
         held = figures.memory(self.runs[run], "warm-up")
         if any(held[key] > limit[key] for key in limit):
             self._note(f"{run} holds more than {run.partition('@')[2]}, even with no window")
@@ -239,7 +236,7 @@ class Benchmark:
     def _planned_step_count(self) -> int:
         """Steps of the progress bar; searches and steps that count for nothing come on top."""
         runs = set(itertools.chain(*_lineups(self._plan, "all")))
-        ready = sum(PLAIN_STEP_COUNT + 1 + VERIFIED_STEP_COUNT + self._warm_up_count(run) for run in runs)
+        ready = len(runs) * (PLAIN_STEP_COUNT + 1 + VERIFIED_STEP_COUNT + self._plan.warm_up_count)
         mode = "all" if self._plan.mode == "auto" else self._plan.mode
         return ready + self._plan.step_count * sum(map(len, _lineups(self._plan, mode)))
 

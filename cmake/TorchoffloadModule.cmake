@@ -1,13 +1,13 @@
 # The sources in their groups, and torchoffload_add_module(NAME [TESTING]): the extension module NAME for one torch.
-# core/, system/, storage/, device/codec/ and engine/ are compiled without torch's headers in reach, so an include that
-# does not belong there fails.
+# core/, system/, storage/ and engine/ are compiled without torch's headers in reach, so an include that does not belong
+# there fails.
 # TESTING compiles the same sources with TORCHOFFLOAD_TESTING, plus csrc/testing (the simulated device, the log of seam
 # calls) and tests/csrc.
 # Which kinds of backend there are is decided by which sources are linked, and nowhere else: each registers itself.
 
 set(_csrc "${PROJECT_SOURCE_DIR}/csrc")
 file(GLOB TORCHOFFLOAD_BASE_SOURCES CONFIGURE_DEPENDS "${_csrc}/core/*.cpp" "${_csrc}/core/planning/*.cpp"
-     "${_csrc}/system/*.cpp" "${_csrc}/storage/*.cpp" "${_csrc}/device/codec/*.cpp" "${_csrc}/engine/*.cpp")
+     "${_csrc}/system/*.cpp" "${_csrc}/storage/*.cpp" "${_csrc}/engine/*.cpp")
 file(GLOB TORCHOFFLOAD_TORCH_SOURCES CONFIGURE_DEPENDS "${_csrc}/device/*.cpp" "${_csrc}/autograd/*.cpp")
 file(GLOB TORCHOFFLOAD_CUDA_SOURCES CONFIGURE_DEPENDS "${_csrc}/device/cuda_*.cpp")
 list(REMOVE_ITEM TORCHOFFLOAD_TORCH_SOURCES ${TORCHOFFLOAD_CUDA_SOURCES})
@@ -53,7 +53,7 @@ function(torchoffload_add_module name)
   target_link_libraries(${name} PRIVATE ${name}_base TargetTorch::torch ${TORCHOFFLOAD_SYSTEM_LIBRARIES})
   if(TORCH_CUDA_VERSION)
     target_sources(${name} PRIVATE ${TORCHOFFLOAD_CUDA_SOURCES})
-    target_link_libraries(${name} PRIVATE TargetTorch::cuda ${CMAKE_DL_LIBS})
+    target_link_libraries(${name} PRIVATE TargetTorch::cuda)
   endif()
   if(ARG_TESTING)
     target_sources(${name} PRIVATE ${TORCHOFFLOAD_TEST_SOURCES})

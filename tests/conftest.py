@@ -27,12 +27,10 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (torch imports it by itself later, which would undo the freezing below)
 
 from devices import (  # noqa: E402
-    CODED_NAME,
     DEVICE_NAMES,
     REQUIRE_CUDA,
     SPILLED_NAME,
     Device,
-    codes_everything,
     make_device,
     require_cuda,
     spill_everything,
@@ -42,8 +40,7 @@ from devices import (  # noqa: E402
 PRIVATE_SHARES = {"gradients": 4, "engine": 1, "faults": 1}
 PRIVATE_IN_FULL = bool(os.environ.get("TORCHOFFLOAD_TEST_LONG"))
 HALF = os.environ.get("TORCHOFFLOAD_TEST_HALF")  # "0" or "1": one half of the slow tests and of the integrations' tests
-CODED_SUITES = {"gradients"}  # in which copies on one of the simulated devices are coded
-SPILLED_SUITES = {"gradients"}  # in which slots on another one go on to a disk
+SPILLED_SUITES = {"gradients"}  # in which slots on one of the simulated devices go on to a disk
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -119,12 +116,9 @@ def spill_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device_under_test(request: pytest.FixtureRequest, spill_directory: Path) -> Device:
-    codes = codes_everything(request.param) or (
-        request.param == CODED_NAME and request.path.parent.name in CODED_SUITES
-    )
     spill_everything(request.param, spill_directory)
     spills = request.param == SPILLED_NAME and request.path.parent.name in SPILLED_SUITES
-    return make_device(request.param, spill_directory, request.node.name, codes=codes, spills=spills)
+    return make_device(request.param, spill_directory, request.node.name, spills=spills)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,11 +35,10 @@ TORCH_PARTS = re.compile(rf"torch/(version\.py|include/.*|lib/({'|'.join(map(re.
 # What a module for CUDA builds may call of CUDA's run-time. The headers of CUDA 12.6 and 13.0 declare each of these in
 # the same words, so that one module serves both; a function that is added here has to be compared as well.
 SAME_IN_CUDA_12_AND_13 = {
-    *("cudaDeviceGetAttribute", "cudaDeviceGetPCIBusId", "cudaDeviceGetStreamPriorityRange", "cudaDeviceSynchronize"),
-    *("cudaEventCreate", "cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventElapsedTime", "cudaEventQuery"),
-    *("cudaEventRecord", "cudaEventSynchronize", "cudaFree", "cudaGetDevice", "cudaGetErrorString", "cudaGetLastError"),
-    *("cudaHostGetDevicePointer", "cudaHostRegister", "cudaHostUnregister", "cudaMalloc", "cudaMemcpyAsync"),
-    *("cudaMemsetAsync", "cudaSetDevice", "cudaStreamCreateWithPriority", "cudaStreamIsCapturing", "cudaStreamQuery"),
+    *("cudaDeviceGetPCIBusId", "cudaDeviceSynchronize", "cudaEventCreate", "cudaEventCreateWithFlags"),
+    *("cudaEventDestroy", "cudaEventElapsedTime", "cudaEventQuery", "cudaEventRecord", "cudaEventSynchronize"),
+    *("cudaGetDevice", "cudaGetErrorString", "cudaGetLastError", "cudaHostRegister", "cudaHostUnregister"),
+    *("cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaStreamIsCapturing", "cudaStreamQuery"),
     *("cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaThreadExchangeStreamCaptureMode"),
 }
 # How the names of what is in std begin: functions, members, tables and types of them.

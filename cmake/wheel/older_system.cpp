@@ -8,7 +8,6 @@
 // these functions end here, at hidden functions of the same names, and those ask for the old version. What a function
 // does, and what it takes, has to be the same in both; a name that is added here has to be looked at for that.
 // Members of the std namespace are called by the names that the linker knows them by, with `this` as first argument.
-#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -46,9 +45,6 @@ OLDER("GLIBC_2.2.5", int, pthread_attr_setstacksize, (pthread_attr_t * attribute
 OLDER("GLIBC_2.3.4", int, pthread_setaffinity_np, (pthread_t thread, size_t nbytes, const cpu_set_t* cpus),
       (thread, nbytes, cpus))
 OLDER("GLIBC_2.12", int, pthread_setname_np, (pthread_t thread, const char* name), (thread, name))
-OLDER("GLIBC_2.2.5", int, dladdr, (const void* address, Dl_info* info), (address, info))
-OLDER("GLIBC_2.2.5", void*, dlopen, (const char* file_name, int mode), (file_name, mode))
-OLDER("GLIBC_2.2.5", void*, dlsym, (void* handle, const char* name), (handle, name))
 
 // std::condition_variable::wait(std::unique_lock<std::mutex>&), which became noexcept in gcc 12.
 OLDER("GLIBCXX_3.4.11", void, _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, (void* self, void* lock),

@@ -65,7 +65,6 @@ py::dict common_to_dict(const Row& row) {
     kept_bytes[name] = row.bytes_kept[reason];
   }
   return py::dict("records_offloaded"_a = row.records_offloaded, "bytes_offloaded"_a = row.bytes_offloaded,
-                  "blocks_seen"_a = row.blocks_seen, "blocks_excepted"_a = row.blocks_excepted,
                   "records_kept"_a = kept_records, "bytes_kept"_a = kept_bytes);
 }
 
@@ -75,9 +74,6 @@ py::dict to_dict(const TapeRow& row) {
   dict["bytes_reloaded"] = row.bytes_reloaded;
   dict["records_deduplicated"] = row.records_deduplicated;
   dict["bytes_deduplicated"] = row.bytes_deduplicated;
-  dict["records_coded"] = row.records_coded;
-  dict["bytes_coded"] = row.bytes_coded;
-  dict["bytes_coded_on_link"] = row.bytes_coded_on_link;
   dict["bytes_away"] = row.bytes_away;
   dict["bytes_at_once"] = row.bytes_at_once;
   dict["window_waits"] = row.window_waits;
@@ -96,16 +92,6 @@ py::dict stats() REQUIRES(gil) {
   if (rows.size() > Statistics::kRowLimit) rows.erase(rows.begin(), rows.end() - Statistics::kRowLimit);
   const PinnedMemory pinned = pinned_memory();
   statistics.peak_pinned_bytes = std::max(statistics.peak_pinned_bytes, pinned.held_bytes);
-  uint64_t staging_bytes = 0;
-  py::dict obstacles, given_up;
-  for (const auto& engine : all_engines()) {
-    staging_bytes += engine->coded().staging_bytes();
-    const py::str device = engine->backend().device;
-    if (const std::string obstacle = engine->coded().obstacle(); !obstacle.empty()) obstacles[device] = obstacle;
-    py::list steps;
-    for (const auto& [raw_s, coded_s] : engine->codes_given_up()) steps.append(py::make_tuple(raw_s, coded_s));
-    if (!steps.empty()) given_up[device] = py::tuple(steps);
-  }
   py::list tapes;
   for (const TapeRow& row : rows) tapes.append(to_dict(row));
   py::dict dict = to_dict(statistics.totals);
@@ -124,9 +110,6 @@ py::dict stats() REQUIRES(gil) {
   dict["bytes_spilled"] = spill.spilled_bytes, dict["bytes_fetched"] = spill.fetched_bytes;
   dict["disk_waits"] = spill.wait_count, dict["disk_wait_s"] = spill.wait_s;
   dict["budget_bytes_used"] = statistics.charged_bytes;
-  dict["staging_bytes"] = staging_bytes;
-  dict["coding_obstacles"] = obstacles;
-  dict["codes_given_up"] = given_up;
   dict["tapes"] = tapes;
   return dict;
 }
@@ -204,10 +187,9 @@ BlockKind parse_kind(const py::handle& given) {
   BlockKind kind;
   kind.forward_s = given.attr("forward_s").cast<double>();
   kind.backward_s = given.attr("backward_s").cast<double>();
-  kind.input_link_share = given.attr("input_link_share").cast<double>();
   for (const py::handle& output : given.attr("outputs")) {
     kind.outputs.push_back({output.attr("sizes").cast<std::vector<uint64_t>>(), output.attr("ready_s").cast<double>(),
-                            output.attr("may_move").cast<bool>(), output.attr("link_share").cast<double>()});
+                            output.attr("may_move").cast<bool>()});
   }
   for (const py::handle& way : given.attr("ways")) kind.ways.push_back(parse_way(way));
   return kind;
@@ -320,11 +302,6 @@ OnFull parse_on_full(const std::string& name) {
   return name == "disk" ? OnFull::Disk : OnFull::Keep;
 }
 
-Compress parse_compress(const py::handle& given) {
-  if (py::isinstance<py::str>(given)) return Compress::Auto;
-  return given.cast<bool>() ? Compress::On : Compress::Off;
-}
-
 // ---- planned blocks ----
 
 std::shared_ptr<BlockActions> parse_actions(const std::vector<std::pair<std::string, std::string>>& operators,
@@ -364,7 +341,6 @@ std::shared_ptr<RecordedCall> make_call(const std::shared_ptr<BlockActions>& pla
 
 py::list read_storages(const RecordedCall& call) {
   py::list storages;
-  const std::vector<double>& shares = call.link_shares();
   for (const RecordedStorage& each : call.record().storages) {
     py::dict dict;
     dict["nbytes"] = each.nbytes;
@@ -373,7 +349,6 @@ py::list read_storages(const RecordedCall& call) {
     dict["is_made"] = each.was_made_here() || each.is_made_unseen;
     dict["is_saved"] = each.is_saved;
     dict["epochs"] = each.epoch;
-    dict["link_share"] = static_cast<size_t>(storages.size()) < shares.size() ? shares[storages.size()] : 1.0;
     storages.append(std::move(dict));
   }
   return storages;
@@ -473,7 +448,6 @@ ContextArguments parse_context_arguments(PyObject* args, PyObject* kwargs) {
   options.use_pin_memory = given["use_pin_memory"].cast<bool>();
   options.use_streams = given["use_streams"].cast<bool>();
   options.learn = given["learn"].cast<bool>();
-  options.compress = parse_compress(given["compress"]);
   options.min_offload_size = given["min_offload_size"].cast<uint64_t>();
   options.windows.offload_window_bytes = optional<uint64_t>(given, "offload_window_bytes");
   options.windows.max_fwd_stash_size = optional<uint64_t>(given, "max_fwd_stash_size");

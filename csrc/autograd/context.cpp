@@ -141,8 +141,6 @@ void Context::enter() {
               to_string(tier), "\" was entered inside one with tier=\"",
               entered.empty() ? "" : to_string(entered.back()->options.tier), "\". Nested contexts must share a tier.");
   note_entry(tier);
-  const bool is_first_entry = !std::exchange(has_been_entered_, true);
-  if (is_first_entry && tier == Placement::Host && may_code(state_->options)) prepare_coders();
   const Operation operation;
   Engine::flush_pending();
   OnThread& entry = on_this_thread();
@@ -260,16 +258,6 @@ std::optional<Context::Moved> Context::try_move(const at::Tensor& tensor, std::o
   if (handle) return Moved{engine, std::move(layout), *handle};
   why = Reason::Small;
   return std::nullopt;
-}
-
-std::optional<codec::Code> Context::expected_code(const at::Tensor& tensor) const {
-  const ContextOptions& options = state_->options;
-  if (options.compress == Compress::Off || !TensorLayout::is_plain(tensor)) return std::nullopt;
-  if (tensor.storage().data() == nullptr) return std::nullopt;
-  const Operation operation;  // the engine exists until it ends
-  const Engine* const engine = find_engine(place_of(tensor, options));
-  if (engine == nullptr) return std::nullopt;
-  return engine->expected_code(options, static_cast<uint8_t>(tensor.scalar_type()), tensor.storage().nbytes());
 }
 
 std::unique_ptr<SavedTensor> Context::pack(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter,

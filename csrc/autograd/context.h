@@ -59,9 +59,6 @@ class Context {
   // before. May block.
   void admit(const at::Tensor& tensor) REQUIRES(gil);
 
-  // The code by which the tensor's storage crosses the link once it moves, and that is worth it.
-  std::optional<codec::Code> expected_code(const at::Tensor& tensor) const REQUIRES(gil);
-
   // Takes the warnings that came up; the caller gives them once the operation has ended.
   std::vector<std::string> take_warnings() { return std::exchange(state_->warnings, {}); }
 
@@ -112,7 +109,6 @@ class Context {
   Reason never_moved(const at::Tensor& tensor, TypeKind kind, bool is_view_of_parameter) const;
 
   std::shared_ptr<ContextState> state_;
-  bool has_been_entered_ = false;
   std::list<OnThread> threads_;                   // a reference stays valid while other threads come and go
   std::vector<std::shared_ptr<Engine>> engines_;  // that its saves have met
   TapeRow kept_row_;                              // saves that meet no tape

@@ -14,7 +14,6 @@
 
 #include "autograd/graph_trees.h"
 #include "autograd/held_tensor.h"
-#include "autograd/link_share.h"
 #include "autograd/recorded_call.h"
 #include "autograd/saved_wrapper.h"
 #include "engine/operation.h"
@@ -261,14 +260,6 @@ PyObject* context_admit(PyObject* self, PyObject* object) REQUIRES(gil) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* context_link_share(PyObject* self, PyObject* object) REQUIRES(gil) {
-  HANDLE_TH_ERRORS
-  if (!check_tensor(object, "link_share")) return nullptr;
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  return PyFloat_FromDouble(link_share(*reinterpret_cast<ContextObject*>(self)->context, tensor));
-  END_HANDLE_TH_ERRORS
-}
-
 PyObject* context_set_module(PyObject* self, PyObject* object) REQUIRES(gil) {
   HANDLE_TH_ERRORS
   const unsigned long number = PyLong_AsUnsignedLong(object);
@@ -323,7 +314,6 @@ PyMethodDef context_methods[] = {
     {"exit", context_exit, METH_NOARGS, "Closes it: what is pending is enqueued."},
     {"exempt", context_exempt, METH_O, "exempt(tensor): never move this storage under this context."},
     {"admit", context_admit, METH_O, "admit(tensor): of this storage what is saved moves, under only_inputs."},
-    {"link_share", context_link_share, METH_O, "link_share(tensor) -> the part of its storage that the link carries."},
     {"set_module", context_set_module, METH_O, "set_module(number) -> the one before: what is saved counts for it."},
     {"forget_modules", context_forget_modules, METH_NOARGS, "Counts begin anew."},
     {"restrict", context_restrict, METH_VARARGS, "restrict(fraction, only_inputs): see offload_modules."},

@@ -18,7 +18,6 @@
 #include "autograd/held_tensor.h"
 #include "autograd/hooks.h"
 #include "autograd/input_copies.h"
-#include "autograd/link_share.h"
 #include "autograd/python_calls.h"
 #include "autograd/replay.h"
 #include "autograd/saved_wrapper.h"
@@ -168,10 +167,7 @@ void RecordedCall::note_read(StorageNumber number, const at::Tensor& tensor, boo
     watch(storage, tensor);
   }
   storage.is_uninitialised = false;
-  const bool is_first_read = storage.read_epoch < 0;
   storage.read_epoch = storage.epoch;
-  if (is_first_read && storage.is_movable && !storage.is_leaf && clock_ && !times_replay_ && context_)
-    note_link_share(number, tensor);
   if (storage.is_pinned() && !storage.strong) storage.strong = tensor.storage();
   const bool is_from_outside = storage.pinned == 0 && storage.epoch == 0;
   if (!is_from_outside || storage.copy_of(0) != nullptr || storage.is_leaf || tensor.requires_grad()) return;
@@ -436,10 +432,6 @@ void RecordedCall::finish_recording(Recording&& recording, const OperatorTraits&
     }
     for (const auto& [number, tensor] : recording.written) keep(number, tensor, moves, op);
   }
-  if (clock_ && !times_replay_ && context_) {
-    for (const RecordedOperator::Made& made : op.makes) note_link_share(made.storage, tensor_of(made));
-    for (const auto& [number, tensor] : recording.written) note_link_share(number, tensor);
-  }
   record_.operators.push_back(std::move(op));
 }
 
@@ -476,12 +468,6 @@ void RecordedCall::watch_view(const c10::IValue& value) {
   if (value.isTensor()) watch_one(value.toTensor());
   if (!value.isTensorList()) return;
   for (const at::Tensor& tensor : value.toTensorVector()) watch_one(tensor);
-}
-
-void RecordedCall::note_link_share(StorageNumber number, const at::Tensor& tensor) {
-  if (link_shares_.size() <= number) link_shares_.resize(number + 1, 1.0);
-  const WithGil with_gil;
-  if (Context* const context = context_of(context_.get())) link_shares_[number] = link_share(*context, tensor);
 }
 
 void RecordedCall::note_moment(THPObjectPtr begin, THPObjectPtr end) {

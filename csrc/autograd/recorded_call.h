@@ -98,7 +98,6 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
     THPObjectPtr begin, end;
   };
   std::vector<Moment>& moments() { return moments_; }
-  const std::vector<double>& link_shares() const { return link_shares_; }
 
  private:
   friend class ReplayedTensor;
@@ -121,7 +120,6 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
                         bool may_be_remembered, const torch::jit::Stack& stack);
   static bool fills_results(const RecordedOperator& op);
   void keep(StorageNumber number, const at::Tensor& tensor, bool moves, const RecordedOperator& op);
-  void note_link_share(StorageNumber number, const at::Tensor& tensor);
   bool ran_elsewhere(const c10::Device& device);
   THPObjectPtr now();
   void note_moment(THPObjectPtr begin, THPObjectPtr end);
@@ -162,8 +160,7 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   uint64_t replay_count_ = 0;
   uint64_t replayed_operator_count_ = 0;
   std::vector<Moment> moments_;
-  std::vector<double> link_shares_;  // by storage, if the call has a clock
-  Mutex replay_mutex_;               // one replay at a time
+  Mutex replay_mutex_;  // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
   std::vector<c10::Storage> reloaded_;  // came back for a replay, until the graph task ends: nodes ask for them, too

@@ -26,10 +26,6 @@ enum class Mutant : uint8_t {
   DroppedSourceWaitsForOffload,   // R9, graph dropped with a copy out in flight
   DroppedBufferWaitsForReload,    // R9, buffer dropped with a copy in in flight
   ReleasedSourceWaitsForOffload,  // R17, memory that a compiled graph reuses
-  EncodeWaitsForStaging,          // R15, the lane's former copy out
-  OffloadWaitsForEncode,          // R15
-  ReloadWaitsForStaging,          // R15, the lane's former decoding
-  DecodeWaitsForReload,           // R15
   SpillWaitsForOffload,           // R16, in storage/tiered_transfers.cpp: a disk's thread waits for the copy out
   FetchWaitsForGuards,            // R16, likewise: for the former users of memory that it reads into
   ReloadWaitsForFetch,            // R16, in storage/tiered_store.cpp

@@ -8,7 +8,6 @@
 #include <memory>
 #include <string>
 
-#include "device/coder.h"
 #include "device/device_memory.h"
 #include "device/link.h"
 #include "device/observer.h"
@@ -21,9 +20,8 @@ struct Backend {
   std::string device;  // as PyTorch writes it: "cuda:0"
   DeviceMemory& memory;
   Streams& streams;
-  Link& link;              // between the device and `store`
-  SlotStore& store;        // of the tier
-  Coder* coder = nullptr;  // null: nothing is coded for the link
+  Link& link;        // between the device and `store`
+  SlotStore& store;  // of the tier
   Observer& observer = no_observer();
   mutable std::shared_ptr<void> user = {};  // the upper floor's object for this backend, to be found quickly
 };

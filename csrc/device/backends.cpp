@@ -52,18 +52,6 @@ void note_entry(Placement tier) {
   for (BackendKind* const kind : kinds()) kind->note_entry(tier);
 }
 
-void make_coders() {
-  for (BackendKind* const kind : kinds()) kind->make_coders();
-}
-
-std::vector<Coder*> all_coders() {
-  std::vector<Coder*> all;
-  for (const BackendKind* const kind : kinds()) {
-    for (Coder* const coder : kind->coders()) all.push_back(coder);
-  }
-  return all;
-}
-
 uint64_t trim_backends(const BackendUsers& users) {
   uint64_t released_bytes = 0;
   for (BackendKind* const kind : kinds()) released_bytes += kind->trim(users);

@@ -48,8 +48,6 @@ class BackendUsers {
   virtual bool have_tapes(const DiskPlace& place) const REQUIRES(gil) = 0;
   // Does a context still refer to the facts that were learned about the place?
   virtual bool know(const DiskPlace& place) const = 0;
-  // Releases the device memory that engines of the place have for coded copies.
-  virtual void release_staging(const DiskPlace& place) const REQUIRES(gil) = 0;
   // No call looks the place up any more: it is destroyed once nothing refers to it.
   virtual void drop(std::shared_ptr<DiskPlace> place) const REQUIRES(gil) = 0;
 
@@ -79,11 +77,6 @@ class BackendKind {
 
   // A context of this tier is entered on some thread.
   virtual void note_entry(Placement /*tier*/) {}
-
-  // Makes the coders of the devices that the program uses already, even if nothing was saved there yet.
-  virtual void make_coders() REQUIRES(gil) {}
-  // The coders that were made. Asks no device.
-  virtual std::vector<Coder*> coders() const REQUIRES(gil) { return {}; }
 
   // Releases the system resources that the backends of this kind have beside their stores, if nothing uses them.
   // Returns the bytes released. May block.
@@ -116,9 +109,6 @@ BackendKind* find_backend_kind(std::string_view name);  // null: this build has 
 bool accelerator_available();
 
 void note_entry(Placement tier);
-
-void make_coders() REQUIRES(gil);
-std::vector<Coder*> all_coders() REQUIRES(gil);
 
 uint64_t trim_backends(const BackendUsers& users) REQUIRES(gil);
 

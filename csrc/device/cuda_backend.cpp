@@ -246,12 +246,6 @@ Backend cuda_backend(int device_index, SlotStore& store) {
   return device->with(store);
 }
 
-StreamId make_urgent_cuda_stream(int device_index) {
-  return StreamTable::instance().make_own(static_cast<c10::DeviceIndex>(device_index), /*is_urgent=*/true);
-}
-
-cudaStream_t raw_cuda_stream(StreamId stream) { return StreamTable::instance().at(stream).raw(); }
-
 // CUDA would make a context on the device that is current, which the program may not use.
 bool cuda_has_reached(Point point) {
   const TrackedStream& stream = StreamTable::instance().at(point.stream);

@@ -20,7 +20,6 @@
 #pragma once
 
 #include <c10/cuda/CUDAMacros.h>
-#include <cuda_runtime_api.h>
 
 #include "device/backend.h"
 #include "storage/pinned_arena.h"
@@ -47,10 +46,6 @@ bool cuda_has_reached(Point point);
 // point was reached. It polls with pauses, and so occupies no core; it disturbs no capture of another thread, and makes
 // no context on a device that has none.
 bool cuda_wait_in_background(Point point);
-
-// One more stream of ours, of the highest priority. It lives for the process.
-StreamId make_urgent_cuda_stream(int device_index);
-cudaStream_t raw_cuda_stream(StreamId stream);
 
 HostRegistration cuda_host_registration();
 

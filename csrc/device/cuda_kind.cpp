@@ -5,11 +5,9 @@
 #include <array>
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "device/backends.h"
 #include "device/cuda_backend.h"
-#include "device/cuda_coder.h"
 #include "device/cuda_graph_pools.h"
 #include "device/generic_backend.h"
 #include "device/spill_place.h"
@@ -46,11 +44,6 @@ class CudaKind final : public BackendKind {
     if (!is_generic_forced()) note_entry_on_cuda();
   }
 
-  void make_coders() override REQUIRES(gil) {
-    if (!is_generic_forced()) make_cuda_coders();
-  }
-  std::vector<Coder*> coders() const override REQUIRES(gil) { return cuda_coders(); }
-
   HostRegistration host_registration() const override { return cuda_host_registration(); }
 
   PinnedMemory pinned_memory() const override REQUIRES(gil) {
@@ -68,9 +61,7 @@ class CudaKind final : public BackendKind {
   };
 
   static std::shared_ptr<const Backend> made(const Place& place, SlotStore& store) REQUIRES(gil) {
-    Backend backend = cuda_backend(place.device_index, store);
-    if (place.use_pin_memory) backend.coder = &cuda_coder(place.device_index);  // its kernels reach no other memory
-    return wrapped(backend, place.device_index);
+    return wrapped(cuda_backend(place.device_index, store), place.device_index);
   }
 
   OfMemory pinned_;

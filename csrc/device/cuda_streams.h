@@ -179,13 +179,10 @@ class StreamTable {
   }
 
   // The stream is not taken from PyTorch's pool, which hands out the same stream again after 32 calls.
-  StreamId make_own(c10::DeviceIndex device, bool is_urgent = false) {
+  StreamId make_own(c10::DeviceIndex device) {
     const c10::cuda::CUDAGuard guard(device);
-    int least = 0;
-    int greatest = 0;
-    C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     cudaStream_t stream = nullptr;
-    C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, is_urgent ? greatest : 0));
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     const MutexLock lock(mutex_);
     return add(device, stream, std::nullopt);
   }

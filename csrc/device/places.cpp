@@ -61,7 +61,6 @@ void DiskPlaces::tidy(const BackendUsers& users) {
     place = is_remembered ? place + 1 : places_.erase(place);
   }
   if (left.empty() && dropped.empty()) return;  // as for a program that takes turns
-  for (const auto& place : left) users.release_staging(*place);
   for (const auto& place : dropped) users.drop(place);
   users.without_gil([&] {
     try {

@@ -21,9 +21,6 @@ namespace torchoffload {
 // The fate of saved tensors for which the budget has no room.
 enum class OnFull : uint8_t { Keep, Error, Disk };
 
-// Are records coded for the link? Auto: in steps that the link is known to bind, if coding is known to be worth it.
-enum class Compress : uint8_t { Off, Auto, On };
-
 // The options of OffloadActivations and of offload_modules, under the names that they have there.
 struct ContextOptions {
   Placement tier = Placement::Host;
@@ -35,17 +32,11 @@ struct ContextOptions {
   std::vector<std::string> disk_dir;  // with Placement::Disk and OnFull::Disk
   std::optional<uint64_t> budget_bytes;
   OnFull on_full = OnFull::Keep;
-  Compress compress = Compress::Off;
   // Set by offload_modules.
   double fraction = 1;       // this share of a tape's bytes moves, the earliest first; the previous tape's bytes are
                              // the measure
   bool only_inputs = false;  // only storages that Context::admit() was given move
 };
-
-// May records be coded under these options?
-inline bool may_code(const ContextOptions& options) {
-  return options.compress != Compress::Off && options.use_streams && options.use_pin_memory;
-}
 
 // A context gives each of these warnings at most once.
 enum class Warning : uint8_t { NoEngine, Full, WriteFailed, Trouble, kCount };

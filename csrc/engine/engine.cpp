@@ -18,13 +18,15 @@ void Engine::fit_store(ContextState& context) {
   records_.slots.fit_to_steps(context);
 }
 
+void Engine::release_idle() {
+  if (is_inherited() || records_.ledger.live_tapes() > 0) return;
+  records_.streams.free_deferred();
+}
+
 TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   reloader_.release_reloads_of_ended();
-  Operation::drop_now();  // before staging memory is allocated
   learn_times();
   records_.slots.tell_trouble(*context);
-  const bool codes = prepare_coding(context->options);
-  const bool is_alone = records_.is_without_tapes();
   const TapeId tape = records_.ledger.open_tape();
   records_.held_tapes.grow_to(tape.index + size_t{1});
   HeldTape& info = records_.held(tape);
@@ -32,12 +34,9 @@ TapeId Engine::open_tape(std::shared_ptr<ContextState> context) {
   info.id = tape;
   info.context = std::move(context);
   info.number = ++records_.tapes_opened;
-  info.was_alone = is_alone;
-  info.codes = codes;
   records_.times.opened(info.number);
   const ContextOptions& options = info.context->options;
-  const bool chooses_code = may_code(options) && options.compress == Compress::Auto && records_.coded.exists();
-  info.windows.set_limits(records_.lessons.opened(info.lessons, tape, options.windows, options.learn, chooses_code));
+  info.windows.set_limits(records_.lessons.opened(info.lessons, tape, options.windows, options.learn));
   records_.count_left_behind();
   ++Statistics::global().live_tapes;
   return tape;
@@ -128,9 +127,7 @@ void Engine::release(const RecordHandle& handle) {
 
 void Engine::learn_times() {
   if (is_inherited()) return;
-  const bool expected_coding = records_.lessons.expects_coding();
-  while (auto taken = records_.times.take()) records_.lessons.learn_times(taken->shape, std::move(taken->times));
-  if (expected_coding && !records_.lessons.expects_coding()) release_staging();
+  while (const auto taken = records_.times.take()) records_.lessons.learn_times(taken->shape, taken->times);
 }
 
 }  // namespace torchoffload

@@ -21,7 +21,6 @@
 
 #include "core/ledger.h"
 #include "device/backend.h"
-#include "engine/coded_link.h"
 #include "engine/context_state.h"
 #include "engine/lessons.h"
 #include "engine/offloader.h"
@@ -63,7 +62,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Is there no tape, no memory that waits to be dropped, and no pending copy of a record that was released?
   bool is_unused() const REQUIRES(gil) {
-    return records_.ledger.live_tapes() == 0 && !records_.streams.has_deferred() && !records_.coded.is_ready() &&
+    return records_.ledger.live_tapes() == 0 && !records_.streams.has_deferred() &&
            !ThreadState::any_has_pending(offloader_);
   }
   // Threads that asked this engine last have asked none from now on.
@@ -71,15 +70,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Releases the device memory of an engine without tapes, as far as possible now. May block.
   void release_idle() REQUIRES(gil);
   uint64_t tapes_opened() const REQUIRES(gil) { return records_.tapes_opened; }
-  const CodedLink& coded() const { return records_.coded; }
-  std::vector<CodingVerdict> codes_given_up() const REQUIRES(gil) {
-    return records_.lessons.learner().codes_given_up();
-  }
-  void release_staging() REQUIRES(gil);  // of coded copies, unless a tape is alive. May block
-  // The code by which a record of this dtype would cross the link under these options, as far as the device's rates are
-  // known, once coding is worth it. nullopt: it is not coded.
-  std::optional<codec::Code> expected_code(const ContextOptions& options, uint8_t dtype, uint64_t nbytes) const
-      REQUIRES(gil);
 
   // ---- tapes ----
 
@@ -146,14 +136,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Makes a record of the bytes `moved`, with its first handle.
   RecordHandle add_record(const SavedBytes& saved, const Identity& identity, const Span& moved, StreamId allocated_on,
                           TapeId tape) REQUIRES(gil);
-  struct NewRecord {
-    Decision decision;
-    uint64_t slot_bytes = 0;
-    RecordCode code = {};
-  };
-  // Decides whether a new record moves, with which code and slot. If the budget is spent, notes a warning for the user
-  // or throws, as on_full says.
-  NewRecord decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) REQUIRES(gil);
+  // Decides whether a new record moves. If the budget is spent, notes a warning for the user or throws, as on_full says.
+  Decision decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) REQUIRES(gil);
   // Tells Lessons of the tape's next record, and returns the lessons of earlier steps for it.
   Lessons::Known learned(TapeId tape, const SavedBytes& saved, uint64_t nbytes) REQUIRES(gil);
   // Is the tape's next record beyond the context's `fraction` of its bytes? Counts it among the tape's eligible bytes.
@@ -164,18 +148,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Counts a record that is kept from its first save on. One that was kept as needed_soon, tape_end or small_copy
   // counts towards the windows.
   void count_kept_from_start(RecordId id) REQUIRES(gil);
-
-  // ---- records that cross the link coded: coding.cpp ----
-
-  // Begins to make the code ready for tapes under these options, if they may ask for it, and takes staging memory once
-  // it is ready. Returns whether the tape that is being opened is coded. May block, but never for the code.
-  bool prepare_coding(const ContextOptions& options) REQUIRES(gil);
-  RecordCode code_for(const HeldTape& tape, uint8_t dtype, uint64_t nbytes, const Lessons::Known& known) const
-      REQUIRES(gil);
-  // The capacity of a record's slot: room for its bytes, and for its coded bytes if it is coded now or may be in a
-  // later step.
-  uint64_t slot_bytes_for(const ContextOptions& options, uint8_t dtype, uint64_t nbytes, const RecordCode& code) const
-      REQUIRES(gil);
 
   Records records_;
   Offloader offloader_{records_};

@@ -12,7 +12,6 @@
 
 #include "core/ledger.h"
 #include "core/types.h"
-#include "device/codec/block.h"
 #include "device/device_memory.h"
 #include "device/link.h"
 #include "device/memory.h"
@@ -23,13 +22,6 @@
 #include "system/gil.h"
 
 namespace torchoffload {
-
-// How a record's bytes cross the link.
-struct RecordCode {
-  std::optional<codec::Code> used = {};       // nullopt: as they are
-  std::optional<codec::Code> candidate = {};  // a selective code that may suit its values, which its release looks at
-  uint64_t tag = 0;                           // the tag that its code is written with
-};
 
 struct HeldRecord {
   DeviceBytes bytes;                  // the source (Resident, Offloading), or the reload's buffer (Reloading, Reloaded)
@@ -45,8 +37,6 @@ struct HeldRecord {
   Point offload_end;
   Point reload_end;
   std::vector<Point> other_reload_ends;  // ends of reloads by other threads at the same time: they guard the slot too
-  uint64_t slot_bytes = 0;               // the capacity of its slot
-  RecordCode code;
   uint64_t charged_bytes = 0;
   uint64_t window_bytes = 0;   // its share of the offload window while its copy is in flight
   uint64_t learned_bytes = 0;  // its bytes if it is kept and counts towards the windows
@@ -65,8 +55,6 @@ struct HeldRecord {
   // Is every byte of the record in its slot, so that the device may drop its own? If copies complete in the background,
   // the backend is asked whether the write has ended and succeeded; it is not asked again once it has.
   bool slot_is_complete(const Record& record, DeviceMemory& memory, Link& link, const StreamOrder& streams);
-
-  bool is_coded() const { return code.used.has_value(); }
 
   // Were the bytes that it has on the device copied there from the slot?
   bool are_bytes_reloaded() const { return bytes.busy_until == reload_end; }

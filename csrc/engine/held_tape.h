@@ -27,8 +27,6 @@ struct HeldTape {
   uint64_t eligible_bytes = 0;  // of all its records, those beyond the context's fraction included
   int asked_by = kNoGraphTask;  // the graph task that asked last, until its reloads were released
   bool has_backward_begun = false;
-  bool was_alone = false;    // no other tape was alive when it was opened, except tapes that were left behind
-  bool codes = false;        // its records are coded, if they can be
   uint64_t fetch_place = 0;  // if slots may be on a disk: the slots of saves from here on were looked at
 };
 

@@ -7,21 +7,18 @@ namespace torchoffload {
 
 // ---- forward ----
 
-WindowBytes Lessons::opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns,
-                            bool chooses_code) {
+WindowBytes Lessons::opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns) {
   tape = {};
   tape.options = options;
   tape.learns = learns;
   tape.order_number = order_.opened(id);
-  if (learns) tape.trace = learner_.begin(options, order_.is_own_backward_next(tape.order_number), chooses_code);
+  if (learns) tape.trace = learner_.begin(options, order_.is_own_backward_next(tape.order_number));
   return default_windows(options, 0);
 }
 
 RecordKind Lessons::note_operator(TapeLessons& tape, const NewRecord& record) {
   const bool is_same_operator = std::exchange(tape.latest_operator, record.operator_number) == record.operator_number;
   tape.operator_bytes = is_same_operator ? tape.operator_bytes + record.nbytes : record.nbytes;
-  const uint64_t kind = uint64_t{record.dtype} << 16 | uint64_t{record.dim} << 8 | (is_same_operator ? 3 : 1);
-  tape.latest_tag = ((tape.latest_tag ^ kind) + 1) * 0x9e3779b97f4a7c15;
   return {record.dtype, record.dim, is_same_operator};
 }
 
@@ -34,8 +31,6 @@ Lessons::Known Lessons::next(TapeLessons& tape, const NewRecord& record) {
   if (tape.learns) known.why = learner_.next(tape.trace, record.nbytes, kind);
   known.operator_bytes = tape.operator_bytes;
   known.wants_times = tape.trace.is_timed;
-  if (tape.learns) known.coding = learner_.coding(tape.trace);
-  known.code_tag = tape.latest_tag | 1;
   known.has_lost_way = was_known && !tape.trace.is_known();
   known.limits = learner_.windows(tape.trace).value_or(default_windows(tape.options, tape.largest_record_bytes));
   // A part of a storage is kept for no learned reason but lives_on: it would pin all of the storage, while the windows

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "core/planning/learner.h"
@@ -27,7 +26,6 @@ struct TapeLessons {
   std::optional<uint32_t> shape;  // as which the closed tape was learned; nullopt: it was not learned
   uint64_t latest_record = 0;     // the count of all records at the tape's latest one
   uint64_t largest_record_bytes = 0;
-  uint64_t latest_tag = 0;  // a hash of the kinds of its records so far
   uint64_t latest_operator = UINT64_MAX;
   uint64_t operator_bytes = 0;  // saved so far by that operator
 };
@@ -48,16 +46,14 @@ class Lessons {
     WindowBytes limits;           // the windows of its tape from here on
     uint64_t operator_bytes = 0;  // saved so far by its operator, this record included
     bool wants_times = false;     // the tape is to be timed
-    CodingLesson coding;
-    uint64_t code_tag = 0;      // not 0: names the record, and is the same in each step with the same structure
-    bool has_lost_way = false;  // the tape matched a known one up to the record before, and matches none any more
+    bool has_lost_way = false;    // the tape matched a known one up to the record before, and matches none any more
   };
 
   // ---- forward ----
 
-  // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one.
-  // `chooses_code`: whether the tape is coded depends on the learned times. Returns its windows until its first record.
-  WindowBytes opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns, bool chooses_code);
+  // A tape was opened. `learns` is the context's option: without it the tape is compared with no known one. Returns its
+  // windows until its first record.
+  WindowBytes opened(TapeLessons& tape, TapeId id, const WindowOptions& options, bool learns);
   // The tape's next record is about to be made.
   Known next(TapeLessons& tape, const NewRecord& record);
 
@@ -91,21 +87,7 @@ class Lessons {
   // ---- times ----
 
   // The times of a timed tape of this shape.
-  void learn_times(uint32_t shape, StepTimes times) { learner_.learn_times(shape, std::move(times)); }
-
-  // ---- coding ----
-
-  bool expects_coding() const { return learner_.expects_coding(); }
-  // A record of the tape is coded.
-  void note_coded(TapeLessons& tape) { learner_.note_coded(tape.trace); }
-  // Reports, for a coded record of a closed tape, the share of its blocks that were exceptions.
-  void learn_exceptions(const TapeLessons& tape, size_t record, double share) {
-    if (tape.shape) learner_.learn_exceptions(*tape.shape, record, share);
-  }
-  // Reports that the values of an uncoded record of a closed tape suit its candidate code.
-  void learn_suits_candidate(const TapeLessons& tape, size_t record) {
-    if (tape.shape) learner_.learn_suits_candidate(*tape.shape, record);
-  }
+  void learn_times(uint32_t shape, const StepTimes& times) { learner_.learn_times(shape, times); }
 
   // ---- for tests ----
 
@@ -114,7 +96,7 @@ class Lessons {
   void clear();                                               // forgets all steps, as in a new process
 
  private:
-  // Returns the kind of the tape's next record, and adds it to its operator's known saves and to latest_tag.
+  // Returns the kind of the tape's next record, and adds it to its operator's known saves.
   static RecordKind note_operator(TapeLessons& tape, const NewRecord& record);
 
   Learner learner_;

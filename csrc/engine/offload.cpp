@@ -63,10 +63,10 @@ struct Offloader::OffloadCopy {
   Point filled;  // of the source's stream; the beginning: the present point
   StreamId also_filled_on = kNoStream;
   std::array<std::optional<StreamOrder::Wanted>, 2> window_waits;  // that the window asks for with this copy in it
-  CopyProgress progress;
+  bool has_begun = false;
+  Point end;  // the beginning: not known, if it has begun
   TimedPoint ready;
   CopyTime time;
-  RecordCode code;
 };
 
 // ---- one copy ----
@@ -117,22 +117,19 @@ void Offloader::try_enqueue_offload(RecordId id, Point filled, FlushOrder& order
   try {
     streams_.without_gil(stream, [&] { enqueue(copy, waits); });
   } catch (const std::exception&) {
-    if (copy.progress.has_begun && copy.progress.end.is_beginning()) {  // it will end at a time that cannot be known
+    if (copy.has_begun && copy.end.is_beginning()) {  // it will end at a time that cannot be known
       loan.keep_for_ever();
       (void)copy.source.memory.release();
-    } else if (copy.progress.has_begun && !copy.progress.is_whole) {
-      guards.assign(1, copy.progress.end);
-      held(id).bytes.busy_until = copy.progress.end;
     }
-    if (!copy.progress.is_whole || copy.progress.end.is_beginning()) throw;
+    if (copy.end.is_beginning()) throw;
   }
   if (stream != copy.source.stream && copy.filled.is_beginning()) order = {stream, copy.source.stream};
   streams_.remember(waits);
   if (!records_.is_pending(id)) {  // see Note [Copies that others come between]
     guards.clear();
-    if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.progress.end);
-    if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.progress.end;
-    backend_.link.forget(copy.progress.end);
+    if (!mutated(Mutant::SlotGuardedByCopyInVain)) guards.push_back(copy.end);
+    if (!mutated(Mutant::SourceBusyUntilCopyInVain)) held(id).bytes.busy_until = copy.end;
+    backend_.link.forget(copy.end);
     for (const TimedPoint point : {copy.ready, copy.time.begin, copy.time.end}) backend_.streams.release(point);
     return;
   }
@@ -146,7 +143,6 @@ bool Offloader::can_name_allocation(RecordId id) {
 }
 
 StreamId Offloader::offload_begins_on(RecordId id) {
-  if (held(id).is_coded()) return coded_.encode_stream();
   return records_.context(id).options.use_streams ? backend_.streams.offload_stream() : held(id).bytes.stream;
 }
 
@@ -157,7 +153,6 @@ Offloader::OffloadCopy Offloader::plan_offload(RecordId id, const FlushOrder& or
   copy.first = copy.source.memory.data() + ledger_.record(id).span.begin;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.stream = offload_begins_on(id);
-  copy.code = held.code;
   // A copy on the source's own stream needs no wait, and makes offload_stream wait for nothing.
   const bool is_elsewhere = copy.stream != copy.source.stream;
   const bool is_ordered = order.waiter == copy.stream && order.producer == copy.source.stream;
@@ -201,16 +196,11 @@ void Offloader::enqueue(OffloadCopy& copy, StreamOrder::Batch& waits) {
     waits.wait(Rule::OffloadWaitsForAllocation, copy.stream, backend_.streams.record(copy.also_filled_on));
   copy.ready = time_if(copy.time.is_wanted, backend_.streams, copy.source.stream);
   const ProfilerRange range("torchoffload::offload", copy.nbytes);
-  if (copy.code.used) {
-    const codec::Pieces pieces = coded_.pieces(*copy.code.used, copy.nbytes);
-    coded_.copy_out(copy.slot, copy.first, pieces, copy.code.tag, waits, copy.time, copy.progress);
-  } else {
-    copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-    backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
-    copy.progress.has_begun = copy.progress.is_whole = true;
-    copy.progress.end = end_of_copy(backend_.streams, copy.stream);
-  }
-  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.progress.end.stream);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  backend_.link.copy_out(copy.slot, copy.first, copy.nbytes, copy.stream);
+  copy.has_begun = true;
+  copy.end = end_of_copy(backend_.streams, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
   for (const auto& wait : copy.window_waits) waits.make(wait);
 }
 
@@ -219,9 +209,9 @@ void Offloader::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   const uint64_t nbytes = copy.nbytes;
   held.slot = copy.slot;
   if (slots_.moves_slots()) held.slot.address = nullptr;  // from here on the slot has one while it is held
-  slots_.note_filled(held.slot, copy.progress.end);
+  slots_.note_filled(held.slot, copy.end);
   Statistics::global().slot_acquired(copy.slot.nbytes());
-  held.offload_end = held.bytes.busy_until = copy.progress.end;
+  held.offload_end = held.bytes.busy_until = copy.end;
   if (copy.time.is_wanted) {
     Timeline::Entry ready = records_.entry(EntryKind::Ready, id);
     ready.begin = copy.ready;
@@ -233,7 +223,6 @@ void Offloader::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   TapeRow& row = records_.row(ledger_.record(id).tape);
   count(row, &TapeRow::records_offloaded, 1);
   count(row, &TapeRow::bytes_offloaded, nbytes);
-  if (held.code.used) count_coded(id, *held.code.used);
   if (ModuleRow* const module = records_.context(id).row_of(held.module); module != nullptr) {
     ++module->records_offloaded;
     module->bytes_offloaded += nbytes;
@@ -242,18 +231,10 @@ void Offloader::offload_is_enqueued(RecordId id, const OffloadCopy& copy) {
   Statistics::global().saw_offload_window(windows_.offload_bytes());
 }
 
-void Offloader::count_coded(RecordId id, codec::Code code) {
-  const uint64_t nbytes = ledger_.record(id).nbytes();
-  TapeRow& row = records_.row(ledger_.record(id).tape);
-  count(row, &TapeRow::records_coded, 1);
-  count(row, &TapeRow::bytes_coded, nbytes);
-  count(row, &TapeRow::bytes_coded_on_link, coded_.pieces(code, nbytes).copied_bytes());
-}
-
 // ---- slots ----
 
 std::optional<Slot> Offloader::acquire_slot(RecordId id, std::vector<Point>& guards) {
-  const uint64_t nbytes = held(id).slot_bytes;
+  const uint64_t nbytes = ledger_.record(id).nbytes();
   std::optional<Slot> slot = slots_.try_acquire(nbytes, guards);
   while (!slot) {
     slots_.grow(nbytes);

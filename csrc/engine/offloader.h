@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/codec/block.h"
 #include "engine/context_state.h"
 #include "engine/records.h"
 #include "engine/thread_state.h"
@@ -30,7 +29,6 @@ class Offloader {
         backend_(records.backend),
         streams_(records.streams),
         slots_(records.slots),
-        coded_(records.coded),
         ledger_(records.ledger),
         windows_(records.windows),
         timeline_(records.timeline) {}
@@ -81,7 +79,6 @@ class Offloader {
   void enqueue(OffloadCopy& copy, StreamOrder::Batch& waits);
   // Enters a copy that was enqueued into ledger, windows and counts. May block if the offload window is full.
   void offload_is_enqueued(RecordId id, const OffloadCopy& copy) REQUIRES(gil);
-  void count_coded(RecordId id, codec::Code code) REQUIRES(gil);
   bool can_name_allocation(RecordId id) REQUIRES(gil);  // the stream on which its source was allocated
   // A slot for the record, with the points that guard it. Grows the store if it has no room, which may block. nullopt:
   // the record is not pending any more. Throws StoreFull.
@@ -107,7 +104,6 @@ class Offloader {
   const Backend& backend_;
   StreamOrder& streams_ GUARDED_BY(gil);
   SlotBudget& slots_ GUARDED_BY(gil);
-  CodedLink& coded_;
   Ledger& ledger_ GUARDED_BY(gil);
   CopyWindows& windows_ GUARDED_BY(gil);
   Timeline& timeline_ GUARDED_BY(gil);

@@ -14,7 +14,7 @@
 // - The end of the outermost operation, and drop_now(). Nothing is held there: no reference, no iterator, no number
 //   that was read before. drop_now() is called when the operation is about to allocate or to block for long, so that
 //   the memory that was put off is freed in time: between two copies of a flush, before an unpack starts reloads, when
-//   device memory is short, before a tape is closed, and as one is opened.
+//   device memory is short, and before a tape is closed.
 // - A BlockingSection. It runs no Python code of this thread, but other threads run meanwhile, with operations on the
 //   same engine and the same context: each value that was read before has to be read again. Python code of this thread
 //   runs there only if a call inside of the section runs some itself, such as an observer of PyTorch's allocator.

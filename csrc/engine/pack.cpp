@@ -53,14 +53,12 @@ RecordHandle Engine::join(RecordId id, const SavedBytes& saved, StreamId stream)
 // The record gets its handle first. So release() undoes both if a later call throws.
 RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identity, const Span& moved,
                                 StreamId allocated_on, TapeId tape) {
-  const NewRecord made = decide(tape, saved, moved.nbytes());
+  const Decision decision = decide(tape, saved, moved.nbytes());
   records_.held_records.grow_to(records_.ledger.next_index_limit());
-  const RecordId id = records_.ledger.add_record(tape, identity, moved, made.decision);
+  const RecordId id = records_.ledger.add_record(tape, identity, moved, decision);
   const Records::Hold hold(records_, id);
   const RecordHandle handle{id, records_.ledger.add_handle(id)};
   try {
-    records_.held(id).slot_bytes = made.slot_bytes;
-    records_.held(id).code = made.code;
     fill_record(id, saved, allocated_on);
     if (saved.wrapper) records_.held(id).wrappers.note(saved.wrapper);
   } catch (...) {
@@ -72,20 +70,16 @@ RecordHandle Engine::add_record(const SavedBytes& saved, const Identity& identit
 
 // ---- the decision on a new record ----
 
-Engine::NewRecord Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
+Decision Engine::decide(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
   HeldTape& info = records_.held(tape);
   const std::shared_ptr<ContextState> context = info.context;
   const Lessons::Known known = learned(tape, saved, nbytes);
-  if (is_beyond_fraction(info, nbytes)) return {Decision::keep(Reason::BeyondFraction), nbytes};
-  if (known.why != Reason::None) return {Decision::keep(known.why), nbytes};
-  const RecordCode code = code_for(info, saved.dtype, nbytes, known);
-  if (code.used) records_.lessons.note_coded(info.lessons);
-  const uint64_t slot_bytes = slot_bytes_for(context->options, saved.dtype, nbytes, code);
-  if (records_.slots.is_within_budget(*context, slot_bytes))
-    return {Decision::move_to(context->options.tier), slot_bytes, code};
+  if (is_beyond_fraction(info, nbytes)) return Decision::keep(Reason::BeyondFraction);
+  if (known.why != Reason::None) return Decision::keep(known.why);
+  if (records_.slots.is_within_budget(*context, nbytes)) return Decision::move_to(context->options.tier);
   const std::string place = context->options.tier == Placement::Disk ? "the spill file" : "host memory";
   SlotBudget::refuse(*context, "the budget of " + place + " (budget_bytes) is spent", "raise budget_bytes");
-  return {Decision::keep(Reason::TierFull), nbytes};
+  return Decision::keep(Reason::TierFull);
 }
 
 Lessons::Known Engine::learned(TapeId tape, const SavedBytes& saved, uint64_t nbytes) {
@@ -134,7 +128,7 @@ void Engine::fill_record(RecordId id, const SavedBytes& saved, StreamId allocate
     count_kept_from_start(id);
     if (record.decision.why == Reason::TierFull) return;
   } else {
-    held.charged_bytes = records_.slots.charge(context, held.slot_bytes);
+    held.charged_bytes = records_.slots.charge(context, record.nbytes());
   }
   const uint64_t sequence_number = ThreadState::current().sequence_number();
   records_.backend.observer.saw_pack(first, record.nbytes(), held.packed_on, sequence_number);

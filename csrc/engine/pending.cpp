@@ -189,7 +189,7 @@ Offloader::Flush::Outcome Offloader::Flush::outcome_of(const PendingCopy& copy) 
   if (is_new && waiting_count() >= kMostWaiting) return Outcome::OldestOfThreadGoes;
   if (!may_wait) return Outcome::Goes;
   if (std::ranges::find(without_room, &its) != without_room.end()) return Outcome::Waits;
-  if (!its.slots_.grow_awaits_disk(its.held(copy.record).slot_bytes)) return Outcome::Goes;
+  if (!its.slots_.grow_awaits_disk(record.nbytes())) return Outcome::Goes;
   without_room.push_back(&its);
   return Outcome::Waits;
 }

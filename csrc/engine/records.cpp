@@ -15,8 +15,7 @@ namespace torchoffload {
 void Records::tape_is_gone(TapeId id) {
   const HeldTape& info = held(id);
   const auto shape = info.has_backward_begun ? info.lessons.shape : std::nullopt;
-  times.gone(info.number, shape, info.record_count, info.lessons.trace.code,
-             info.was_alone && info.number == tapes_opened);
+  times.gone(info.number, shape, info.record_count);
   lessons.gone(info.lessons);
   count_left_behind();
   Statistics::global().tape_finished(info.row);
@@ -151,7 +150,6 @@ void Records::drop_held(RecordId id, const Ledger::DroppedHandle& dropped) {
     memory.bytes = {};
   }
   // The slot is looked at, and not the record's state, because an exception may have come between the two.
-  if (held.slot.nbytes() > 0) learn_from_slot(held, dropped);
   if (held.slot.nbytes() > 0) release_slot(held);
   for (const Point& copy_end : {held.offload_end, held.reload_end}) backend.link.forget(copy_end);
   slots.uncharge(*this->held(dropped.tape).context, held.charged_bytes);
@@ -187,29 +185,6 @@ void Records::release_slot(HeldRecord& held) {
   if (!held.is_slot_lost) slots.release(held.slot, guards);
   Statistics::global().slot_released(held.slot.nbytes());
   held.slot = {};
-}
-
-void Records::learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) {
-  if (is_inherited()) return;
-  const auto& [used, candidate, tag] = held.code;
-  if (!used && !candidate) return;
-  const std::optional<HeldSlot> here = slots.try_hold(held.slot);
-  if (!here) return;  // on a disk
-  const std::byte* const address = here->slot().address;
-  if (candidate && codec::looks_codable(*candidate, address, dropped.nbytes))
-    lessons.learn_suits_candidate(this->held(dropped.tape).lessons, held.number);
-  if (!used) return;
-  const auto found = codec::sample_exceptions(address, coded.pieces(*used, dropped.nbytes), tag);
-  if (!found || found->seen == 0) return;
-  lessons.learn_exceptions(this->held(dropped.tape).lessons, held.number,
-                           static_cast<double>(found->count) / static_cast<double>(found->seen));
-  TapeRow& row = this->row(dropped.tape);
-  count(row, &TapeRow::blocks_seen, found->seen);
-  count(row, &TapeRow::blocks_excepted, found->count);
-  if (ModuleRow* const module = this->held(dropped.tape).context->row_of(held.module); module != nullptr) {
-    module->blocks_seen += found->seen;
-    module->blocks_excepted += found->count;
-  }
 }
 
 }  // namespace torchoffload

@@ -21,7 +21,6 @@
 #include "core/mutant.h"
 #include "core/windows.h"
 #include "device/backend.h"
-#include "engine/coded_link.h"
 #include "engine/context_state.h"
 #include "engine/held_record.h"
 #include "engine/held_tape.h"
@@ -42,7 +41,6 @@ struct Records {
       : backend(from),
         streams(backend.streams),
         slots(backend.store),
-        coded(backend),
         timeline(backend.streams, backend.memory),
         times(backend.streams, timeline) {}
 
@@ -114,8 +112,6 @@ struct Records {
 
   // ---- one tape ----
 
-  // Is no tape alive except those that were left behind, as they were counted last?
-  bool is_without_tapes() const REQUIRES(gil) { return ledger.live_tapes() == left_behind_count; }
   // Brings the count of tapes that were left behind up to date, here and in the statistics.
   void count_left_behind() REQUIRES(gil);
   // Forgets a tape that is closed and whose last record was released.
@@ -132,7 +128,6 @@ struct Records {
   const Backend backend;
   StreamOrder streams GUARDED_BY(gil);
   SlotBudget slots GUARDED_BY(gil);
-  CodedLink coded;
   Ledger ledger GUARDED_BY(gil);
   CopyWindows windows GUARDED_BY(gil);
   Lessons lessons GUARDED_BY(gil);
@@ -152,8 +147,6 @@ struct Records {
   void drop_held(RecordId id, const Ledger::DroppedHandle& dropped) REQUIRES(gil);
   // Returns the record's slot to the store, with the points that guard its reuse. Never blocks.
   void release_slot(HeldRecord& held) REQUIRES(gil);
-  // Learns from the slot of a coded record, or of one with a candidate, before it is released. Counts the exceptions.
-  void learn_from_slot(const HeldRecord& held, const Ledger::DroppedHandle& dropped) REQUIRES(gil);
   // The entry for a record that the ledger has released.
   Timeline::Entry drop_wait(const Ledger::DroppedHandle& dropped, const HeldRecord& held) const REQUIRES(gil);
 

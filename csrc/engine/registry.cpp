@@ -133,7 +133,6 @@ std::vector<SlotStore*> stores_of(const std::vector<std::shared_ptr<Engine>>& en
 // May block.
 uint64_t trim_stores_of_engines() REQUIRES(gil) {
   const std::vector<std::shared_ptr<Engine>> engines = all_engines();  // which keep their stores
-  for (const auto& engine : engines) engine->release_staging();
   const BlockingSection blocking;
   uint64_t released_bytes = 0;
   for (SlotStore* const store : stores_of(engines)) released_bytes += store->trim();
@@ -152,11 +151,6 @@ class EnginesOfBackends final : public BackendUsers {
   bool know(const DiskPlace& place) const override {
     const std::vector<const Backend*> backends = place.backends();
     return std::ranges::any_of(backends, [](const Backend* backend) { return backend->user.use_count() > 1; });
-  }
-  void release_staging(const DiskPlace& place) const override REQUIRES(gil) {
-    for (const Backend* const backend : place.backends()) {
-      if (Engine* const engine = engine_of(*backend)) engine->release_staging();
-    }
   }
   void drop(std::shared_ptr<DiskPlace> place) const override REQUIRES(gil) {
     dropped_places().push_back({std::move(place)});
@@ -213,19 +207,11 @@ uint64_t trim_stores() {
   return released_bytes;
 }
 
-void prepare_coders() {
-  if (Operation::is_shut_down()) return;
-  make_coders();
-  for (Coder* const coder : all_coders()) coder->prepare();
-}
-
 void stop_threads() {
   const Operation operation;
   const std::vector<std::shared_ptr<Engine>> engines = all_engines();  // which keep their stores
-  const std::vector<Coder*> coders = all_coders();
   const BlockingSection blocking;
   for (SlotStore* const store : stores_of(engines)) store->stop();
-  for (Coder* const coder : coders) coder->stop();
 }
 
 }  // namespace torchoffload

@@ -49,12 +49,8 @@ std::vector<EngineProfile> stop_profile() REQUIRES(gil);
 // bytes released. May block.
 uint64_t trim_stores() REQUIRES(gil);
 
-// Begins to make the codes ready on the devices that the program uses, so that steps need not wait for them. Returns at
-// once.
-void prepare_coders() REQUIRES(gil);
-
-// The process is about to end, and Operation::shut_down() was called: no store takes anything any more, none that is
-// made later does, and no code is made ready. May block.
+// The process is about to end, and Operation::shut_down() was called: no store takes anything any more, and none that
+// is made later does. May block.
 void stop_threads() REQUIRES(gil);
 
 }  // namespace torchoffload

@@ -25,9 +25,8 @@ struct Reloader::ReloadCopy {
   std::optional<Point> previous_reload = {};  // set if the copy's stream has to wait for it
   Point latest_reload = {};                   // the end of the record's latest reload when this one was planned
   Memory buffer = {};
-  std::optional<codec::Code> code = {};  // nullopt: the bytes are copied as they are
-  StreamId writes_on = kNoStream;        // the stream that writes the buffer, on which the copy ends
-  CopyProgress progress = {};
+  bool has_begun = false;
+  Point end = {};  // the beginning: not known, if it has begun
   CopyTime time = {};
 };
 
@@ -38,13 +37,11 @@ std::optional<Reloader::ReloadCopy> Reloader::plan_reload(const CopyWindows::Ahe
   if (!here) return std::nullopt;
   ReloadCopy copy{wanted, Records::Hold(records_, id), std::move(*here)};
   copy.stream = records_.context(id).options.use_streams ? backend_.streams.reload_stream() : consumer;
-  copy.code = held.code.used;
-  copy.writes_on = copy.code ? coded_.decode_stream() : copy.stream;
   copy.nbytes = ledger_.record(id).nbytes();
   copy.address_modulo = mutated(Mutant::AlignmentRestored) ? 8 : held.address_modulo;
   if (streams_.must_wait(Rule::ReloadWaitsForOffload, copy.stream, held.offload_end))
     copy.offload_end = held.offload_end;
-  const bool is_behind_the_last = copy.writes_on == held.reload_end.stream;
+  const bool is_behind_the_last = copy.stream == held.reload_end.stream;
   if (!is_behind_the_last && streams_.must_wait(Rule::ReloadWaitsForReload, copy.stream, held.reload_end))
     copy.previous_reload = held.reload_end;
   copy.latest_reload = held.reload_end;
@@ -82,13 +79,13 @@ void Reloader::start_reloads(std::span<const CopyWindows::Ahead> wanted, Reload 
   windows_.reloads_started(starting_bytes);
   streams_.remember(waits);
   for (ReloadCopy& copy : copies) {
-    if (!copy.progress.has_begun) break;
-    if (copy.progress.end.is_beginning()) {  // the copy will end at a time that cannot be known
+    if (!copy.has_begun) break;
+    if (copy.end.is_beginning()) {  // the copy will end at a time that cannot be known
       held(copy.wanted.record).is_slot_lost = true;
       copy.here.lose();
       (void)copy.buffer.release();
     } else {
-      copy.here.release_hold(copy.progress.end);
+      copy.here.release_hold(copy.end);
       reload_is_enqueued(copy, consumer, why);
     }
   }
@@ -111,7 +108,7 @@ void Reloader::enqueue(std::span<ReloadCopy> copies, StreamId consumer, StreamOr
   const Point allocated = backend_.streams.record(consumer);
   for (ReloadCopy& copy : copies) {
     if (!copy.buffer) return;
-    if (copy.writes_on != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.writes_on, allocated);
+    if (copy.stream != consumer) waits.wait(Rule::ReloadWaitsForCompute, copy.stream, allocated);
     enqueue(copy, waits);
   }
 }
@@ -120,22 +117,17 @@ void Reloader::enqueue(ReloadCopy& copy, StreamOrder::Batch& waits) {
   if (copy.offload_end) waits.wait(Rule::ReloadWaitsForOffload, copy.stream, *copy.offload_end);
   if (copy.previous_reload) waits.wait(Rule::ReloadWaitsForReload, copy.stream, *copy.previous_reload);
   const ProfilerRange range("torchoffload::reload", copy.nbytes);
-  if (copy.code) {
-    const codec::Pieces pieces = coded_.pieces(*copy.code, copy.nbytes);
-    coded_.copy_in(copy.buffer.mutable_data(), copy.here.slot(), pieces, waits, copy.time, copy.progress);
-  } else {
-    copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
-    backend_.link.copy_in(copy.buffer.mutable_data(), copy.here.slot(), copy.nbytes, copy.stream);
-    copy.progress.has_begun = copy.progress.is_whole = true;
-    copy.progress.end = end_of_copy(backend_.streams, copy.stream);
-  }
-  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.writes_on);
+  copy.time.begin = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
+  backend_.link.copy_in(copy.buffer.mutable_data(), copy.here.slot(), copy.nbytes, copy.stream);
+  copy.has_begun = true;
+  copy.end = end_of_copy(backend_.streams, copy.stream);
+  copy.time.end = time_if(copy.time.is_wanted, backend_.streams, copy.stream);
 }
 
 void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload why) {
   const RecordId id = copy.wanted.record;
   HeldRecord& held = this->held(id);
-  DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.progress.end,
+  DeviceBytes bytes = {std::move(copy.buffer), ledger_.record(id).span.begin, consumer, copy.end,
                        /*is_buffer=*/true};
   if (copy.time.end.is_set()) {
     copy.time.enter(timeline_, records_.entry(EntryKind::CopyIn, id));
@@ -146,16 +138,15 @@ void Reloader::reload_is_enqueued(ReloadCopy& copy, StreamId consumer, Reload wh
   const auto guard_slot = [&](Point reload_end) {
     if (!mutated(Mutant::SlotGuardedByEachReload)) held.other_reload_ends.push_back(reload_end);
   };
-  // A part of it failed, or see Note [Copies that others come between].
-  if (!copy.progress.is_whole || ledger_.record(id).state != RecordState::Offloaded) {
-    guard_slot(copy.progress.end);
-    backend_.link.forget(copy.progress.end);
+  if (ledger_.record(id).state != RecordState::Offloaded) {  // see Note [Copies that others come between]
+    guard_slot(copy.end);
+    backend_.link.forget(copy.end);
     return records_.defer_free(std::move(bytes), Rule::DroppedBufferWaitsForReload,
                                records_.entry(EntryKind::DropWait, id));
   }
   if (!is_alone) guard_slot(held.reload_end);
   backend_.link.forget(held.reload_end);
-  held.reload_end = copy.progress.end;
+  held.reload_end = copy.end;
   held.bytes = std::move(bytes);
   begin_reload(copy.wanted, why);
 }

@@ -39,7 +39,6 @@ class Reloader {
         backend_(records.backend),
         streams_(records.streams),
         slots_(records.slots),
-        coded_(records.coded),
         ledger_(records.ledger),
         windows_(records.windows),
         lessons_(records.lessons),
@@ -153,7 +152,6 @@ class Reloader {
   const Backend& backend_;
   StreamOrder& streams_ GUARDED_BY(gil);
   SlotBudget& slots_ GUARDED_BY(gil);
-  CodedLink& coded_;
   Ledger& ledger_ GUARDED_BY(gil);
   CopyWindows& windows_ GUARDED_BY(gil);
   Lessons& lessons_ GUARDED_BY(gil);

@@ -87,7 +87,6 @@ class SlotBudget {
     if (moves_slots_) store_.note_filled(slot, end);
   }
   bool begin_fetch(const Slot& slot) { return store_.begin_fetch(slot); }
-  bool require_locked() { return store_.require_locked(); }
 
   // Notes a warning if the store has something to tell.
   void tell_trouble(ContextState& context);

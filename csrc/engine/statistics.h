@@ -17,10 +17,6 @@ struct TapeRow {
   uint64_t records_reloaded = 0, bytes_reloaded = 0;
   uint64_t records_deduplicated = 0, bytes_deduplicated = 0;
   std::array<uint64_t, kReasonCount> records_kept{}, bytes_kept{};
-  // Records that were coded for the link: their bytes, and the coded bytes that crossed the link each way, without
-  // exceptions. Of the blocks that were looked at, how many were exceptions.
-  uint64_t records_coded = 0, bytes_coded = 0, bytes_coded_on_link = 0;
-  uint64_t blocks_seen = 0, blocks_excepted = 0;
   uint64_t bytes_away = 0;     // device memory that the tape had freed when it closed
   uint64_t bytes_at_once = 0;  // the most bytes of records that one operator saved
   uint64_t window_waits = 0;
@@ -30,7 +26,6 @@ struct TapeRow {
 // The saves inside one module of offload_modules. A record counts for the module that saved it first.
 struct ModuleRow {
   uint64_t records_offloaded = 0, bytes_offloaded = 0;
-  uint64_t blocks_seen = 0, blocks_excepted = 0;
   std::array<uint64_t, kReasonCount> records_kept{}, bytes_kept{};
 };
 

@@ -56,14 +56,6 @@ enum class Rule : uint8_t {
   // R17. The current stream waits for the copy out of a source that a compiled graph releases: the graph reuses the
   // memory on that stream by itself, and no allocator is asked.
   ReleasedSourceWaitsForOffload = static_cast<uint8_t>(Mutant::ReleasedSourceWaitsForOffload),
-  // R15. encode_stream waits for the lane's former copy out: the lane's bytes are read until then.
-  EncodeWaitsForStaging = static_cast<uint8_t>(Mutant::EncodeWaitsForStaging),
-  // R15. offload_stream waits for the encoding: the lane's bytes are complete only then.
-  OffloadWaitsForEncode = static_cast<uint8_t>(Mutant::OffloadWaitsForEncode),
-  // R15. reload_stream waits for the lane's former decoding: the lane's bytes are read until then.
-  ReloadWaitsForStaging = static_cast<uint8_t>(Mutant::ReloadWaitsForStaging),
-  // R15. decode_stream waits for the copy in: the lane's bytes are complete only then.
-  DecodeWaitsForReload = static_cast<uint8_t>(Mutant::DecodeWaitsForReload),
 };
 
 // Device memory with the point until which a copy in flight touches it, and the stream that must be told to wait for

@@ -68,14 +68,13 @@ void TapeTimes::stop_timing() {
   timeline_.forget_before(wanted);
 }
 
-void TapeTimes::gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count, TapeCode code,
-                     bool was_alone) {
+void TapeTimes::gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count) {
   const auto tape = find(number);
   if (tape == timed_.end()) return;
   const uint64_t first_entry = tape->first_entry;
   timed_.erase(tape);
   if (!shape) return stop_timing();
-  gone_.push_back({*shape, number, record_count, first_entry, timeline_.entry_count(), code, was_alone});
+  gone_.push_back({*shape, number, record_count, first_entry, timeline_.entry_count()});
 }
 
 std::optional<TapeTimes::Taken> TapeTimes::take() {
@@ -120,21 +119,7 @@ StepTimes TapeTimes::times_of(const Gone& tape) {
   if (link_.in_bytes_per_s == 0) link_.in_bytes_per_s = link_.out_bytes_per_s;
   link_.latency_s = kLatencyS;
   times.link = link_;
-  times.code = tape.code;
-  if (tape.was_alone) times.step_s = step_seconds(tape);
   return times;
-}
-
-double TapeTimes::step_seconds(const Gone& tape) const {
-  std::optional<double> begin_s;
-  double end_s = 0;
-  for (uint64_t number = tape.first_entry; number < tape.end_entry; ++number) {
-    const Timeline::Entry& entry = timeline_.entry(number);
-    if (entry.tape != tape.number || is_copy(entry) || entry.kind == EntryKind::DropWait) continue;
-    if (!begin_s) begin_s = entry.begin_s;
-    end_s = std::max(end_s, entry.end_s);
-  }
-  return begin_s ? end_s - *begin_s : 0;
 }
 
 }  // namespace torchoffload

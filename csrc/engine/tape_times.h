@@ -30,8 +30,8 @@ class TapeTimes {
   void next(uint64_t number, bool is_first, bool wants_times);
 
   // The tape's last record was released. `shape`: the shape under which the tape was learned; nullopt: its times are of
-  // no use. `was_alone`: no other tape was alive meanwhile, so that the time of its step is its own.
-  void gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count, TapeCode code, bool was_alone);
+  // no use.
+  void gone(uint64_t number, std::optional<uint32_t> shape, size_t record_count);
 
   // Takes the times of the earliest timed tape that is gone. nullopt: there is none, or the device has not reached its
   // end yet. Asks the device only while there is such a tape.
@@ -54,18 +54,14 @@ class TapeTimes {
     size_t record_count = 0;
     uint64_t first_entry = 0;
     uint64_t end_entry = 0;
-    TapeCode code = TapeCode::None;
-    bool was_alone = false;
   };
   // One timed tape less: entries that no other one wants are forgotten.
   void stop_timing();
   // The tape among those that are timed.
   std::vector<Timed>::iterator find(uint64_t number);
   // Computes the times of a tape from the timeline's entries, and updates the link's rates from its copies. The time in
-  // which a stream waited for us is subtracted, except from step_s.
+  // which a stream waited for us is subtracted.
   StepTimes times_of(const Gone& tape);
-  // From the tape's first record to its last ask, that one's wait included.
-  double step_seconds(const Gone& tape) const;
 
   Streams& streams_;
   Timeline& timeline_;

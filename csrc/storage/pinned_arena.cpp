@@ -141,7 +141,6 @@ void PinnedArena::grow(uint64_t nbytes) {
       take_chunk(least_bytes);
     }
   } catch (const LockRefused& refused) {
-    if (!may_be_unlocked()) throw;
     take_unlocked_chunk(unlocked_bytes, refused.what());
   }
 }
@@ -166,6 +165,10 @@ void PinnedArena::take_chunk(uint64_t nbytes) {
 // ---- memory that is not locked ----
 
 void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
+  {
+    const MutexLock lock(mutex_);
+    if (refuses_plain_) throw StoreFull(refusal);
+  }
   add_chunk(take_plain_chunk(nbytes, page_bytes_, registration_));
   const MutexLock lock(mutex_);
   if (std::exchange(has_told_trouble_, true)) return;
@@ -175,24 +178,10 @@ void PinnedArena::take_unlocked_chunk(uint64_t nbytes, const char* refusal) {
       "program waits for them. Allow more locked memory (ulimit -l, or the container's limit) to avoid that";
 }
 
-bool PinnedArena::may_be_unlocked() const {
+void PinnedArena::refuse_plain_memory(bool refuses) {
   const MutexLock lock(mutex_);
-  return !requires_locked_;
-}
-
-bool PinnedArena::require_locked() {
-  if (fork_guard_.inherited() || !registration_.locks()) return false;
-  const MutexLock lock(mutex_);
-  for (const auto& [id, chunk] : chunks_) {
-    if (!chunk.is_locked) return false;
-  }
-  requires_locked_ = true;
-  return true;
-}
-
-void PinnedArena::allow_unlocked() {
-  const MutexLock lock(mutex_);
-  requires_locked_ = has_told_trouble_ = false;
+  refuses_plain_ = refuses;
+  has_told_trouble_ = false;
 }
 
 std::string PinnedArena::take_trouble() {

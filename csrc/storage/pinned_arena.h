@@ -55,9 +55,7 @@ namespace torchoffload {
 // Some systems let no memory be page-locked, or only a little: WSL, containers, a low RLIMIT_MEMLOCK. Copies to and
 // from plain memory are correct, too: the driver makes them in pieces, by way of memory of its own, and the thread that
 // enqueues one waits meanwhile. That costs time, but the saved tensors still leave the device. So if the driver refuses
-// even the least that a copy needs, the arena takes plain memory, and tells once the reason and the cost. The GPU's own
-// kernels cannot reach such memory. A caller whose kernels need to reach it calls require_locked() first; then a
-// refusal makes the arena full, as a refusal of the system itself does.
+// even the least that a copy needs, the arena takes plain memory, and tells once the reason and the cost.
 
 class PinnedArena final : public SlotStore {
  public:
@@ -86,10 +84,10 @@ class PinnedArena final : public SlotStore {
   uint64_t take_peak_bytes() override;
   uint64_t shrink(uint64_t needed_bytes) override;
   void stop() override;
-  bool require_locked() override;
   std::string take_trouble() override;
 
-  void allow_unlocked();  // for tests: require_locked() was not called
+  // For tests. True: from here on the arena gets no memory that is not locked. Either way, trouble is told anew.
+  void refuse_plain_memory(bool refuses);
 
   // Would try_acquire() give a slot of `nbytes`?
   bool can_acquire(uint64_t nbytes) const;
@@ -117,7 +115,6 @@ class PinnedArena final : public SlotStore {
   // The same of memory that is not locked, after a refusal to lock some.
   void take_unlocked_chunk(uint64_t nbytes, const char* refusal) EXCLUDES(mutex_);
   void add_chunk(const PinnedChunk& chunk) EXCLUDES(mutex_);
-  bool may_be_unlocked() const EXCLUDES(mutex_);
   bool should_shrink(uint64_t needed_bytes) const EXCLUDES(mutex_);
   bool is_stopped() const EXCLUDES(mutex_);
   // Takes the chunks without a slot in use out of the allocator, with the points that guard them.
@@ -143,7 +140,7 @@ class PinnedArena final : public SlotStore {
   bool is_turn_taken_ GUARDED_BY(mutex_) = false;  // a thread is adding or removing blocks
   uint32_t waiting_count_ GUARDED_BY(mutex_) = 0;  // how many threads wait for a turn
   bool is_stopped_ GUARDED_BY(mutex_) = false;
-  bool requires_locked_ GUARDED_BY(mutex_) = false;
+  bool refuses_plain_ GUARDED_BY(mutex_) = false;  // for tests
   bool has_told_trouble_ GUARDED_BY(mutex_) = false;
   std::string trouble_ GUARDED_BY(mutex_);  // that was not told yet
   std::optional<pthread_t> thread_ GUARDED_BY(mutex_);

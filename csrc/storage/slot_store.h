@@ -108,10 +108,6 @@ class SlotStore {
   virtual bool limits_itself() const { return false; }
   virtual uint64_t limit_bytes() const { return kNoLimit; }  // the capacity that this budget allows, now
 
-  // From here on all memory that the store takes is page-locked, or else it is full. Returns false if some memory that
-  // it has is not.
-  virtual bool require_locked() { return true; }
-
   // A warning for the user, as a sentence; empty: nothing. It is told once.
   virtual std::string take_trouble() { return {}; }
 

@@ -127,7 +127,6 @@ class TieredStore final : public SlotStore {
   void release_hold(const Slot& slot, std::optional<Point> until) override;
   bool begin_fetch(const Slot& slot) override;
   bool limits_itself() const override { return true; }
-  bool require_locked() override { return arena_.require_locked(); }
   std::string take_trouble() override;
 
   uint64_t limit_bytes() const override;  // with the share of other stores in the arena

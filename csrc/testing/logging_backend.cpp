@@ -1,6 +1,5 @@
 #include "testing/logging_backend.h"
 
-#include <atomic>
 #include <utility>
 
 #include "device/backends.h"
@@ -16,9 +15,6 @@ std::function<void(const std::string&)>& seam_hook() {
   static auto* const hook = new std::function<void(const std::string&)>;
   return *hook;
 }
-
-// Set by tests while nothing is saved.
-std::atomic<bool> is_everything_coded = false;
 
 void call_hook(const char* call) {
   if (seam_hook()) seam_hook()(call);
@@ -134,26 +130,6 @@ StreamId LoggingBackend::reload_stream() {
   return stream;
 }
 
-std::optional<codec::Code> LoggingBackend::code_of(uint8_t dtype) const {
-  return is_everything_coded ? codec::Code::Bfloat16 : inner_.coder->code_of(dtype);
-}
-
-uint64_t LoggingBackend::least_bytes() const { return is_everything_coded ? 512 : inner_.coder->least_bytes(); }
-
-void code_everything(bool everything) { is_everything_coded = everything; }
-
-StreamId LoggingBackend::encode_stream() {
-  const StreamId stream = inner_.coder->encode_stream();
-  seam_log().meet_own_stream(stream, "encode_stream[" + std::to_string(device_index_) + "]");
-  return stream;
-}
-
-StreamId LoggingBackend::decode_stream() {
-  const StreamId stream = inner_.coder->decode_stream();
-  seam_log().meet_own_stream(stream, "decode_stream[" + std::to_string(device_index_) + "]");
-  return stream;
-}
-
 Point LoggingBackend::record(StreamId stream) {
   call_hook("record");
   const Point point = inner_.streams.record(stream);
@@ -193,18 +169,6 @@ void LoggingBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, St
   call_hook("copy_in");
   if (seam_log().is_on()) write("copy_in", stream, nbytes);
   inner_.link.copy_in(target, slot, nbytes, stream);
-}
-
-void LoggingBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) {
-  call_hook("encode");
-  if (seam_log().is_on()) write("encode", stream, piece.raw_bytes);
-  inner_.coder->encode(piece, tag, stream);
-}
-
-void LoggingBackend::decode(const CodedPiece& piece, StreamId stream) {
-  call_hook("decode");
-  if (seam_log().is_on()) write("decode", stream, piece.raw_bytes);
-  inner_.coder->decode(piece, stream);
 }
 
 void LoggingBackend::note_use(MemoryRef memory, StreamId stream) {

@@ -15,7 +15,6 @@
 //   record compute_stream[0]@1                     wait offload_stream[0] <- compute_stream[0]@1
 //   copy_out offload_stream[0] 4096                copy_in reload_stream[0] 4096
 //   allocate compute_stream[0] 4096                note_use compute_stream[0]#2
-//   encode encode_stream[0] 4096                   decode decode_stream[0] 4096
 //   synchronize offload_stream[0]@7                status offload_stream[0]@7
 #pragma once
 
@@ -60,17 +59,13 @@ class SeamLog {
   std::map<StreamId, uint64_t> serials_before_ GUARDED_BY(mutex_);    // since start()
 };
 
-// True: each record from 512 bytes on is coded for the link, whatever its dtype, by the code for bfloat16, which is
-// exact for all bytes.
-void code_everything(bool everything);
-
 // `hook` is given the name of the call. Null: none. Set it while no other thread is at the seam.
 void set_seam_hook(std::function<void(const std::string& call)> hook);
 
 // Runs before each allocation of a reload buffer, as an allocator that is written in Python would; null for none.
 void set_allocation_hook(std::function<void()> hook);
 
-class LoggingBackend final : public DeviceMemory, public Streams, public Link, public Coder, public Observer {
+class LoggingBackend final : public DeviceMemory, public Streams, public Link, public Observer {
  public:
   LoggingBackend(const Backend& inner, int device_index) : inner_(inner), device_index_(device_index) {}
 
@@ -81,7 +76,6 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
             .streams = *this,
             .link = *this,
             .store = inner_.store,
-            .coder = inner_.coder == nullptr ? nullptr : this,
             .observer = *this};
   }
 
@@ -93,18 +87,6 @@ class LoggingBackend final : public DeviceMemory, public Streams, public Link, p
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
-  bool prepare() override { return inner_.coder->prepare(); }
-  void await_prepared() override { inner_.coder->await_prepared(); }
-  void stop() override { inner_.coder->stop(); }
-  std::string obstacle() const override { return inner_.coder->obstacle(); }
-  std::optional<codec::Code> code_of(uint8_t dtype) const override;
-  uint64_t least_bytes() const override;
-  uint64_t piece_bytes() const override { return inner_.coder->piece_bytes(); }
-  size_t lane_count() const override { return inner_.coder->lane_count(); }
-  StreamId encode_stream() override;
-  StreamId decode_stream() override;
-  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override;
-  void decode(const CodedPiece& piece, StreamId stream) override;
   bool owns(MemoryRef memory) const override { return inner_.memory.owns(memory); }
   void note_use(MemoryRef memory, StreamId stream) override;
   MemoryOrigin origin_of(MemoryRef memory) override { return inner_.memory.origin_of(memory); }

@@ -5,11 +5,9 @@
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <deque>
 #include <utility>
 
-#include "device/dtype_codes.h"
 #include "device/torch_memory.h"
 #include "system/mutex.h"
 #include "testing/logging_backend.h"
@@ -66,16 +64,6 @@ std::string& registration_refusal() REQUIRES(refusal_mutex()) {
   return *refusal;
 }
 
-// Empty: coding works.
-std::string& coding_refusal() REQUIRES(refusal_mutex()) {
-  static auto* const refusal = new std::string;
-  return *refusal;
-}
-
-std::atomic<bool> is_coded_as_on_cuda = false;
-std::atomic<bool> is_coding_held = false;
-std::atomic<bool> is_held_coding_awaited = false;
-
 struct LoggedDevice {
   explicit LoggedDevice(int device_index)
       : device(device_index), logged(device.with(simulated_arena()), device_index), backend(logged.parts()) {}
@@ -127,35 +115,6 @@ void SimBackend::copy_out(const Slot& slot, const void* source, uint64_t nbytes,
 void SimBackend::copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) {
   take_link(stream, nbytes);
   world().copy_in(target, slot.address, nbytes, stream);
-}
-
-bool SimBackend::prepare() {
-  if (is_coding_held) is_held_coding_awaited = true;
-  return obstacle().empty() && !is_coding_held;
-}
-
-std::string SimBackend::obstacle() const {
-  const MutexLock lock(refusal_mutex());
-  return coding_refusal();
-}
-
-std::optional<codec::Code> SimBackend::code_of(uint8_t dtype) const {
-  return is_coded_as_on_cuda ? code_of_dtype(dtype) : codec::Code::Bfloat16;
-}
-
-void code_as_on_cuda(bool as_on_cuda) { is_coded_as_on_cuda = as_on_cuda; }
-
-StreamId SimBackend::encode_stream() { return world().stream_of(device_index_, StreamRole::Encode); }
-StreamId SimBackend::decode_stream() { return world().stream_of(device_index_, StreamRole::Decode); }
-
-void SimBackend::encode(const CodedPiece& piece, uint64_t tag, StreamId stream) {
-  take_coding_time(stream);
-  world().encode(piece, tag, stream);
-}
-
-void SimBackend::decode(const CodedPiece& piece, StreamId stream) {
-  take_coding_time(stream);
-  world().decode(piece, stream);
 }
 
 bool SimBackend::owns(MemoryRef memory) const {
@@ -226,16 +185,6 @@ void SimBackend::take_link(StreamId stream, uint64_t nbytes) {
   if (link_bytes_per_s_ > 0) clock_s(stream) += static_cast<double>(nbytes) / link_bytes_per_s_;
 }
 
-void SimBackend::set_coding_time(double seconds) {
-  const MutexLock lock(mutex_);
-  coding_s_ = seconds;
-}
-
-void SimBackend::take_coding_time(StreamId stream) {
-  const MutexLock lock(mutex_);
-  if (link_bytes_per_s_ > 0) clock_s(stream) += coding_s_;
-}
-
 void start_simulation(SimOptions options) {
   if (options.sequence_number == nullptr) options.sequence_number = &at::sequence_number::peek;
   world().start(options);
@@ -276,18 +225,6 @@ SimBackend& simulated_device(int device_index) { return logged_device(device_ind
 const Backend* simulated_backend_for(const void* data) {
   const auto device_index = world().device_index_of(data);
   return device_index ? &simulated_backend(*device_index) : nullptr;
-}
-
-void hold_coding(bool holds) {
-  is_held_coding_awaited = false;
-  is_coding_held = holds;
-}
-
-bool is_coding_awaited() { return is_held_coding_awaited; }
-
-void refuse_coding(std::string why) {
-  const MutexLock lock(refusal_mutex());
-  coding_refusal() = std::move(why);
 }
 
 void refuse_registration(std::string why) {

@@ -24,18 +24,12 @@
 
 namespace torchoffload {
 
-class SimBackend final : public DeviceMemory, public Streams, public Link, public Coder, public Observer {
+class SimBackend final : public DeviceMemory, public Streams, public Link, public Observer {
  public:
   explicit SimBackend(int device_index) : device_index_(device_index) {}
 
   Backend with(SlotStore& store) {
-    return {.device = "cpu",
-            .memory = *this,
-            .streams = *this,
-            .link = *this,
-            .store = store,
-            .coder = this,
-            .observer = *this};
+    return {.device = "cpu", .memory = *this, .streams = *this, .link = *this, .store = store, .observer = *this};
   }
 
   StreamId current_stream() override;
@@ -46,18 +40,6 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   Memory allocate(uint64_t nbytes, uint64_t address_modulo) override;
   void copy_out(const Slot& slot, const void* source, uint64_t nbytes, StreamId stream) override;
   void copy_in(void* target, const Slot& slot, uint64_t nbytes, StreamId stream) override;
-  bool prepare() override;
-  std::string obstacle() const override;
-  // Every dtype has the code for bfloat16, which is exact for all bytes, unless code_as_on_cuda() says otherwise.
-  // Pieces are small, and lanes few, so that a record is several pieces, and takes turns with the lanes.
-  std::optional<codec::Code> code_of(uint8_t dtype) const override;
-  uint64_t least_bytes() const override { return 512; }
-  uint64_t piece_bytes() const override { return 1024; }
-  size_t lane_count() const override { return 4; }
-  StreamId encode_stream() override;
-  StreamId decode_stream() override;
-  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream) override;
-  void decode(const CodedPiece& piece, StreamId stream) override;
   bool owns(MemoryRef memory) const override;
   void note_use(MemoryRef memory, StreamId stream) override;
   MemoryOrigin origin_of(MemoryRef memory) override;
@@ -78,18 +60,14 @@ class SimBackend final : public DeviceMemory, public Streams, public Link, publi
   // point. All compute_streams share one clock. A rate of 0, as at first: this device tells no time.
   void set_link(double bytes_per_s);
   void advance(double seconds);
-  // The time of coding a piece, on the stream that codes it.
-  void set_coding_time(double seconds);
 
  private:
   void take_link(StreamId stream, uint64_t nbytes);
-  void take_coding_time(StreamId stream);
   double& clock_s(StreamId stream) REQUIRES(mutex_);
 
   const int device_index_;
   mutable Mutex mutex_;
   double link_bytes_per_s_ GUARDED_BY(mutex_) = 0;
-  double coding_s_ GUARDED_BY(mutex_) = 0;                  // of a piece
   double now_s_ GUARDED_BY(mutex_) = 0;                     // of computing
   std::map<StreamId, double> copied_s_ GUARDED_BY(mutex_);  // when the work of a stream of ours ends
   std::map<std::pair<StreamId, uint64_t>, double> points_s_ GUARDED_BY(mutex_);  // by stream and serial
@@ -114,17 +92,6 @@ SimBackend& simulated_device(int device_index);
 
 // The refusal that simulated_register answers from here on; empty: it registers.
 void refuse_registration(std::string why);
-
-// True: simulated devices code the dtypes that CUDA devices code, and as those do.
-void code_as_on_cuda(bool as_on_cuda);
-
-// The obstacle that prepare() of simulated devices finds from here on; empty: none.
-void refuse_coding(std::string why);
-
-// While codes are held up, prepare() of simulated devices does not get ready; else it is ready at once.
-void hold_coding(bool holds);
-// Was prepare() called since codes are held up?
-bool is_coding_awaited();
 
 // For PinnedArena: see HostRegistration.
 std::string simulated_register(void* address, size_t nbytes);

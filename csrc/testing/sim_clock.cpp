@@ -33,14 +33,6 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
       return "copy in reads slot";
     case AccessKind::CopyInWrites:
       return "copy in writes buffer";
-    case AccessKind::EncodeReads:
-      return "encoding reads " + memory;
-    case AccessKind::EncodeWrites:
-      return "encoding writes " + memory;
-    case AccessKind::DecodeReads:
-      return "decoding reads " + memory;
-    case AccessKind::DecodeWrites:
-      return "decoding writes " + memory;
     case AccessKind::UnpackReads:
       return "unpack reads " + memory;
     case AccessKind::SpillReads:
@@ -56,12 +48,12 @@ std::string access_name(AccessKind kind, MemoryOwner owner) {
 namespace {
 
 bool is_read(AccessKind kind) {
-  return kind == AccessKind::CopyOutReads || kind == AccessKind::CopyInReads || kind == AccessKind::EncodeReads ||
-         kind == AccessKind::DecodeReads || kind == AccessKind::UnpackReads || kind == AccessKind::SpillReads;
+  return kind == AccessKind::CopyOutReads || kind == AccessKind::CopyInReads || kind == AccessKind::UnpackReads ||
+         kind == AccessKind::SpillReads;
 }
 
 // Does it read the results of operators, for the sake of a record?
-bool reads_source(AccessKind kind) { return kind == AccessKind::CopyOutReads || kind == AccessKind::EncodeReads; }
+bool reads_source(AccessKind kind) { return kind == AccessKind::CopyOutReads; }
 
 bool happened_before(const Access& access, const VectorClock& clock) { return access.step <= clock.at(access.stream); }
 

@@ -35,18 +35,13 @@ enum class AccessKind : uint8_t {
   CopyOutWrites,
   CopyInReads,
   CopyInWrites,
-  EncodeReads,
-  EncodeWrites,
-  DecodeReads,
-  DecodeWrites,
   UnpackReads,
   SpillReads,   // a slot on its way to a disk
   FetchWrites,  // a slot on its way back
   MemoryFreed,
 };
 
-// The owner of memory: a tensor that came from the allocator, the engine itself (for a reload, or for coded bytes), or
-// a slot.
+// The owner of memory: a tensor that came from the allocator, the engine itself (for a reload), or a slot.
 enum class MemoryOwner : uint8_t { Source, Buffer, Slot };
 
 struct Access {

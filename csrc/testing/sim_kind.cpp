@@ -3,7 +3,6 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "device/backends.h"
 #include "device/spill_place.h"
@@ -32,13 +31,6 @@ class SimKind final : public BackendKind {
   }
 
   bool is_available() const override { return active_simulation() != nullptr; }
-
-  std::vector<Coder*> coders() const override {
-    std::vector<Coder*> all;
-    for (int index = 0; is_available() && index < SimWorld::instance().device_count(); ++index)
-      all.push_back(&simulated_device(index));
-    return all;
-  }
 
   HostRegistration host_registration() const override { return {simulated_register, simulated_unregister}; }
 

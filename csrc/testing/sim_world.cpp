@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "device/backend.h"
-#include "device/codec/codes.h"
 
 namespace torchoffload {
 
@@ -42,8 +41,6 @@ void SimWorld::start(const SimOptions& options) {
     added.compute = {add_stream(index, StreamRole::Compute, "compute" + suffix)};
     added.offload = add_stream(index, StreamRole::Offload, "offload" + suffix);
     added.reload = add_stream(index, StreamRole::Reload, "reload" + suffix);
-    added.encode = add_stream(index, StreamRole::Encode, "encode" + suffix);
-    added.decode = add_stream(index, StreamRole::Decode, "decode" + suffix);
     devices_.push_back(added);
   }
   if (!disk_threads_) disk_threads_ = add_stream(0, StreamRole::Host, "the host");
@@ -79,11 +76,6 @@ void SimWorld::stop() {
 bool SimWorld::is_running() const {
   const MutexLock lock(mutex_);
   return running_;
-}
-
-int SimWorld::device_count() const {
-  const MutexLock lock(mutex_);
-  return running_ ? options_.device_count : 0;
 }
 
 SimMode SimWorld::mode() const {
@@ -161,10 +153,6 @@ StreamId SimWorld::stream_of(int index, StreamRole role) {
       return streams_[found.offload].id;
     case StreamRole::Reload:
       return streams_[found.reload].id;
-    case StreamRole::Encode:
-      return streams_[found.encode].id;
-    case StreamRole::Decode:
-      return streams_[found.decode].id;
   }
   return streams_[found.compute.front()].id;
 }
@@ -259,7 +247,7 @@ void SimWorld::copy_out(std::byte* slot, const void* source, uint64_t nbytes, St
   check_no_open_operator(copying, {begin, begin + nbytes});
   access(copying, AccessKind::CopyOutReads, owner, source, nbytes);
   access(copying, AccessKind::CopyOutWrites, MemoryOwner::Slot, slot, nbytes);
-  enqueue(copying, {CommandKind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes, {}});
+  enqueue(copying, {CommandKind::CopyOut, {}, slot, static_cast<const std::byte*>(source), nbytes});
   end_call();
 }
 
@@ -270,46 +258,7 @@ void SimWorld::copy_in(void* target, const std::byte* slot, uint64_t nbytes, Str
   const MemoryOwner owner = require_block(copying, AccessKind::CopyInWrites, target, nbytes);
   access(copying, AccessKind::CopyInReads, MemoryOwner::Slot, slot, nbytes);
   access(copying, AccessKind::CopyInWrites, owner, target, nbytes);
-  enqueue(copying, {CommandKind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes, {}});
-  end_call();
-}
-
-void SimWorld::encode(const CodedPiece& piece, uint64_t tag, StreamId id) {
-  const MutexLock lock(mutex_);
-  begin_call();
-  Stream& coding = used(id);
-  const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
-  const MemoryOwner owner = require_block(coding, AccessKind::EncodeReads, piece.raw, piece.raw_bytes);
-  const auto begin = reinterpret_cast<uint64_t>(piece.raw);
-  check_no_open_operator(coding, {begin, begin + piece.raw_bytes});
-  access(coding, AccessKind::EncodeReads, owner, piece.raw, piece.raw_bytes);
-  const MemoryOwner staging = require_block(coding, AccessKind::EncodeWrites, piece.coded, layout.nbytes);
-  access(coding, AccessKind::EncodeWrites, staging, piece.coded, layout.nbytes);
-  access(coding, AccessKind::EncodeWrites, MemoryOwner::Slot, piece.overflow,
-         codec::overflow_bytes(piece.code, piece.raw_bytes));
-  Command command;
-  command.kind = CommandKind::Encode;
-  command.piece = piece;
-  command.tag = tag;
-  enqueue(coding, command);
-  end_call();
-}
-
-void SimWorld::decode(const CodedPiece& piece, StreamId id) {
-  const MutexLock lock(mutex_);
-  begin_call();
-  Stream& coding = used(id);
-  const auto layout = codec::PieceLayout::of(piece.code, piece.raw_bytes);
-  const MemoryOwner staging = require_block(coding, AccessKind::DecodeReads, piece.coded, layout.nbytes);
-  access(coding, AccessKind::DecodeReads, staging, piece.coded, layout.nbytes);
-  access(coding, AccessKind::DecodeReads, MemoryOwner::Slot, piece.overflow,
-         codec::overflow_bytes(piece.code, piece.raw_bytes));
-  const MemoryOwner owner = require_block(coding, AccessKind::DecodeWrites, piece.raw, piece.raw_bytes);
-  access(coding, AccessKind::DecodeWrites, owner, piece.raw, piece.raw_bytes);
-  Command command;
-  command.kind = CommandKind::Decode;
-  command.piece = piece;
-  enqueue(coding, command);
+  enqueue(copying, {CommandKind::CopyIn, {}, static_cast<std::byte*>(target), slot, nbytes});
   end_call();
 }
 
@@ -352,14 +301,9 @@ void SimWorld::run(Stream& stream, uint64_t command_count) {
 }
 
 void SimWorld::carry_out(const Command& command) {
-  const CodedPiece& piece = command.piece;
   switch (command.kind) {
     case CommandKind::Wait:  // the awaited work was enqueued before it, so this ends
       return run_to(command.point);
-    case CommandKind::Encode:
-      return codec::encode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow, command.tag);
-    case CommandKind::Decode:
-      return codec::decode(piece.code, piece.raw, piece.raw_bytes, piece.coded, piece.overflow);
     case CommandKind::CopyOut:
     case CommandKind::CopyIn:
       std::memcpy(command.target, command.source, command.nbytes);

@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "core/types.h"
-#include "device/coder.h"
 #include "system/mutex.h"
 #include "testing/sim_clock.h"
 #include "testing/sim_memory.h"
@@ -41,7 +40,7 @@ enum class SimMode : uint8_t { Early, Late, Seeded };
 
 // Host: the threads of disks, which touch slots at the moment of the call. Side: a stream that PyTorch was given, of the
 // program or of ours: its copies queue, and operators may run on it too, once the queue has run.
-enum class StreamRole : uint8_t { Compute, Offload, Reload, Encode, Decode, Host, Side };
+enum class StreamRole : uint8_t { Compute, Offload, Reload, Host, Side };
 
 struct SimOptions {
   SimMode mode = SimMode::Late;
@@ -58,7 +57,6 @@ class SimWorld {
   // Runs the commands that are still queued and gives the pools back. Blocks alive stay valid, and belong to no device.
   void stop();
   bool is_running() const;
-  int device_count() const;
   SimMode mode() const;             // Early while none is running
   uint64_t draw(uint64_t choices);  // a number below `choices` by the seed
 
@@ -82,9 +80,6 @@ class SimWorld {
   void wait(StreamId waiter, Point point);
   void copy_out(std::byte* slot, const void* source, uint64_t nbytes, StreamId stream);
   void copy_in(void* target, const std::byte* slot, uint64_t nbytes, StreamId stream);
-  // See Coder.
-  void encode(const CodedPiece& piece, uint64_t tag, StreamId stream);
-  void decode(const CodedPiece& piece, StreamId stream);
   void note_use(const void* address, StreamId stream);
   void synchronize(Point point);
   void synchronize_device(int device);  // all its streams
@@ -121,15 +116,13 @@ class SimWorld {
   uint64_t access_count() const;  // remembered; for tests that it stays bounded
 
  private:
-  enum class CommandKind : uint8_t { CopyOut, CopyIn, Encode, Decode, Wait };
+  enum class CommandKind : uint8_t { CopyOut, CopyIn, Wait };
   struct Command {
     CommandKind kind = CommandKind::Wait;
     Point point;  // Wait
     std::byte* target = nullptr;
     const std::byte* source = nullptr;
     uint64_t nbytes = 0;
-    CodedPiece piece;  // Encode, Decode
-    uint64_t tag = 0;  // Encode
   };
   struct Snapshot {
     VectorClock clock;
@@ -153,8 +146,6 @@ class SimWorld {
     std::vector<uint32_t> compute;  // dense indices; the first is the default
     uint32_t offload = 0;
     uint32_t reload = 0;
-    uint32_t encode = 0;
-    uint32_t decode = 0;
     size_t compute_in_use = 1;
   };
   struct PendingWrite {

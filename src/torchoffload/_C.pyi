@@ -26,7 +26,6 @@ class Context:
         offload_window_bytes: int | None,  # None: chosen from earlier steps
         reload_window_bytes: int | None,
         learn: bool,
-        compress: bool | str,  # "auto", True or False
         disk_dir: Sequence[bytes],  # absolute paths; none if no disk is used
         budget_bytes: int | None,  # None: the default of host_memory(), on disk none
         on_full: str,  # "keep" | "error" | "disk"
@@ -42,12 +41,6 @@ class Context:
         """Leave on this thread. RuntimeError: it was left more often than entered on this thread."""
     def exempt(self, tensor: torch.Tensor, /) -> None:
         """Never move anything on this tensor's storage under this context: a parameter or buffer of ``model``."""
-
-    def link_share(self, tensor: torch.Tensor, /) -> float:
-        """Return the part of the bytes of a tensor's storage that the link carries, if it moves under this context.
-
-        By a look at some of its values, for which the device is waited for; 1 if it would not be coded.
-        """
 
     # For offload_modules:
     def restrict(self, fraction: float, only_inputs: bool, /) -> None:

@@ -102,7 +102,7 @@ LARGE = {
 TAKEN = [
     *(
         (name, lambda value, name=name: OffloadActivations(**{name: value}))
-        for name in ("use_pin_memory", "tier", "disk_dir", "on_full", "compress", *COUNTS)
+        for name in ("use_pin_memory", "tier", "disk_dir", "on_full", *COUNTS)
     ),
     *(
         (name, lambda value, name=name: offload_modules(MODULE, "*", **{name: value}))
@@ -128,27 +128,6 @@ def test_what_is_large_is_not_printed(kind, take):
 def test_switches_take_true_and_false_only(name, value):
     with pytest.raises(TypeError, match=rf"^{name} must be True or False, got {re.escape(repr(value))} "):
         OffloadActivations(**{name: value})
-
-
-@pytest.mark.parametrize("value", ["auto", True, False])
-def test_compress_takes_auto_and_switches(value):
-    assert options_for(compress=value).compress == value
-
-
-@pytest.mark.parametrize(("value", "error"), [(1, TypeError), (None, TypeError), ("yes", ValueError), ("", ValueError)])
-def test_compress_takes_nothing_else(value, error):
-    with pytest.raises(error, match=r"^compress must be 'auto', True or False, got "):
-        OffloadActivations(compress=value)
-
-
-@pytest.mark.parametrize("other", [{"use_streams": False}, {"use_pin_memory": False}, {"tier": "disk"}])
-def test_what_excludes_compress_is_named(other, tmp_path):
-    (name,) = other
-    if "tier" in other:
-        other = other | {"disk_dir": tmp_path}
-    with pytest.raises(ValueError, match=rf"^compress=True needs {name}="):
-        OffloadActivations(compress=True, **other)
-    assert options_for(compress="auto", **other).compress == "auto"
 
 
 @pytest.mark.parametrize("name", COUNTS)

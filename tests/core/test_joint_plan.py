@@ -168,57 +168,6 @@ def test_more_memory_never_takes_longer():
         before = plan
 
 
-def with_shares(of: Step, share: float) -> Step:
-    """The step in which the link carries this part of all that moves."""
-    kinds = [
-        dataclasses.replace(
-            each,
-            outputs=tuple(dataclasses.replace(output, link_share=share) for output in each.outputs),
-            input_link_share=share,
-        )
-        for each in of.kinds
-    ]
-    return dataclasses.replace(of, kinds=tuple(kinds))
-
-
-@pytest.mark.parametrize("memory", [133, 136, 140])
-def test_where_the_link_carries_less_a_step_is_faster_and_more_moves(memory: int):
-    """What a block saves takes the link 1.95 s, and 1.46 s coded. It has a second in forward, and two in backward."""
-    raw = moving(7e6, calls=(BlockCall(0, 100 * MIB, 120 * MIB),) * 12)
-    before, after = plan_step(raw, memory * MIB), plan_step(with_shares(raw, 0.75), memory * MIB)
-    assert before is not None
-    assert after is not None
-    assert after.step_s < 0.97 * before.step_s
-    assert after.moved_bytes > before.moved_bytes
-    assert after.peak_bytes <= memory * MIB
-
-
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_half_of_the_bytes_are_as_quick_as_a_link_of_twice_the_rate(share: float):
-    """Behind the loss nothing is reckoned to have left faster: with no time there, all else is the same."""
-    quick = dataclasses.replace(moving(8e6), loss_s=0.0, out_bytes_per_s=8e6 / share, in_bytes_per_s=8e6 / share)
-    for memory in range(125, 170, 5):
-        plan = plan_step(with_shares(moving(8e6, loss_s=0.0), share), memory * MIB, timed_as=quick)
-        own = plan_step(with_shares(moving(8e6, loss_s=0.0), share), memory * MIB)
-        assert plan is not None
-        assert own is not None
-        assert plan == own
-
-
-def test_codes_take_no_memory_away():
-    for rate in (4e6, 1e9):
-        assert least_plan(with_shares(moving(rate), 0.5)).peak_bytes == least_plan(moving(rate)).peak_bytes
-
-
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
-def test_a_share_that_is_none_is_refused(share: float):
-    with pytest.raises(ValueError, match="shares of the link"):
-        plan_step(with_shares(moving(1e9), share), 140 * MIB)
-    only_input = dataclasses.replace(kind(), input_link_share=share)
-    with pytest.raises(ValueError, match="shares of the link"):
-        plan_step(moving(1e9, kinds=(only_input,)), 140 * MIB)
-
-
 def test_what_is_small_does_not_move():
     plan = plan_step(moving(1e12, least_moved_bytes=5 * MIB), 160 * MIB)
     assert plan is not None

@@ -24,7 +24,7 @@ from plan_oracle import (
     seconds,
     windows_of,
 )
-from random_steps import AGAIN, MIB, coded, llama_record, llama_step, random_groups, random_step
+from random_steps import AGAIN, MIB, llama_record, llama_step, random_groups, random_step
 from torchoffload._core import core
 from torchoffload._fit.block.graph import OperatorGroup, block_frontier, group_operators
 from torchoffload._fit.plan.step import (
@@ -233,10 +233,8 @@ def best_of_all(step: Step, memory_bytes: int) -> float:
 
 
 @pytest.mark.parametrize("number", range(40))
-@pytest.mark.parametrize("codes", [False, True])
-def test_a_small_step_is_near_the_best_of_all_plans(number: int, codes: bool):
+def test_a_small_step_is_near_the_best_of_all_plans(number: int):
     step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
-    step = coded(step) if codes else step
     for memory in budgets(step, (0.1, 0.5)):
         best_s = best_of_all(step, memory)
         assert distance(step, memory, best_s) <= NEAR
@@ -248,7 +246,6 @@ def test_the_bound_is_not_far_below_the_best_of_all_plans_of_a_small_step():
     distances = []
     for number in range(16):
         step = random_step(number, may_move=True, most_calls=3, most_outputs=2)
-        step = coded(step) if number % 2 else step
         distances += [best_of_all(step, each) / bound_with_moving(step, each) - 1 for each in budgets(step, (0.1, 0.5))]
     assert sum(distances) / len(distances) <= 0.1
 
@@ -288,9 +285,8 @@ RATES = (12e9, 25e9, 55e9)  # bytes a second
 
 
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("codes", [False, True])
-def test_the_step_of_a_llama_that_moves_is_near_the_bound(rate: float, codes: bool):
-    step = coded(llama_step(rate=rate)) if codes else llama_step(rate=rate)
+def test_the_step_of_a_llama_that_moves_is_near_the_bound(rate: float):
+    step = llama_step(rate=rate)
     for memory in budgets(step, (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)):
         assert distance(step, memory, bound_with_moving(step, memory)) <= NEAR
 

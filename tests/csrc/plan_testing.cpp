@@ -28,16 +28,11 @@ WindowOptions window_options(const Options& options) {
 }
 
 StepTimes step_times(const std::vector<std::pair<double, double>>& records, double compute_s, double out_rate,
-                     double in_rate, double latency_s, const std::vector<double>& link_shares, double step_s,
-                     TapeCode code) {
+                     double in_rate, double latency_s) {
   StepTimes times;
   for (const auto& [ready_s, needed_s] : records) times.records.push_back({ready_s, needed_s});
-  for (size_t record = 0; record < link_shares.size(); ++record)
-    times.records.at(record).link_share = link_shares[record];
   times.compute_s = compute_s;
   times.link = {out_rate, in_rate, latency_s};
-  times.step_s = step_s;
-  times.code = code;
   return times;
 }
 
@@ -101,14 +96,9 @@ void bind_plan_testing(py::module_& module) {
     return std::pair(windows.offload_bytes, windows.reload_bytes);
   });
 
-  py::enum_<TapeCode>(module, "TapeCode")
-      .value("NONE", TapeCode::None)
-      .value("FIRST", TapeCode::First)
-      .value("AGAIN", TapeCode::Again);
   py::class_<StepTimes>(module, "StepTimes")
       .def(py::init(&step_times), py::arg("records"), py::arg("compute_s"), py::arg("out_rate"), py::arg("in_rate"),
-           py::arg("latency_s") = 0.0, py::arg("link_shares") = std::vector<double>{}, py::arg("step_s") = 0.0,
-           py::arg("code") = TapeCode::None);
+           py::arg("latency_s") = 0.0);
   // The plan, and what a step under it takes where there are times; else one of which only the order is known.
   // `joins`: records that were saved by the operator of the record before.
   module.def(
@@ -167,16 +157,12 @@ void bind_plan_testing(py::module_& module) {
 
   py::class_<Learner::Trace>(module, "Trace")
       .def_readonly("is_timed", &Learner::Trace::is_timed)
-      .def_readonly("code", &Learner::Trace::code)
       .def_readonly("expected_count", &Learner::Trace::expected_count);
   py::class_<Learner>(module, "Learner")
       .def(py::init<>())
       .def(
-          "begin",
-          [](Learner& self, const Options& options, bool chooses_code) {
-            return self.begin(window_options(options), std::nullopt, chooses_code);
-          },
-          py::arg("options") = Options{}, py::arg("chooses_code") = false)
+          "begin", [](Learner& self, const Options& options) { return self.begin(window_options(options)); },
+          py::arg("options") = Options{})
       .def(
           "next",
           [](Learner& self, Learner::Trace& trace, uint64_t nbytes, uint8_t dtype) {
@@ -190,17 +176,7 @@ void bind_plan_testing(py::module_& module) {
            })
       .def("learn", &Learner::learn)
       .def("backward_began", &Learner::backward_began)
-      .def("learn_times", [](Learner& self, uint32_t shape, const StepTimes& times) { self.learn_times(shape, times); })
-      .def("note_coded", &Learner::note_coded)
-      .def("is_quicker_coded", [](Learner& self, const Learner::Trace& trace) { return self.coding(trace).is_quicker; })
-      .def("expects_coding", &Learner::expects_coding)
-      .def("codes_given_up",
-           [](const Learner& self) {
-             std::vector<std::pair<double, double>> all;
-             for (const CodingVerdict& verdict : self.codes_given_up())
-               all.emplace_back(verdict.raw_s, verdict.coded_s);
-             return all;
-           })
+      .def("learn_times", &Learner::learn_times)
       .def("shape_count", &Learner::shape_count)
       .def("structure_count", &Learner::structure_count)
       .def("plan_of", [](Learner& self, uint32_t shape) -> py::object {

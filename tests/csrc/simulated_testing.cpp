@@ -250,19 +250,11 @@ void bind_simulated_testing(py::module_& m) {
   m.def("clear_seam_faults", &clear_seam_faults);
 
   m.def("refuse_registration", &refuse_registration);
-  m.def("require_locked", [](bool required) {
-    required ? (void)simulated_arena().require_locked() : simulated_arena().allow_unlocked();
-  });
-  m.def("code_everything", &code_everything);
-  m.def("code_as_on_cuda", &code_as_on_cuda);
-  m.def("refuse_coding", &refuse_coding);
-  m.def("hold_coding", &hold_coding);
-  m.def("is_coding_awaited", &is_coding_awaited);
+  m.def("refuse_plain_memory", [](bool refuses) { simulated_arena().refuse_plain_memory(refuses); });
   m.def("refuse_allocation", &refuse_allocation);
   m.def("limit_device_memory", &limit_device_memory, py::arg("limit_bytes").none(true));
 
   m.def("set_link", [](int device, double bytes_per_s) { simulated_device(device).set_link(bytes_per_s); });
-  m.def("set_coding_time", [](int device, double seconds) { simulated_device(device).set_coding_time(seconds); });
   m.def("advance", [](int device, double seconds) { simulated_device(device).advance(seconds); });
   m.def("start_seam_log", [] { SeamLog::instance().start(); });
   m.def("stop_seam_log", [] { SeamLog::instance().stop(); });

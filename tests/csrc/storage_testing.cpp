@@ -237,7 +237,7 @@ void bind_stores(py::module_& m) {
           "shrink", [](Arena& self, uint64_t needed_bytes) { return self.store->shrink(needed_bytes); }, NoGil())
       .def(
           "stop", [](Arena& self) { self.store->stop(); }, NoGil())
-      .def("require_locked", [](Arena& self) { return self.store->require_locked(); })
+      .def("refuse_plain_memory", [](Arena& self, bool refuses) { self.store->refuse_plain_memory(refuses); })
       .def("take_trouble", [](Arena& self) { return self.store->take_trouble(); })
       .def_property_readonly("is_growing", [](Arena& self) { return self.store->is_growing(); });
   m.def("registered_bytes", [] { return counting_driver().registered_bytes(); });

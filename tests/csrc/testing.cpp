@@ -26,7 +26,6 @@ void bind_system_testing(py::module_& module);
 void bind_storage_testing(py::module_& module);
 void bind_simulated_testing(py::module_& module);
 void bind_private_testing(py::module_& module);
-void bind_codec_testing(py::module_& module);
 void bind_tiered_testing(py::module_& module);
 void bind_operator_testing(py::module_& module);
 void bind_allocator_testing(py::module_& module);
@@ -39,20 +38,9 @@ void bind_testing(py::module_& module) {
   bind_storage_testing(testing);
   bind_simulated_testing(testing);
   bind_private_testing(testing);
-  bind_codec_testing(testing);
   bind_tiered_testing(testing);
   bind_operator_testing(testing);
   bind_allocator_testing(testing);
-  // On each device that the process has in use by now, the codes are ready, or known not to work.
-  testing.def("await_coders", [] {
-    make_coders();
-    const std::vector<Coder*> coders = all_coders();
-    const BlockingSection blocking;
-    for (Coder* const coder : coders) {
-      coder->prepare();
-      coder->await_prepared();
-    }
-  });
   // A thread that is not Python's takes the GIL again and again from now on; see Note [Threads at exit].
   testing.def("take_gil_for_ever", [] {
     std::thread([]() noexcept {

@@ -28,7 +28,6 @@ with torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0)
 y.sum().backward()
 assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())
 assert torchoffload.stats().bytes_reloaded > 0
-assert not torchoffload.stats().coding_obstacles
 await_autograd("cuda")
 print(torchoffload.report())
 """

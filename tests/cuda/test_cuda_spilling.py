@@ -184,23 +184,6 @@ def test_on_streams_of_the_programs_own(device_under_test: Device, tmp_path: Pat
     assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
 
 
-@pytest.mark.parametrize("compress", [True, "auto"])
-def test_coded_records_go_to_the_disk_as_well(device_under_test: Device, tmp_path: Path, compress: bool | str):
-    def program(run: Run) -> Any:
-        x = run.tensor(1024, 1024).bfloat16().requires_grad_()  # 2 MiB
-        for _ in range(4):
-            with spilling(run, tmp_path, 4 * MIB, compress=compress):
-                y = chain(x)
-            y.float().sum().backward()
-            run.check(gradient=x.grad)
-        return x.grad
-
-    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=4 * DEPTH * 2 * MIB)
-    assert stats.bytes_spilled > 0
-    if compress is True:
-        assert stats.records_coded == 4 * DEPTH
-
-
 def test_beside_a_capture_of_another_thread(device_under_test: Device, tmp_path: Path):
     """The disk's threads ask the driver, and disturb no capture."""
 

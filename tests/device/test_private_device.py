@@ -309,18 +309,6 @@ def test_without_an_accelerator_the_error_names_all_types(device_under_test: Dev
         pass
 
 
-def test_compress_has_no_effect_and_the_report_names_the_device(device_under_test: Device):
-    torchoffload.reset_stats()
-    with device_under_test.scope():
-        x = torch.ones(256, 256, device="privateuseone", requires_grad=True)
-        with torchoffload.OffloadActivations(min_offload_size=0, offload_window_bytes=0, compress=True):
-            y = (x * 2).sin().exp()
-        y.sum().backward()
-        text = "privateuseone:0 is served by the generic backend, by which compress has no effect"
-        assert text in torchoffload.report()
-    assert torchoffload.stats().records_coded == 0
-
-
 def test_a_device_that_copies_at_once_has_a_line_in_the_report(device_under_test: Device):
     """In a process of its own, since a device is asked once whether it has streams."""
     done = subprocess.run(

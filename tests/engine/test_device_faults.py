@@ -98,28 +98,15 @@ def a_retained_graph_read_twice(simulation: Simulation, x: torch.Tensor) -> torc
     return gradient
 
 
-def records_of_several_pieces(simulation: Simulation, x: torch.Tensor) -> torch.Tensor:
-    with context(compress=True, reload_window_bytes=3 * NBYTES):
-        y = chain(x.repeat(3, 1))
-    (gradient,) = torch.autograd.grad(y, x)
-    return gradient
-
-
 STEPS: dict[str, Step] = {
     "windows of nothing": forward_and_backward(),
     "windows of some records": forward_and_backward(offload_window_bytes=2 * NBYTES, reload_window_bytes=2 * NBYTES),
     "copies on the compute_stream": forward_and_backward(use_streams=False),
-    "coded copies": forward_and_backward(compress=True),
-    "coded copies of several pieces": records_of_several_pieces,
     "a graph dropped in flight": a_graph_dropped_in_flight,
     "a graph dropped with reloads in flight": a_graph_dropped_with_reloads_in_flight,
     "saves on two streams": saves_on_two_streams,
     "a retained graph": a_retained_graph_read_twice,
 }
-
-
-def is_coded(name: str) -> bool:
-    return name.startswith("coded")
 
 
 def leaf(device: Device) -> torch.Tensor:
@@ -174,47 +161,26 @@ def check_every_call(device: Device, step: Step, times: int) -> None:
             simulation.check()
 
 
-def steps_once(device: Device, name: str) -> None:
+@pytest.mark.devices(*SIMULATED, "privateuseone")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_call_that_fails_once_leaves_nothing_behind(device_under_test: Device, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_every_call(device, STEPS[name], times=1)
-
-
-@pytest.mark.devices(*SIMULATED, "privateuseone")
-@pytest.mark.parametrize("name", [name for name in STEPS if not is_coded(name)])
-def test_a_call_that_fails_once_leaves_nothing_behind(device_under_test: Device, name: str) -> None:
-    steps_once(device_under_test, name)
-
-
-@pytest.mark.devices(*SIMULATED)  # alone: the generic backend codes nothing
-@pytest.mark.parametrize("name", [name for name in STEPS if is_coded(name)])
-def test_a_call_of_a_coder_that_fails_once_leaves_nothing_behind(device_under_test: Device, name: str) -> None:
-    steps_once(device_under_test, name)
-
-
-def steps_in_a_process(device: Device, name: str) -> None:
-    """The memory that an enqueued copy still touches is leaked, and with it its chunk of pinned memory.
-
-    So this runs in a process of its own: see the end of the file.
-    """
-    program = [sys.executable, __file__, device.name, name]
-    done = subprocess.run(program, env=environment_with_support(), capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
+        check_every_call(device_under_test, STEPS[name], times=1)
 
 
 @pytest.mark.slow
 @pytest.mark.devices("simulated-late", "privateuseone")
-@pytest.mark.parametrize("name", [name for name in STEPS if not is_coded(name)])
+@pytest.mark.parametrize("name", STEPS)
 def test_a_device_that_fails_for_good_hands_no_memory_on_too_early(device_under_test: Device, name: str) -> None:
-    """From some call on each one fails."""
-    steps_in_a_process(device_under_test, name)
+    """From some call on each one fails.
 
-
-@pytest.mark.slow
-@pytest.mark.devices("simulated-late")  # alone: the generic backend codes nothing
-@pytest.mark.parametrize("name", [name for name in STEPS if is_coded(name)])
-def test_a_coder_that_fails_for_good_hands_no_memory_on_too_early(device_under_test: Device, name: str) -> None:
-    steps_in_a_process(device_under_test, name)
+    The memory that an enqueued copy still touches is leaked, and with it its chunk of pinned memory. So this runs in a
+    process of its own: see the end of the file.
+    """
+    program = [sys.executable, __file__, device_under_test.name, name]
+    done = subprocess.run(program, env=environment_with_support(), capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
 
 
 @pytest.mark.devices("simulated-late", "privateuseone")

@@ -112,20 +112,6 @@ def test_records_larger_than_the_budget_pass_one_at_a_time(device_under_test: De
     assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * 4 * NBYTES)
 
 
-@pytest.mark.except_devices("privateuseone")  # by the generic backend nothing is coded
-def test_coded_records_go_to_the_disk_as_well(device_under_test: Device, tmp_path: Path):
-    def program(run: Run) -> Any:
-        x = run.leaf(SIDE, SIDE)
-        with spilling(run, tmp_path, 2, compress=True):
-            y = chain(x)
-        y.sum().backward()
-        return x.grad
-
-    stats = assert_same_gradients(program, device=device_under_test, moved_bytes=DEPTH * NBYTES)
-    assert stats.records_coded == DEPTH
-    assert stats.bytes_spilled > 0
-
-
 def test_contexts_with_different_budgets_and_one_directory_keep_to_their_own(device_under_test: Device, tmp_path: Path):
     def program(run: Run) -> Any:
         x, z = run.leaf(SIDE, SIDE), run.leaf(SIDE, SIDE)
@@ -200,12 +186,11 @@ def disk_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("disk_threads")
 @pytest.mark.parametrize("slots", [0, 3])
-@pytest.mark.parametrize("compress", [False, True])
-def test_threads_of_the_disk_change_no_bit(device_under_test: Device, tmp_path: Path, slots: int, compress: bool):
+def test_threads_of_the_disk_change_no_bit(device_under_test: Device, tmp_path: Path, slots: int):
     def program(run: Run) -> Any:
         x = run.leaf(SIDE, SIDE)
         for _ in range(4):
-            with spilling(run, tmp_path, slots, compress=compress):
+            with spilling(run, tmp_path, slots):
                 y, unused = chain(x), chain(x, 3)
             del unused
             y.sum().backward()

@@ -28,12 +28,12 @@ def refuse_locked(why: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _memory_that_is_given():
-    testing.require_locked(False)
+    testing.refuse_plain_memory(False)
     yield
     testing.limit_device_memory(None)
     refuse_locked("")
     torchoffload.trim()
-    testing.require_locked(False)
+    testing.refuse_plain_memory(False)
 
 
 def side_of(device: Device) -> int:
@@ -158,7 +158,7 @@ def test_any_one_allocation_of_a_backward_may_be_refused_once(device_under_test:
 # ---- pinned memory ----
 
 
-@pytest.mark.devices(*SIMULATED)  # alone: only for coded copies locked memory is required
+@pytest.mark.devices(*SIMULATED)
 def test_pinned_memory_that_is_refused_keeps_the_step_and_serves_the_next(device_under_test: Device):
     def program(run: Run) -> Any:
         x, context = run.leaf(64, 64), run.offload()
@@ -173,7 +173,7 @@ def test_pinned_memory_that_is_refused_keeps_the_step_and_serves_the_next(device
         return x.grad
 
     torchoffload.trim()
-    testing.require_locked(True)
+    testing.refuse_plain_memory(True)
     with pytest.warns(UserWarning, match="the driver refused to pin .* bytes of host memory: planted") as given:
         stats = assert_same_gradients(
             program, device=device_under_test, moved_bytes=2 * DEPTH * 64 * 64 * 4, kept_reason="tier_full"
@@ -211,7 +211,7 @@ def test_pinned_memory_that_is_refused_at_the_exit_and_is_an_error(device_under_
         return x.grad
 
     torchoffload.trim()
-    testing.require_locked(True)
+    testing.refuse_plain_memory(True)
     assert_same_gradients(
         program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4, kept_reason="tier_full"
     )
@@ -236,25 +236,6 @@ def test_where_no_memory_can_be_locked_tensors_move_to_plain_memory_and_the_cost
         stats = assert_same_gradients(program, device=device_under_test, moved_bytes=3 * DEPTH * 64 * 64 * 4)
     assert len(given) == 1
     assert stats.records_kept == {}
-
-
-@pytest.mark.devices(*SIMULATED)
-def test_nothing_is_coded_in_memory_that_is_not_locked(device_under_test: Device):
-    """The GPU's kernels write to the slots of coded records themselves."""
-
-    def program(run: Run) -> Any:
-        x = run.leaf(64, 64)
-        for codes in (False, True):
-            with run.offload(compress=codes):
-                y = forward(x)
-            y.backward()
-        return x.grad
-
-    torchoffload.trim()
-    testing.refuse_registration("planted")
-    with pytest.warns(UserWarning, match="planted"):
-        stats = assert_same_gradients(program, device=device_under_test, moved_bytes=2 * DEPTH * 64 * 64 * 4)
-    assert stats.records_coded == stats.staging_bytes == 0
 
 
 @contextlib.contextmanager
@@ -304,7 +285,7 @@ def test_a_refusal_to_pin_names_the_limit_of_locked_memory(device_under_test: De
         y.backward()
         return x.grad
 
-    testing.require_locked(True)
+    testing.refuse_plain_memory(True)
     with pytest.warns(UserWarning, match="bytes of host memory: planted; RLIMIT_MEMLOCK is 65536 bytes"):
         assert_same_gradients(
             program, device=device_under_test, moved_bytes=DEPTH * 64 * 64 * 4, kept_reason="tier_full"

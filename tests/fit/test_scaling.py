@@ -34,13 +34,6 @@ def settled(memory_bytes: int) -> Trial:
     return Trial(STEP, plan)
 
 
-def test_what_the_link_carries_is_the_same_part_of_less():
-    output = Output((4 * MIB,), 0.5, link_share=0.75)
-    kind = BlockKind(1.0, 2.0, (output,), (Way(0.0, (0,), MIB),), input_link_share=0.5)
-    half = scaled(Step(kinds=(kind,), calls=()), 0.5).kinds[0]
-    assert (half.outputs[0].link_share, half.input_link_share) == (0.75, 0.5)
-
-
 def test_what_is_fixed_does_not_shrink():
     half = scaled(STEP, 0.5)
     assert half.calls[0] == BlockCall(0, 30 * MIB, 40 * MIB)

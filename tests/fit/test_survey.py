@@ -49,7 +49,7 @@ def test_blocks_are_what_is_repeated_and_what_stands_beside_it():
 
 KIND = MeasuredKind(
     structure="a", obstacle=None, durations_ns=(5, 7), sizes=(10, 20), forward_s=1.0, backward_s=2.0,
-    link_shares=(0.7, 1.0), host=HostTimes(0.1, 0.2), input_bytes=30,
+    host=HostTimes(0.1, 0.2), input_bytes=30,
 )  # fmt: skip
 MEASURED = Measured(
     kinds=(KIND,), calls=((0, 100, 200), (0, 110, None)), times_s=(0.1, 0.2, 0.3), loss_bytes=50, other_bytes=60,
@@ -60,7 +60,7 @@ MEASURED = Measured(
 def test_ranks_plan_for_the_largest_of_their_numbers():
     other_kind = dataclasses.replace(
         KIND, durations_ns=(6, 1), sizes=(1, 40), forward_s=0.5, backward_s=3.0, host=HostTimes(0.3, 0.1),
-        link_shares=(0.8, 0.4), input_bytes=7, obstacle="it may not",
+        input_bytes=7, obstacle="it may not",
     )  # fmt: skip
     other = dataclasses.replace(
         MEASURED, kinds=(other_kind,), calls=((0, 90, None), (0, 120, 5)), times_s=(0.2, 0.1, 0.4), loss_bytes=70,
@@ -69,7 +69,7 @@ def test_ranks_plan_for_the_largest_of_their_numbers():
     both = together([MEASURED, other])
     assert both.kinds[0] == MeasuredKind(
         structure="a", obstacle="it may not", durations_ns=(6, 7), sizes=(10, 40), forward_s=1.0, backward_s=3.0,
-        link_shares=(0.8, 1.0), host=HostTimes(0.3, 0.2), input_bytes=30,
+        host=HostTimes(0.3, 0.2), input_bytes=30,
     )  # fmt: skip
     assert both.calls == ((0, 100, 200), (0, 120, 5))
     assert (both.times_s, both.loss_bytes, both.other_bytes) == ((0.2, 0.2, 0.4), 70, 60)

@@ -188,8 +188,7 @@ class PlanFuzz {
   StepTimes some_times(size_t count) {
     StepTimes times;
     double now = 0;
-    for (size_t record = 0; record < count; ++record)
-      times.records.push_back({now += seconds(), -1, below(2) == 0 ? 1.0 : 0.38});
+    for (size_t record = 0; record < count; ++record) times.records.push_back({now += seconds(), -1});
     for (size_t record = count; record-- > 0;) {
       if (below(10) > 0) times.records[record].needed_s = now += seconds();
     }

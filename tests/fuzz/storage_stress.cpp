@@ -78,7 +78,7 @@ class World {
     const auto wait = [this](Point point) { queue(point.stream).wait_for(point.serial); };
     if (kind == StoreKind::Arena) {
       arena_ = std::make_unique<PinnedArena>(kWatchedDriver, wait, ChunkPolicy{1 << 17, 1 << 19}, kArenaPageBytes);
-      if (locks_all_) arena_->require_locked();
+      if (locks_all_) arena_->refuse_plain_memory(true);
     } else {
       spill_ = std::make_unique<SpillFile>(std::filesystem::temp_directory_path(), wait, ChunkPolicy{1 << 16, 1 << 17});
     }

@@ -253,7 +253,7 @@ def test_over_budget_the_rest_is_kept_with_one_warning(device_under_test: Device
 
 def test_the_budget_is_free_again_after_backward(device_under_test: Device):
     def program(run: Run):
-        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096, compress=False)
+        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096)
         for _ in range(5):
             with context:
                 y = x.exp().exp()
@@ -266,7 +266,7 @@ def test_the_budget_is_free_again_after_backward(device_under_test: Device):
 
 def test_over_budget_with_error_raises_and_the_next_step_is_right(device_under_test: Device):
     def program(run: Run):
-        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096, on_full="error", compress=False)
+        x, context = run.leaf(32, 32), run.offload(budget_bytes=2 * 4096, on_full="error")
         for _ in range(2):
             with context:
                 y = x.exp().exp()

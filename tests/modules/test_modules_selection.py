@@ -259,8 +259,6 @@ def test_the_report_shows_the_largest_kinds():
                     name=f"kind_{chr(97 + index)}.{index}.out",
                     records_offloaded=1,
                     bytes_offloaded=index << 21,
-                    blocks_seen=0,
-                    blocks_excepted=0,
                     records_kept={},
                     bytes_kept={"small": 4, "parameter": 8, "marked": 2},
                 )

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("torchoffload._C_testing", reason="mutants are in the test build alone")
 
 import checks  # noqa: F401  (each names its scenarios)
-import coding  # noqa: F401
 import generic  # noqa: F401
 import graph_tokens  # noqa: F401
 import identity  # noqa: F401

@@ -13,7 +13,6 @@ from torchoffload._core import core
 
 # Calls each of the functions that cmake/wheel/older_system.cpp stands in for. Not std::pmr, which only wheels link so.
 PROGRAM = r"""
-#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -144,13 +143,6 @@ bool waits_until_a_time() {
   return is_told && gettid() == getpid();
 }
 
-bool libraries() {
-  void* self = dlopen(nullptr, RTLD_NOW);
-  Dl_info info;
-  return dlsym(self, "malloc") != nullptr && dladdr(reinterpret_cast<void*>(&libraries), &info) != 0 &&
-         info.dli_fname != nullptr;
-}
-
 }  // namespace
 
 extern "C" int failed() {
@@ -158,7 +150,7 @@ extern "C" int failed() {
   if (!streams_and_arrays()) return 2;
   if (!threads()) return 3;
   if (!waits_until_a_time()) return 4;
-  return libraries() ? 0 : 5;
+  return 0;
 }
 """
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}

@@ -148,7 +148,7 @@ def test_trim_forgets_what_was_wanted():
 def test_a_refusal_ahead_is_made_once_and_told_to_the_copy_that_finds_no_room():
     arena = testing.PinnedArena(driver="counting", min_chunk_bytes=8 * MIB, max_chunk_bytes=8 * MIB)
     calls = testing.driver_call_count()
-    assert arena.require_locked()
+    arena.refuse_plain_memory(True)
     testing.driver_refuses(True)
     arena.reserve(64 * MIB)
     settle(arena)

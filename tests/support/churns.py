@@ -120,7 +120,7 @@ class Budgets(Churn):
 
     def context(self, budget_bytes: int) -> Any:
         directory = str(self.device.directory)
-        return self.device.context(on_full="disk", disk_dir=directory, budget_bytes=budget_bytes, compress=True)
+        return self.device.context(on_full="disk", disk_dir=directory, budget_bytes=budget_bytes)
 
 
 class Streams(Churn):

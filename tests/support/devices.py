@@ -5,7 +5,6 @@ test more often.
 """
 
 import contextlib
-import functools
 import os
 import pathlib
 import zlib
@@ -30,11 +29,9 @@ WINDOWS: dict[str, tuple[int | None, int | None]] = {
     "cuda": (0, None),
 }
 DEVICE_NAMES = tuple(WINDOWS)
-CODED_NAME = "simulated-seeded"  # on which some suites let copies be coded, of any dtype
 SPILLED_NAME = "simulated-early"  # on which some suites let slots go on to a disk, soon
 SPILL_MEMORY_BYTES = 1 << 14  # of host memory, before they do
 NOT_SPILLED = {"tier", "disk_dir", "budget_bytes", "on_full"}  # options that say themselves where slots go
-NOT_CODED = {"use_streams", "use_pin_memory", "tier", "disk_dir"}  # options that compress=True excludes
 
 
 class Device:
@@ -48,19 +45,14 @@ class Device:
         Where the disk tier may put its spill file.
     seed : int
         The legal order that "simulated-seeded" takes.
-    codes : bool
-        Its contexts have ``compress=True``, unless other options exclude that.
     spills : bool
         Its contexts have ``on_full="disk"`` and little host memory, unless other options exclude that.
     """
 
-    def __init__(
-        self, name: str, directory: pathlib.Path, seed: int = 0, *, codes: bool = False, spills: bool = False
-    ) -> None:
+    def __init__(self, name: str, directory: pathlib.Path, seed: int = 0, *, spills: bool = False) -> None:
         self.name = name
         self.directory = directory
         self.seed = seed
-        self.codes = codes
         self.spills = spills
         self.torch_device = torch.device(name if name in ("cuda", "privateuseone") else "cpu")
 
@@ -101,8 +93,6 @@ class Device:
         if "max_fwd_stash_size" not in options:
             chosen["offload_window_bytes"] = offload_window_bytes
         chosen["reload_window_bytes"] = reload_window_bytes
-        if self.codes and not options.keys() & NOT_CODED:
-            chosen["compress"] = True
         if self.spills and not options.keys() & NOT_SPILLED:
             chosen |= {"on_full": "disk", "budget_bytes": SPILL_MEMORY_BYTES, "disk_dir": str(self.directory)}
         if self.tier == "disk":
@@ -116,16 +106,6 @@ def private_device_names() -> list[str]:
     return ["privateuseone"] if known is not None and known.is_available() else []
 
 
-def codes_everything(name: str) -> bool:
-    """TORCHOFFLOAD_TEST_CODED=1 has copies on CUDA coded, of any dtype and from 512 bytes on. Needs the test build."""
-    if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_CODED") != "1":
-        return False
-    from torchoffload._C_testing import testing
-
-    testing.code_everything(True)
-    return True
-
-
 def spill_everything(name: str, directory: pathlib.Path) -> None:
     """TORCHOFFLOAD_TEST_SPILLED=1 has all slots on CUDA go on to a disk at once. Needs the test build."""
     if name != "cuda" or os.environ.get("TORCHOFFLOAD_TEST_SPILLED") != "1":
@@ -135,34 +115,16 @@ def spill_everything(name: str, directory: pathlib.Path) -> None:
     testing.spill_everything(str(directory), memory_bytes=1 << 20)
 
 
-@functools.cache
-def await_coders() -> None:
-    """From here on copies on CUDA are coded from a test's first step on. Does nothing without the test build.
-
-    Users wait for no kernel: what they save before it was compiled is copied as it is.
-    """
-    if os.environ.get("TORCHOFFLOAD_TESTING") != "1":
-        return
-    from torchoffload._C_testing import testing
-
-    for index in range(torch.cuda.device_count()):
-        torch.zeros(1, device=f"cuda:{index}")  # coders are those of devices that are in use
-    testing.await_coders()
-
-
 def require_cuda() -> None:
     """Skip, or with TORCHOFFLOAD_REQUIRE_CUDA=1 fail, where torch sees no CUDA device."""
     if torch.cuda.is_available():
-        await_coders()
         return
     if REQUIRE_CUDA:
         pytest.fail("TORCHOFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device")
     pytest.skip("no CUDA device")
 
 
-def make_device(
-    name: str, directory: pathlib.Path, test_name: str, *, codes: bool = False, spills: bool = False
-) -> Device:
+def make_device(name: str, directory: pathlib.Path, test_name: str, *, spills: bool = False) -> Device:
     """The device `name`, or a skip where it cannot be had."""
     if name == "cuda":
         require_cuda()
@@ -170,4 +132,4 @@ def make_device(
         pytest.skip("TORCHOFFLOAD_TESTING=0 was asked for: the simulated device is in the test build alone")
     if name == "privateuseone" and torch.cuda.is_available():
         pytest.skip("PyTorch has one accelerator at a time, and here it is CUDA")
-    return Device(name, directory, seed=zlib.crc32(test_name.encode()), codes=codes, spills=spills)
+    return Device(name, directory, seed=zlib.crc32(test_name.encode()), spills=spills)

@@ -31,7 +31,7 @@ import torch
 import torch._dynamo
 import tqdm
 
-from devices import CODED_NAME, DEVICE_NAMES, SPILLED_NAME, Device, codes_everything, spill_everything
+from devices import DEVICE_NAMES, SPILLED_NAME, Device, spill_everything
 from programs.generator import OPERATOR_NAMES, generate
 from programs.program import Program
 from programs.script import as_script
@@ -62,9 +62,8 @@ class Judge:
 
     def __call__(self, program: Program, device_name: str) -> Verdict:
         directory = pathlib.Path(self._directory.name)
-        codes = device_name == CODED_NAME or codes_everything(device_name)
         spill_everything(device_name, directory)
-        device = Device(device_name, directory, codes=codes, spills=device_name == SPILLED_NAME)
+        device = Device(device_name, directory, spills=device_name == SPILLED_NAME)
         faulthandler.dump_traceback_later(PROGRAM_TIMEOUT_S, exit=True)
         try:
             if self._mutant:

@@ -23,11 +23,6 @@ class _Call:
         """The MiB that move."""
         return total(*({part: each.nbytes / MIB} for each, part in self.records))
 
-    @property
-    def on_link(self) -> dict[int, float]:
-        """The MiB that the link carries."""
-        return total(*({part: each.nbytes / MIB * each.link_share} for each, part in self.records))
-
 
 class _Bound:
     """A linear program that no plan beats. See `bound_with_moving`."""
@@ -38,9 +33,6 @@ class _Bound:
         self.loss_window = self.program.variable()
         self.memory = MemoryRows(self.program, step, memory_bytes, self.windows, self.loss_window)
         self.out_ms, self.in_ms = (MIB / rate / MS for rate in (step.out_bytes_per_s, step.in_bytes_per_s))  # of a MiB
-        shares = [output.link_share for kind in step.kinds for output in kind.outputs]
-        shares += [kind.input_link_share for kind in step.kinds]
-        self.window_out_ms, self.window_in_ms = self.out_ms * max(shares), self.in_ms * max(shares)  # at most
         self.calls = [self._place(number) for number in range(len(step.calls))]
         self.memory.at_loss()
         self.program.at_most(total(*(call.moved for call in self.calls)), step.tier_bytes / MIB)
@@ -82,18 +74,18 @@ class _Bound:
             for ready_s in sorted({each.ready_s for each, _ in call.records}):
                 moment = ready_s / MS
                 now = [(each, part) for each, part in call.records if each.ready_s == ready_s]
-                made = total(*({part: each.nbytes / MIB * each.link_share} for each, part in now))
+                made = total(*({part: each.nbytes / MIB} for each, part in now))
                 copied = program.variable()
                 self._no_earlier(copied, {link: 1}, times(self.out_ms, made))
                 for part in made:
                     self._no_earlier(copied, {clock: 1, part: moment}, times(self.out_ms, made))
                     window = self.windows[number][0]
-                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, window: -self.window_out_ms})
+                    self._no_earlier(end, {copied: 1, part: forward_ms - moment, window: -self.out_ms})
                 link = copied
             clock = end
         at_loss = program.variable()
         self._no_earlier(at_loss, {clock: 1})
-        self._no_earlier(at_loss, {link: 1, self.loss_window: -self.window_out_ms})
+        self._no_earlier(at_loss, {link: 1, self.loss_window: -self.out_ms})
         return at_loss
 
     def _backward(self, clock: int) -> int:
@@ -111,7 +103,7 @@ class _Bound:
             source = program.variable()
             sources.append(source)
             program.at_most(total({source: 1}, times(-1, call.moved)), 0)
-            reloaded = total(times(self.in_ms, call.on_link), {source: -self.window_in_ms})
+            reloaded = total(times(self.in_ms, call.moved), {source: -self.in_ms})
             from_ask, from_loss = program.variable(), program.variable()
             self._no_earlier(from_ask, {ask: 1}, reloaded)
             self._no_earlier(from_ask, {since_ask: 1}, reloaded)
@@ -119,7 +111,7 @@ class _Bound:
             end = program.variable()
             whole, last = self._rests(call, kind)
             self._no_earlier(end, {ask: 1}, whole)
-            ahead = {reload: -self.window_in_ms for _, reload in self.windows[number : number + 2]}
+            ahead = {reload: -self.in_ms for _, reload in self.windows[number : number + 2]}
             self._no_earlier(end, {from_ask: 1}, ahead, last)
             self._no_earlier(end, {from_loss: 1}, last)
             ask, since_ask, since_loss = end, from_ask, from_loss
@@ -147,7 +139,7 @@ def bound_with_moving(step: Step, memory_bytes: int) -> float | None:
     """A time in seconds that no plan of the step beats, whatever moves; None if nothing fits.
 
     The rules are those of a plan, with parts of ways and of outputs in place of choices, and with windows of any size
-    at each call. Copies take what the link carries of them, and no latency. They wait for each other, for the
+    at each call. Copies take what their bytes take on the link, and no latency. They wait for each other, for the
     computation and for windows, as far as linear conditions can say so.
     """
     return _Bound(step, memory_bytes).least()

@@ -143,20 +143,19 @@ def of_call(step: Step, number: int) -> BlockKind:
 
 
 class Record(NamedTuple):
-    """What moves as one: its bytes, when it is there, and the part of its bytes that the link carries."""
+    """What moves as one: its bytes, and when it is there."""
 
     nbytes: int
     ready_s: float
-    link_share: float
 
 
 def records(step: Step, kind: BlockKind, way: Way, outputs: Sequence[int]) -> list[Record]:
     """What moves of a block: its arguments and these outputs."""
     has_input = way.input_bytes >= max(1, step.least_moved_bytes)
-    arguments = [Record(way.input_bytes, 0.0, kind.input_link_share)] if has_input else []
+    arguments = [Record(way.input_bytes, 0.0)] if has_input else []
     made = [kind.outputs[number] for number in outputs]
     return arguments + [
-        Record(nbytes, output.ready_s, output.link_share)
+        Record(nbytes, output.ready_s)
         for output in made
         if output.may_move and output.nbytes >= step.least_moved_bytes
         for nbytes in output.sizes
@@ -227,20 +226,18 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
         clock_s += ways[number].recompute_s + kinds[number].backward_s
     nbytes: list[int] = []
     moments: list[tuple[float, float]] = []
-    shares: list[float] = []
     kept: list[bool] = []
     in_force: list[tuple[int, int]] = []  # by record: the windows
 
     def wait(at_s: float, window: int) -> None:  # until no more is on its way out
         nbytes.append(0)
         moments.append((at_s, -1.0))
-        shares.append(1.0)
         kept.append(True)
         in_force.append((window, 0))
 
     for number, kind in enumerate(kinds):
         wait(starts[number], windows.offload[number])
-        for size, ready_s, share in moved_of(step, kind, plans[number]):
+        for size, ready_s in moved_of(step, kind, plans[number]):
             # Backward goes through a plain block the other way round, and asks for all of another one as it begins.
             at_s = starts[number] + ready_s
             part = (at_s - starts[number]) / kind.forward_s if ways[number].is_plain and kind.forward_s > 0 else 1.0
@@ -248,7 +245,6 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
             # Of what is asked for at the same moment the last one comes first.
             needed_s = begins[number] + (1 - min(max(part, 0), 1)) * kind.backward_s - 1e-9 * len(moments)
             moments.append((at_s, needed_s))
-            shares.append(share)
             kept.append(False)
             in_force.append((windows.offload[number], windows.reload[number]))
     wait(starts[-1], windows.at_loss)
@@ -256,7 +252,7 @@ def seconds(step: Step, plans: Sequence[CallPlan], windows: Windows) -> float:
     if all(kept):
         return compute_s
     link = (step.out_bytes_per_s, step.in_bytes_per_s, step.latency_s)
-    step_times = testing.StepTimes(moments, compute_s, *link, shares)
+    step_times = testing.StepTimes(moments, compute_s, *link)
     offload, reload = (list(each) for each in zip(*in_force, strict=True))
     found = testing.simulate(nbytes, list(range(len(nbytes))), step_times, kept, offload, reload)
     return float(found["step_s"])

@@ -1,6 +1,5 @@
 """random_steps.py: what is planned for: random blocks and steps of blocks, and those of a Llama."""
 
-import dataclasses
 import random
 
 import torch
@@ -129,22 +128,6 @@ def random_step(seed: int, *, may_move: bool, most_calls: int = 16, most_outputs
         loss_bytes=(base + chosen.choice((200, 1500, 4000))) * MIB, least_moved_bytes=MIB, may_move=may_move,
         out_bytes_per_s=rate, in_bytes_per_s=rate,
     )  # fmt: skip
-
-
-def coded(step: Step) -> Step:
-    """The step with codes: of bfloat16 the link carries about 0.77, and of each fourth output, as a norm's, 0.38."""
-    kinds = [
-        dataclasses.replace(
-            kind,
-            outputs=tuple(
-                dataclasses.replace(output, link_share=0.77 if number % 4 else 0.38)
-                for number, output in enumerate(kind.outputs)
-            ),
-            input_link_share=0.77,
-        )
-        for kind in step.kinds
-    ]
-    return dataclasses.replace(step, kinds=tuple(kinds))
 
 
 def llama_step(*, rate: float | None) -> Step:

@@ -53,17 +53,11 @@ void check_bytes(uint64_t nbytes, uint64_t most_bytes) {
   if (nbytes > most_bytes) throw std::invalid_argument("the bytes of a step are too many to be added up");
 }
 
-void check_share(double link_share) {
-  if (!(link_share > 0 && link_share <= 1)) throw std::invalid_argument("shares of the link must be in (0, 1]");
-}
-
 void check_kind(const BlockKind& kind, uint64_t most_bytes) {
   if (kind.ways.empty()) throw std::invalid_argument("a kind of block has no way to run");
   check_times({kind.forward_s, kind.backward_s});
-  check_share(kind.input_link_share);
   for (const BlockOutput& output : kind.outputs) {
     check_times({output.ready_s});
-    check_share(output.link_share);
     for (const uint64_t nbytes : output.sizes) check_bytes(nbytes, most_bytes / output.sizes.size());
   }
   for (const BlockWay& way : kind.ways) {
@@ -103,12 +97,8 @@ BlockPlans::BlockPlans(const StepOfBlocks& step) : step_(step) {
   check(step);
   for (uint32_t number = 0; number < step.kinds.size(); ++number) {
     const BlockKind& kind = step.kinds[number];
-    least_link_share_ = std::min(least_link_share_, kind.input_link_share);
     output_bytes_.emplace_back();
-    for (const BlockOutput& output : kind.outputs) {
-      output_bytes_.back().push_back(output.nbytes());
-      least_link_share_ = std::min(least_link_share_, output.link_share);
-    }
+    for (const BlockOutput& output : kind.outputs) output_bytes_.back().push_back(output.nbytes());
     kept_.emplace_back();
     for (const BlockWay& way : kind.ways) kept_.back().push_back(kept_in(number, way));
   }
@@ -356,11 +346,11 @@ BlockPlans::Copies BlockPlans::copies_of(const JointPlan& plan) const {
     copies.change_window(call, plan, clock_s, plan.windows[call].offload_bytes);
     copies.starts_s.push_back(clock_s);
     if (placed.moves && kept(call, placed.way).moves_input)
-      copies.add(call, plan, way.input_bytes, {clock_s, -1, kind.input_link_share}, Reason::None);
+      copies.add(call, plan, way.input_bytes, {clock_s, -1}, Reason::None);
     for (const uint32_t number : placed.moved) {
       const BlockOutput& output = kind.outputs[number];
       for (const uint64_t nbytes : output.sizes)
-        copies.add(call, plan, nbytes, {clock_s + output.ready_s, -1, output.link_share}, Reason::None);
+        copies.add(call, plan, nbytes, {clock_s + output.ready_s, -1}, Reason::None);
     }
     clock_s += kind.forward_s;
   }
@@ -379,7 +369,7 @@ double BlockPlans::least_s(const std::vector<uint32_t>& ways, uint64_t memory_by
   // At the loss there is no room for so much of it, in a window or not: it goes out before, and comes back behind.
   const int64_t away_bytes = -left(memory_bytes, step_.loss_bytes, nbytes);
   if (step_.may_move && away_bytes > 0) {
-    const double link_bytes = static_cast<double>(away_bytes) * least_link_share_;
+    const auto link_bytes = static_cast<double>(away_bytes);
     forward_s = std::max(forward_s, step_.head_s + link_bytes / step_.link.out_bytes_per_s);
     const double reload_s = link_bytes / step_.link.in_bytes_per_s - between_asks_s_;
     backward_s = std::max(backward_s, step_.loss_s + reload_s + step_.end_s);
@@ -390,9 +380,8 @@ double BlockPlans::least_s(const std::vector<uint32_t>& ways, uint64_t memory_by
 double BlockPlans::link_bytes(size_t call, const CallPlan& placed) const {
   const BlockKind& kind = kind_of(call);
   const bool moves_input = placed.moves && kept(call, placed.way).moves_input;
-  double sum = moves_input ? static_cast<double>(kind.ways[placed.way].input_bytes) * kind.input_link_share : 0;
-  for (const uint32_t output : placed.moved)
-    sum += static_cast<double>(output_bytes(call)[output]) * kind.outputs[output].link_share;
+  double sum = moves_input ? static_cast<double>(kind.ways[placed.way].input_bytes) : 0;
+  for (const uint32_t output : placed.moved) sum += static_cast<double>(output_bytes(call)[output]);
   return sum;
 }
 

@@ -82,7 +82,6 @@ class BlockPlans {
   std::vector<std::vector<Kept>> kept_;              // by kind and way
   std::vector<std::vector<uint64_t>> output_bytes_;  // by kind and output
   double forward_s_ = 0, backward_s_ = 0;            // until the loss and behind it, with nothing computed again
-  double least_link_share_ = 1;
   double between_asks_s_ = 0;  // the most by which asks come earlier than backward goes on, since no two are at once
 };
 

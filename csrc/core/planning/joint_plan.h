@@ -57,7 +57,6 @@ struct BlockOutput {
   std::vector<uint64_t> sizes;  // of its storages, in bytes: each is a record of its own
   double ready_s = 0;           // seconds from the start of the block's forward
   bool may_move = true;
-  double link_share = 1;  // the part of its bytes that the link carries; see StepTimes
 
   uint64_t nbytes() const { return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}); }
 };
@@ -73,8 +72,7 @@ struct BlockWay {
 // Blocks that do the same.
 struct BlockKind {
   double forward_s = 0;
-  double backward_s = 0;        // without the values computed again
-  double input_link_share = 1;  // of its arguments, as link_share of an output
+  double backward_s = 0;  // without the values computed again
   std::vector<BlockOutput> outputs;
   std::vector<BlockWay> ways;  // the corners of a hull, from the least bytes to the least time
 };

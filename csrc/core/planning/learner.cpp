@@ -7,7 +7,6 @@ namespace torchoffload {
 
 namespace {
 
-constexpr double kLinkBound = 1.02;   // a step is bound by the link if it takes so many times its computing
 constexpr uint32_t kTimedAgain = 64;  // after so many tapes of a shape, the next one is timed again
 
 // Is the next tape of a shape or structure due to be timed, once `sightings` of its tapes were learned?
@@ -39,11 +38,10 @@ Known* find_in(std::vector<Known>& known, uint32_t number) {
 
 }  // namespace
 
-Learner::Trace Learner::begin(const WindowOptions& options, std::optional<bool> keeps_end, bool chooses_code) const {
+Learner::Trace Learner::begin(const WindowOptions& options, std::optional<bool> keeps_end) const {
   Trace trace;
   trace.options = options;
   trace.keeps_end = keeps_end;
-  trace.chooses_code = chooses_code;
   trace.candidates = all_like(trace);
   trace.known_since = changes_;
   return trace;
@@ -75,19 +73,12 @@ Reason Learner::next(Trace& trace, uint64_t nbytes, RecordKind kind) {
   Reason reason = Reason::None;
   if (Shape* const shape = follow_shape(trace)) {
     reason = plan(*shape, trace.keeps_end.value_or(shape->keeps_end)).kept[position];
-    if (position == 0)
-      trace.is_timed = are_times_wanted(trace, shape->sightings, find_structure(shape->structure), shape);
+    if (position == 0) trace.is_timed = is_time_due(shape->sightings);
   } else {
     reason = follow_structure(trace);
   }
   if (!trace.is_known()) trace.is_timed = false;
   return reason;
-}
-
-bool Learner::are_times_wanted(const Trace& trace, uint32_t sightings, Structure* structure, const Shape* shape) {
-  if (is_time_due(sightings)) return true;
-  if (!trace.chooses_code || structure == nullptr) return false;
-  return structure->trial.takes_time_of_next(shape != nullptr ? &shape->readings : nullptr);
 }
 
 Learner::Shape* Learner::follow_shape(Trace& trace) {
@@ -121,7 +112,7 @@ Reason Learner::follow_structure(Trace& trace) {
     return Reason::None;
   }
   ++trace.expected_count;
-  if (position == 0) trace.is_timed = are_times_wanted(trace, structure->sightings, structure, nullptr);
+  if (position == 0) trace.is_timed = is_time_due(structure->sightings);
   trace.scaled = std::make_shared<ScaledTape>(*structure, trace.nbytes, trace.keeps_end.value_or(structure->keeps_end));
   return trace.scaled->plan().kept[position];
 }
@@ -189,7 +180,6 @@ uint32_t Learner::learn_structure(const Trace& trace, const std::vector<uint64_t
     ++structure.sightings;
     structure.seen_at = clock_;
     structure.saw(trace.nbytes);
-    structure.trial.saw_tape(trace.code);
     return structure.number;
   }
   evict_oldest(structures_, trace.nbytes.size(), [](const Structure& known) { return known.sample.count(); });
@@ -199,7 +189,6 @@ uint32_t Learner::learn_structure(const Trace& trace, const std::vector<uint64_t
   structure.seen_at = clock_;
   structure.options = trace.options;
   structure.sample = {trace.nbytes, last_save, trace.kinds};
-  structure.trial.saw_tape(trace.code);
   return structure.number;
 }
 
@@ -210,81 +199,19 @@ void Learner::backward_began(uint32_t number, bool is_next) {
   if (Structure* const structure = find_structure(shape->structure)) structure->keeps_end = is_next;
 }
 
-void Learner::learn_times(uint32_t number, StepTimes times) {
+void Learner::learn_times(uint32_t number, const StepTimes& times) {
   Shape* const shape = find(number);
   if (shape == nullptr || times.records.size() != shape->records.count()) return;
-  Structure* const structure = find_structure(shape->structure);
-  (times.code == TapeCode::None ? shape->raw_times : shape->coded_times) = times;
-  if (structure != nullptr) {
-    structure->trial.saw_times(shape->readings, times.code, times.step_s);
-    const std::optional<StepTimes>& of_next = structure->trial.codes() ? shape->coded_times : shape->raw_times;
-    if (of_next) times = *of_next;
-  }
-  follow_times(*shape, times);
-  if (structure == nullptr) return;
-  const PlannedStep planned = simulate(shape->records, times, plan(*shape, shape->keeps_end));
-  if (planned.step_s > kLinkBound * times.compute_s) structure->trial.saw_link_bind();
-}
-
-void Learner::follow_times(Shape& shape, const StepTimes& times) {
-  if (Structure* const structure = find_structure(shape.structure)) {
-    structure->sample = shape.records;
+  if (Structure* const structure = find_structure(shape->structure)) {
+    structure->sample = shape->records;
     structure->times = times;
     structure->window_bytes.reset();
     for (Shape& other : shapes_) {
       if (other.structure == structure->number && !other.times) other.plans = {};
     }
   }
-  shape.times = times;
-  shape.plans = {};
-}
-
-const Structure* Learner::structure_of(const Trace& trace) const {
-  if (trace.nbytes.empty()) return nullptr;
-  const Shape* const shape = trace.known_since == changes_ ? latest(trace.candidates) : nullptr;
-  if (shape == nullptr && !trace.scaled) return nullptr;
-  return find_structure(shape != nullptr ? shape->structure : trace.scaled->structure());
-}
-
-CodingLesson Learner::coding(const Trace& trace) const {
-  const Structure* const structure = structure_of(trace);
-  return structure != nullptr ? structure->coding(trace.nbytes.size() - 1) : CodingLesson{};
-}
-
-void Learner::note_coded(Trace& trace) const {
-  if (trace.code != TapeCode::None) return;
-  const Structure* const structure = structure_of(trace);
-  trace.code = structure != nullptr ? structure->trial.code_of_next() : TapeCode::First;
-}
-
-bool Learner::expects_coding() const {
-  return std::ranges::any_of(structures_, [](const Structure& known) { return known.trial.expects_code(); });
-}
-
-std::vector<CodingVerdict> Learner::codes_given_up() const {
-  std::vector<CodingVerdict> given_up;
-  for (const Structure& known : structures_) {
-    const auto& verdict = known.trial.verdict();
-    if (verdict && !verdict->is_for_the_code()) given_up.push_back(*verdict);
-  }
-  return given_up;
-}
-
-std::optional<float>* Learner::find_exceptions(uint32_t number, size_t record) {
-  const Shape* const shape = find(number);
-  Structure* const structure = shape != nullptr ? find_structure(shape->structure) : nullptr;
-  if (structure == nullptr || record >= structure->sample.count()) return nullptr;
-  structure->exceptions.resize(structure->sample.count());
-  return &structure->exceptions[record];
-}
-
-void Learner::learn_exceptions(uint32_t shape, size_t record, double share) {
-  if (auto* const exceptions = find_exceptions(shape, record)) *exceptions = static_cast<float>(share);
-}
-
-void Learner::learn_suits_candidate(uint32_t shape, size_t record) {
-  auto* const exceptions = find_exceptions(shape, record);
-  if (exceptions != nullptr && !*exceptions) *exceptions = 0.0F;
+  shape->times = times;
+  shape->plans = {};
 }
 
 const Plan* Learner::plan_of(uint32_t number) {
@@ -301,11 +228,6 @@ void Learner::plan_as(const Plan& plan) {
 Learner::Shape* Learner::find(uint32_t number) { return find_in(shapes_, number); }
 
 Structure* Learner::find_structure(uint32_t number) { return find_in(structures_, number); }
-
-const Structure* Learner::find_structure(uint32_t number) const {
-  const auto found = std::ranges::find(structures_, number, &Structure::number);
-  return found != structures_.end() ? &*found : nullptr;
-}
 
 const Plan& Learner::plan(Shape& shape, bool keeps_end) {
   std::optional<Plan>& plan = shape.plans[keeps_end ? 1 : 0];

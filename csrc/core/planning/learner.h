@@ -8,10 +8,9 @@
 //
 // A shape is learned when its tape is closed. The second tape of a shape is timed, and from the third one on the tapes
 // follow a plan made with these times. The fifth is timed once more, since a second step is not yet a usual one, and
-// after that each 64th, since a device may become slower. A few more are timed to decide whether to code; see the Note
-// in coding_trial.h. Structures are timed in the same way. A tape follows a known shape if one matches. If none does,
-// it follows a known structure, whose sizes and times are scaled. A tape that matches neither is unknown from that
-// record on: its kept records stay kept, and its shape is learned as a new one.
+// after that each 64th, since a device may become slower. Structures are timed in the same way. A tape follows a known
+// shape if one matches. If none does, it follows a known structure, whose sizes and times are scaled. A tape that
+// matches neither is unknown from that record on: its kept records stay kept, and its shape is learned as a new one.
 #pragma once
 
 #include <array>
@@ -44,14 +43,11 @@ class Learner {
     uint32_t expected_count = 0;               // how often the expectation was scaled
     bool is_long = false;                      // the tape has too many records to be learned
     bool is_timed = false;                     // the tape's times are wanted
-    bool chooses_code = false;                 // its structure's lessons decide whether it is coded
-    TapeCode code = TapeCode::None;
 
     bool is_known() const { return candidates != 0 || scaled != nullptr; }
   };
 
-  Trace begin(const WindowOptions& options, std::optional<bool> keeps_end = std::nullopt,
-              bool chooses_code = false) const;
+  Trace begin(const WindowOptions& options, std::optional<bool> keeps_end = std::nullopt) const;
 
   // Tells of the tape's next record. Returns why it is to be kept, or None.
   Reason next(Trace& trace, uint64_t nbytes, RecordKind kind = {});
@@ -69,23 +65,7 @@ class Learner {
   void backward_began(uint32_t shape, bool is_next);
 
   // The times of a timed tape of this shape. Does nothing for a shape that was forgotten.
-  void learn_times(uint32_t shape, StepTimes times);
-
-  // ---- which records are worth coding for the link ----
-
-  // The lesson about the latest record of the tape.
-  CodingLesson coding(const Trace& trace) const;
-  // A record of the tape is coded.
-  void note_coded(Trace& trace) const;
-  // Is any known tape to be coded, among those for which that is to be chosen?
-  bool expects_coding() const;
-  // The trials that went against the code.
-  std::vector<CodingVerdict> codes_given_up() const;
-  // Of a coded record of a tape of this shape: the share of its blocks that were exceptions.
-  void learn_exceptions(uint32_t shape, size_t record, double share);
-  // Of a record that was not coded: none of its blocks looks like an exception. A result of coding the record itself
-  // takes precedence.
-  void learn_suits_candidate(uint32_t shape, size_t record);
+  void learn_times(uint32_t shape, const StepTimes& times);
 
   size_t shape_count() const { return shapes_.size(); }
   size_t structure_count() const { return structures_.size(); }
@@ -101,16 +81,11 @@ class Learner {
     WindowOptions options;
     StepShape records;
     std::optional<StepTimes> times;
-    std::optional<StepTimes> raw_times, coded_times;  // of the latest timed tape of each way
-    ShapeReadings readings;
     bool keeps_end = false;
     std::array<std::optional<Plan>, 2> plans;  // without keeping the tape's end, and with it; made at first use
   };
   Shape* find(uint32_t number);
   Structure* find_structure(uint32_t number);
-  const Structure* find_structure(uint32_t number) const;
-  // The learned exceptions of a record of this shape; null: the shape was forgotten.
-  std::optional<float>* find_exceptions(uint32_t shape, size_t record);
   // Of these shapes the one that was seen last; null if there is none.
   const Shape* latest(uint32_t candidates) const;
   // Of the structures that match the tape so far the one that was seen last; null if there is none.
@@ -122,12 +97,6 @@ class Learner {
   // Why the tape's latest record is to be kept by a known structure, or None. Looks for a structure if the tape follows
   // none, and scales it anew if a record is not as large as expected.
   Reason follow_structure(Trace& trace);
-  // Is the tape, of which only the first record is known, to be timed? `shape`: the one that it follows, or null.
-  static bool are_times_wanted(const Trace& trace, uint32_t sightings, Structure* structure, const Shape* shape);
-  // The structure of the shape, or else the one, that the tape follows; null: it follows none.
-  const Structure* structure_of(const Trace& trace) const;
-  // From here on plans are made by these times.
-  void follow_times(Shape& shape, const StepTimes& times);
   // Notes the tape for its structure, which is made if it is new. Returns the structure's number.
   uint32_t learn_structure(const Trace& trace, const std::vector<uint64_t>& last_save);
   // The shape's plan, which is made at first use.

@@ -135,8 +135,8 @@ std::vector<Reason> keep_what_returns_soon(const StepShape& shape, const StepTim
   uint64_t room_bytes = UINT64_MAX;
   for (size_t record = kept.size(); record-- > 0;) {
     room_bytes = std::min(room_bytes, bound.after_bytes[record]);
-    const auto [ready_s, needed_s, link_share] = times->records[record];
-    const double link_bytes = static_cast<double>(shape.nbytes[record]) * link_share;
+    const auto [ready_s, needed_s] = times->records[record];
+    const auto link_bytes = static_cast<double>(shape.nbytes[record]);
     const double round_trip_s =
         link_bytes / times->link.out_bytes_per_s + link_bytes / times->link.in_bytes_per_s + times->link.latency_s;
     const bool is_soon = needed_s >= 0 && needed_s - ready_s < round_trip_s;

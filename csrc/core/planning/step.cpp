@@ -113,10 +113,7 @@ class Walk {
     return [this](RecordId id) { return live_[id.index].state == State::Offloading; };
   }
 
-  // The bytes of a record on the link, coded or not.
-  double link_bytes(size_t record) const {
-    return static_cast<double>(shape_.nbytes[record]) * times_.records[record].link_share;
-  }
+  double link_bytes(size_t record) const { return static_cast<double>(shape_.nbytes[record]); }
 
   void note(StepEvent::What what, size_t record) {
     if (events_ != nullptr) events_->push_back({what, record});

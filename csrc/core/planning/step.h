@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "core/ledger.h"
-#include "core/planning/coding_trial.h"
 #include "core/windows.h"
 
 namespace torchoffload {
@@ -50,15 +49,12 @@ struct LinkRates {
 // waited for us is subtracted.
 struct StepTimes {
   struct Record {
-    double ready_s = 0;     // when its copy could start
-    double needed_s = -1;   // when backward first asked for it; negative: never
-    double link_share = 1;  // the part of its bytes that the link carries, which is less if it is coded
+    double ready_s = 0;    // when its copy could start
+    double needed_s = -1;  // when backward first asked for it; negative: never
   };
   std::vector<Record> records;  // as in StepShape
   double compute_s = 0;
   LinkRates link;
-  double step_s = 0;  // from the first record to the last ask, with all waits; 0: other tapes were alive meanwhile
-  TapeCode code = TapeCode::None;
 };
 
 // The properties of a record that do not depend on its size: they are the same for each length of a sequence.

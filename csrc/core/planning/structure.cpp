@@ -72,7 +72,7 @@ std::optional<StepTimes> Structure::times_for(const StepShape& shape) const {
 }
 
 ScaledTape::ScaledTape(Structure& structure, const std::vector<uint64_t>& seen, bool keeps_end)
-    : structure_(structure.number), expected_(expected_of(structure, seen)), largest_bytes_(expected_.largest_bytes()) {
+    : expected_(expected_of(structure, seen)), largest_bytes_(expected_.largest_bytes()) {
   // The window that keeps the link busy is searched for once, at the sample's length. It is scaled, since times and
   // bytes grow together.
   if (!structure.window_bytes) {

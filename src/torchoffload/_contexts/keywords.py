@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 __all__ = [
-    "Compress",
     "ContextKeywords",
     "DiskDir",
     "ModuleKeywords",
@@ -22,7 +21,6 @@ __all__ = [
 Tier = Literal["host", "disk"]
 OnFull = Literal["keep", "error", "disk"]
 DiskDir = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Compress = Literal["auto"] | bool
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -41,7 +39,6 @@ class TierKeywords(TypedDict, total=False):
     budget_bytes: int | None
     on_full: OnFull
     learn: bool
-    compress: Compress
 
 
 class MovingKeywords(SharedKeywords, TierKeywords, total=False):

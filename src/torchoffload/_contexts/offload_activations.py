@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchoffload._contexts import heads
 from torchoffload._contexts.disabling import is_disabled
-from torchoffload._contexts.keywords import Compress, ContextKeywords, DiskDir, OnFull, Tier
+from torchoffload._contexts.keywords import ContextKeywords, DiskDir, OnFull, Tier
 from torchoffload._contexts.options import (
     OffloadOptions,
     check_bool,
@@ -87,13 +87,6 @@ class OffloadActivations(saved_tensors_hooks):
     learn : bool, default True
         Let each step teach the next one which saved tensors are not worth moving, and how large the windows should be.
         Tensors that stay for this reason count towards both windows while they are alive.
-    compress : {"auto"} or bool, default False
-        Code the bytes that cross the link to pinned host memory, without loss: of bfloat16 tensors of at least 1 MiB
-        about 0.77 of the bytes remain, of float32 tensors that were seen to hold bfloat16 values about 0.4, and all
-        others are copied as they are. Coding runs on the device and takes 193 MiB of its memory. ``"auto"`` does so in
-        steps that were seen to wait for the link, and stops if timing shows no gain; it leaves out tensors that did not
-        get smaller. Slots stay as large as the tensors. No step waits for the device's kernels to be ready: tensors
-        that are saved before are copied as they are.
 
     Attributes
     ----------
@@ -136,7 +129,6 @@ class OffloadActivations(saved_tensors_hooks):
         offload_window_bytes: int | None = None,
         reload_window_bytes: int | None = None,
         learn: bool = True,
-        compress: Compress = False,
         **unknown: Never,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, (*OffloadOptions.__dataclass_fields__, "model"))
@@ -154,7 +146,6 @@ class OffloadActivations(saved_tensors_hooks):
             offload_window_bytes=offload_window_bytes,
             reload_window_bytes=reload_window_bytes,
             learn=learn,
-            compress=compress,
         )
         if model is not None:
             check_module("model", model)

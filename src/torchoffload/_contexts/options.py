@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from torchoffload._contexts.keywords import Compress, DiskDir, OnFull, Tier
+from torchoffload._contexts.keywords import DiskDir, OnFull, Tier
 from torchoffload._warnings import warn_user
 
 __all__ = [
@@ -236,7 +236,6 @@ class OffloadOptions:
     on_full: OnFull = "keep"
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
-    compress: Compress = False
 
     def __post_init__(self) -> None:
         check_bool("use_pin_memory", self.use_pin_memory)
@@ -255,7 +254,6 @@ class OffloadOptions:
                 "max_fwd_stash_size and offload_window_bytes both set the offload window: give one of them, got "
                 f"max_fwd_stash_size={self.max_fwd_stash_size} and offload_window_bytes={self.offload_window_bytes}"
             )
-        self._check_compress()
         if goes_on_to_disk and self.tier == "disk":
             raise ValueError('on_full="disk" is for tier="host": with tier="disk" everything goes to the disk anyway')
         if goes_on_to_disk or self.tier == "disk":
@@ -266,21 +264,6 @@ class OffloadOptions:
                 f'disk_dir is for tier="disk" and on_full="disk" only, got {described(self.disk_dir)} with '
                 f"tier={self.tier!r} and on_full={self.on_full!r}"
             )
-
-    def _check_compress(self) -> None:
-        if not isinstance(self.compress, (bool, str)):
-            raise TypeError(f"compress must be 'auto', True or False, got {described(self.compress)}")
-        if isinstance(self.compress, str) and self.compress != "auto":
-            raise ValueError(f"compress must be 'auto', True or False, got {short(self.compress)}")
-        if self.compress is not True:
-            return
-        for name, value, needed in (
-            ("tier", self.tier, "host"),
-            ("use_pin_memory", self.use_pin_memory, True),
-            ("use_streams", self.use_streams, True),
-        ):
-            if value != needed:
-                raise ValueError(f"compress=True needs {name}={needed!r}, got {name}={value!r}")
 
     @property
     def min_offload_bytes(self) -> int:

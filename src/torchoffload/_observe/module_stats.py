@@ -40,8 +40,6 @@ class ModuleStats:
         The name of the module in the model. Wrappers around modules have no part in it.
     records_offloaded, bytes_offloaded : int
         Records that were moved out of the device, and their bytes.
-    blocks_seen, blocks_excepted : int
-        With ``compress``, coded blocks that were looked at, and how many of them were exceptions; see ``TapeStats``.
     records_kept, bytes_kept : dict of str to int
         Records that were not moved, and their bytes, by the reasons that ``TapeStats`` has.
     """
@@ -49,8 +47,6 @@ class ModuleStats:
     name: str
     records_offloaded: int
     bytes_offloaded: int
-    blocks_seen: int
-    blocks_excepted: int
     records_kept: dict[str, int]
     bytes_kept: dict[str, int]
 
@@ -111,8 +107,6 @@ def _line(kind: str, rows: list[ModuleStats], calls: int) -> str:
     reasons = [f"{reason} {human_bytes(nbytes // calls)}" for reason, nbytes in kept.most_common(_REASONS_SHOWN)]
     more = ", ..." if len(kept) > _REASONS_SHOWN else ""
     rest = f"kept {human_bytes(kept.total() // calls)}" + (f": {', '.join(reasons)}{more}" if reasons else "")
-    seen = sum(row.blocks_seen for row in rows)
-    rest += f"; {sum(row.blocks_excepted for row in rows) / seen:.1%} exceptions" if seen else ""
     count = f" x {len(rows)}" if len(rows) > 1 else ""
     return f"    {kind + count:<30} {offloaded:>10} moved, {rest}"
 

@@ -53,35 +53,13 @@ def _tape_lines(seen: OffloadStats) -> list[str]:
     return lines
 
 
-def _coded_lines(seen: OffloadStats) -> list[str]:
-    """Return the lines on the effect of ``compress``, and on the devices on which it had none."""
-    lines = [f"  compress is off on {device}: {obstacle}" for device, obstacle in sorted(seen.coding_obstacles.items())]
-    for device, steps in sorted(seen.codes_given_up.items()):
-        for raw_s, coded_s in steps:
-            times = f"took {1000 * coded_s:.1f} ms coded and {1000 * raw_s:.1f} ms as they were"
-            lines.append(f'  compress="auto" has stopped coding steps on {device} that {times}')
-    if not seen.records_coded:
-        return lines
-    exceptions = seen.blocks_excepted / seen.blocks_seen if seen.blocks_seen else 0.0
-    ratio = seen.bytes_coded_on_link / seen.bytes_coded + exceptions / 4
-    seen_exceptions = f"; {exceptions:.1%} of blocks were exceptions" if seen.blocks_seen else ""
-    rest = f"in {seen.records_coded} records, {ratio:.3f} of it on the link{seen_exceptions}"
-    return [
-        row("coded", human_bytes(seen.bytes_coded), rest),
-        row("staging memory", human_bytes(seen.staging_bytes), "on the device, for coded bytes on their way"),
-        *lines,
-    ]
-
-
 def _device_lines() -> list[str]:
-    """Return lines on the accelerators that were used: the figures of PyTorch's allocator, and what has no effect."""
+    """Return lines on the accelerators that were used: the figures of PyTorch's allocator, and notes on backends."""
     lines = []
     for device in accelerators_in_use():
         now_bytes, peak_bytes = meter_for(device).used_bytes()
         if peak_bytes:
             lines.append(_pair(f"memory of {device}", now_bytes, peak_bytes))
-        if peak_bytes and device.type != "cuda":
-            lines.append(f"  {device} is served by the generic backend, by which compress has no effect")
     return [*lines, *(f"  {note}" for note in core.backend_notes())]
 
 
@@ -212,7 +190,6 @@ def format_stats(seen: OffloadStats, *, more: Iterable[str] = ()) -> str:
         moved_line("offloaded", seen.bytes_offloaded, seen.records_offloaded),
         moved_line("reloaded", seen.bytes_reloaded, seen.records_reloaded),
         moved_line("saved again, joined", seen.bytes_deduplicated, seen.records_deduplicated),
-        *_coded_lines(seen),
         *disk_lines(seen.bytes_spilled, seen.bytes_fetched, seen.disk_waits, seen.disk_wait_s),
         *kept_lines(seen),
         *_loss_lines(seen.tapes),

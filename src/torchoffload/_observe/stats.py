@@ -17,11 +17,6 @@ class _Counts:
     bytes_reloaded: int
     records_deduplicated: int
     bytes_deduplicated: int
-    records_coded: int
-    bytes_coded: int
-    bytes_coded_on_link: int
-    blocks_seen: int
-    blocks_excepted: int
     records_kept: dict[str, int]
     bytes_kept: dict[str, int]
     bytes_away: int
@@ -45,13 +40,6 @@ class TapeStats(_Counts):
     records_deduplicated, bytes_deduplicated : int
         Tensors that were saved again after a record of the same memory was made, and their bytes. The record moves
         once.
-    records_coded, bytes_coded : int
-        Of the records that were moved out, those whose bytes were coded for the link (``compress``), and their bytes.
-    bytes_coded_on_link : int
-        The bytes that crossed the link for them, each way, without the additional bytes of exceptions.
-    blocks_seen, blocks_excepted : int
-        Coded blocks of 256 values that were looked at when their record was released, and how many of them were
-        exceptions, which cross the link as they are. About one block of 32 is looked at.
     records_kept, bytes_kept : dict of str to int
         The records that were not moved, by reason; ``docs/reasons.md`` explains each reason. Found when a tensor was
         saved or copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
@@ -100,13 +88,6 @@ class OffloadStats(_Counts):
         How long it did, in seconds.
     budget_bytes_used : int
         Bytes that count against the budget now.
-    staging_bytes : int
-        Device memory that coded bytes go through on their way, in bytes. ``trim()`` gives it back.
-    coding_obstacles : dict of str to str
-        Why a device codes nothing although ``compress`` asked for it, by device.
-    codes_given_up : dict of str to tuple of tuple of float
-        The kinds of step that ``compress="auto"`` tried to code and copies as they are again, by device: the seconds of
-        a step as it is, and of a coded one, which were not less.
     tapes : tuple of TapeStats
         The latest tapes, at most 64, the oldest first.
     """
@@ -128,9 +109,6 @@ class OffloadStats(_Counts):
     disk_waits: int
     disk_wait_s: float
     budget_bytes_used: int
-    staging_bytes: int
-    coding_obstacles: dict[str, str]
-    codes_given_up: dict[str, tuple[tuple[float, float], ...]]
     tapes: tuple[TapeStats, ...]
 
 

@@ -1,7 +1,6 @@
 """The record of one call of a block: its operators, the storages they read, make and write, and their times."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -72,8 +71,6 @@ class BlockRecord:
         In the order of the calls.
     nbytes : dict of int to int
         The size of each storage in bytes.
-    link_shares : dict of int to float
-        The part of a storage's bytes that the link carries, if it moves, for storages of which that is less than 1.
     epochs : dict of int to int
         How many operators have written to each storage.
     inputs : frozenset of int
@@ -98,7 +95,6 @@ class BlockRecord:
 
     operators: list[OperatorCall] = field(default_factory=list)
     nbytes: dict[int, int] = field(default_factory=dict)
-    link_shares: dict[int, float] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
     inputs: frozenset[int] = frozenset()
     own: frozenset[int] = frozenset()
@@ -109,12 +105,6 @@ class BlockRecord:
     had_no_room: bool = False
     groups: tuple[Any, ...] = ()
     copies_inputs: bool = False
-
-    def link_share_of(self, storages: Iterable[int]) -> float:
-        """Return the part of the bytes of several storages that the link carries."""
-        sizes = {number: self.nbytes[number] for number in storages}
-        on_link = sum(nbytes * self.link_shares.get(number, 1.0) for number, nbytes in sizes.items())
-        return on_link / (sum(sizes.values()) or 1) if on_link else 1.0
 
 
 class Recording:
@@ -151,8 +141,6 @@ class Recording:
         storages, operators = self.call.storages(), self.call.operators()
         for number, each in enumerate(storages):
             record.nbytes[number], record.epochs[number] = each["nbytes"], each["epochs"]
-            if each["link_share"] < 1:
-                record.link_shares[number] = each["link_share"]
         record.inputs = _where(storages, "is_input")
         record.made = set(_where(storages, "is_made"))
         record.own = frozenset(range(len(storages))) - record.inputs - record.made

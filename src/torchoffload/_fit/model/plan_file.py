@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, 
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 11"
+_FORMAT = "torchoffload plan 12"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,14 +127,14 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
 
 def _kind(given: dict[str, Any]) -> BlockKind:
     outputs = tuple(
-        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"], each["link_share"])
+        Output(tuple(each["sizes"]), each["ready_s"], tuple(each["operators"]), each["may_move"])
         for each in given["outputs"]
     )
     ways = tuple(
         Way(way["recompute_s"], tuple(way["kept"]), way["input_bytes"], _block_plan(way["plan"]))
         for way in given["ways"]
     )
-    return BlockKind(given["forward_s"], given["backward_s"], outputs, ways, given["input_link_share"])
+    return BlockKind(given["forward_s"], given["backward_s"], outputs, ways)
 
 
 def _block_plan(given: dict[str, Any] | None) -> BlockPlan | None:

@@ -89,4 +89,4 @@ def _scaled_kind(kind: BlockKind, share: float) -> BlockKind:
         dataclasses.replace(way, recompute_s=way.recompute_s * share, input_bytes=math.ceil(way.input_bytes * share))
         for way in kind.ways
     )
-    return BlockKind(kind.forward_s * share, kind.backward_s * share, outputs, ways, kind.input_link_share)
+    return BlockKind(kind.forward_s * share, kind.backward_s * share, outputs, ways)

@@ -39,15 +39,12 @@ class Output:
         The numbers of the operators that make it.
     may_move : bool
         Whether it may move.
-    link_share : float
-        The part of its bytes that the link carries, which is less than 1 if they are coded.
     """
 
     sizes: tuple[int, ...]
     ready_s: float
     operators: tuple[int, ...] = ()
     may_move: bool = True
-    link_share: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -101,15 +98,12 @@ class BlockKind:
         The outputs that they may keep.
     ways : tuple of Way
         The ways to run one, from the least bytes to the least time: the corners of a convex hull.
-    input_link_share : float
-        The part of the bytes of their arguments that the link carries.
     """
 
     forward_s: float
     backward_s: float
     outputs: tuple[Output, ...]
     ways: tuple[Way, ...]
-    input_link_share: float = 1.0
 
     def with_times(self, pace: float, again: float) -> "BlockKind":
         """Return the same kind with all times ``pace`` times as long, and computing again ``again`` times that."""

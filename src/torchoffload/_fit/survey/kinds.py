@@ -135,11 +135,6 @@ class SurveyedKind:
         record = self._record
         return sum(record.nbytes[storage] for storage in record.saved - record.own)
 
-    @property
-    def input_link_share(self) -> float:
-        """The part of the arguments' bytes that the link carries, if they move."""
-        return self._record.link_share_of(self._record.inputs)
-
     def measured(self, forward_s: float, backward_s: float, host: HostTimes, input_bytes: int) -> MeasuredKind:
         """Return the measured times and sizes of the kind."""
         record = self._record
@@ -148,7 +143,6 @@ class SurveyedKind:
             obstacle=self.obstacle,
             durations_ns=tuple(call.duration_ns for call in record.operators),
             sizes=tuple(record.nbytes[number] for number in sorted(record.nbytes)),
-            link_shares=tuple(record.link_shares.get(number, 1.0) for number in sorted(record.nbytes)),
             forward_s=forward_s,
             backward_s=backward_s,
             host=host,
@@ -160,9 +154,7 @@ class SurveyedKind:
         record, self.obstacle = self._record, known.obstacle
         for call, duration_ns in zip(record.operators, known.durations_ns, strict=True):
             call.duration_ns = duration_ns
-        numbers = sorted(record.nbytes)
-        record.nbytes = dict(zip(numbers, known.sizes, strict=True))
-        record.link_shares = dict(zip(numbers, known.link_shares, strict=True))
+        record.nbytes = dict(zip(sorted(record.nbytes), known.sizes, strict=True))
 
     def set_times(self, seconds: dict[int, float]) -> None:
         """Take the times of the recorded operators, by their numbers; scale those that are not given."""
@@ -211,21 +203,18 @@ class SurveyedKind:
         outputs: list[Output] = []
         plain: list[int] = []  # the outputs that autograd saves
         of_operator: dict[int, int] = {}
-        uncounted = record.saved & record.made  # storages that no operator that counts has made
         for group in groups:
-            made = frozenset().union(*(record.operators[number].makes for number in group.operators))
-            uncounted -= made
             if group.is_needed or any(group.operators[0] in corner.plan.kept for corner in corners):
                 if group.is_needed:
                     plain.append(len(outputs))
                 of_operator[group.operators[0]] = len(outputs)
                 in_flight = any(communicates(record.operators[number].operator) for number in group.operators)
                 ready = ready_s[group.operators[-1]]
-                outputs.append(Output(group.sizes, ready, group.operators, not in_flight, record.link_share_of(made)))
+                outputs.append(Output(group.sizes, ready, group.operators, not in_flight))
         rest = self.saved_bytes - sum(outputs[number].nbytes for number in plain)
         if rest > 0:
             plain.append(len(outputs))
-            outputs.append(Output((rest,), 0.0, link_share=record.link_share_of(uncounted)))
+            outputs.append(Output((rest,), 0.0))
         ways = [Way(0.0, tuple(plain), min(self.saved_input_bytes, input_bytes))]
         for corner in corners:
             kept = tuple(output for operator, output in of_operator.items() if operator in corner.plan.kept)
@@ -272,7 +261,7 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         kind.take(known)
         outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
         forward_s, backward_s = _elapsed(known.forward_s), _elapsed(known.backward_s)
-        step_kinds.append(BlockKind(forward_s, backward_s, outputs, ways, kind.input_link_share))
+        step_kinds.append(BlockKind(forward_s, backward_s, outputs, ways))
     calls: list[BlockCall] = []
     behind = measured.loss_bytes
     for number, forward_bytes, backward_bytes in reversed(measured.calls):

@@ -37,8 +37,6 @@ class MeasuredKind:
         How long each operator takes.
     sizes : tuple of int
         The bytes of each storage, by its number.
-    link_shares : tuple of float
-        The part of each storage's bytes that the link carries, if it moves.
     forward_s, backward_s : float
         How long they take.
     host : HostTimes
@@ -51,7 +49,6 @@ class MeasuredKind:
     obstacle: str | None
     durations_ns: tuple[int, ...]
     sizes: tuple[int, ...]
-    link_shares: tuple[float, ...]
     forward_s: float
     backward_s: float
     host: HostTimes
@@ -124,7 +121,6 @@ def _largest_kind(kinds: list[MeasuredKind]) -> MeasuredKind:
         obstacle=next((kind.obstacle for kind in kinds if kind.obstacle is not None), None),
         durations_ns=tuple(map(max, zip(*(kind.durations_ns for kind in kinds), strict=True))),
         sizes=tuple(map(max, zip(*(kind.sizes for kind in kinds), strict=True))),
-        link_shares=tuple(map(max, zip(*(kind.link_shares for kind in kinds), strict=True))),
         forward_s=max(kind.forward_s for kind in kinds),
         backward_s=max(kind.backward_s for kind in kinds),
         host=HostTimes(max(kind.host.forward_s for kind in kinds), max(kind.host.backward_s for kind in kinds)),
