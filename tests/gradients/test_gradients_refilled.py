@@ -3,6 +3,11 @@
 Neither version, nor address, nor size tells of it: only that the memory is another allocation's.
 """
 
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,12 +23,28 @@ def _numel(device: Device) -> int:
     return 1 << 24 if device.name == "disk" else 1024
 
 
-def _allocated_last(values: torch.Tensor) -> torch.Tensor:
-    """A copy, beside which nothing is freed as long as the caller holds `values`.
+@contextlib.contextmanager
+def _hole_of_its_own(address: int, nbytes: int) -> Iterator[None]:
+    """Map a page on each side of memory that a C library gave back to the system, if nothing is mapped there.
 
-    With memory that is freed beside it, its own would be one hole, in which a C library gives another address.
+    In a hole that is larger than what is asked for, the system gives another address.
     """
-    return values.clone()
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    page = mmap.PAGESIZE
+    begin = address // page * page
+    end = begin + (nbytes + page) // page * page  # malloc's own bytes are in front
+    map_fixed_no_replace = 0x100000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed_no_replace
+    beside = [library.mmap(place, page, mmap.PROT_READ, flags, -1, 0) for place in (begin - page, end)]
+    try:
+        yield
+    finally:
+        for place in beside:
+            if place not in (None, ctypes.c_void_p(-1).value):
+                library.munmap(place, page)
 
 
 def _empty_and_allocate(tensor: torch.Tensor, *, anywhere: bool = False) -> None:
@@ -31,12 +52,13 @@ def _empty_and_allocate(tensor: torch.Tensor, *, anywhere: bool = False) -> None
     storage, address, others = tensor.untyped_storage(), tensor.data_ptr(), []
     nbytes = storage.nbytes()
     storage.resize_(0)
-    for _ in range(64):  # until the allocator gives the address again
-        others.append(torch.empty(nbytes, dtype=torch.uint8, device=tensor.device))
-        if others[-1].data_ptr() == address:
-            break
-    others.pop()
-    storage.resize_(nbytes)
+    with _hole_of_its_own(address, nbytes) if nbytes > 1 << 24 else contextlib.nullcontext():
+        for _ in range(512):  # until the allocator gives the address again: holes that lie higher come first
+            others.append(torch.empty(nbytes, dtype=torch.uint8, device=tensor.device))
+            if others[-1].data_ptr() == address:
+                break
+        others.pop()
+        storage.resize_(nbytes)
     if tensor.data_ptr() != address and not anywhere:
         raise TestErr("the allocator does not give the address again")
 
@@ -64,7 +86,7 @@ def test_a_storage_emptied_while_its_copy_is_pending_is_not_copied_before_it_is_
 
     def program(run: Run):
         x, values = run.leaf(4), run.tensor(numel)
-        gathered = _allocated_last(values)
+        gathered = values.clone()
         with run.offload():
             y = Save.apply(x, lambda unpacked: run.check(gathered=unpacked), gathered)
             _empty_and_allocate(gathered)
@@ -81,7 +103,7 @@ def test_a_storage_filled_with_other_values_between_two_saves_is_two_records(dev
 
     def program(run: Run):
         x, values, others = run.leaf(4), run.tensor(numel), run.tensor(numel)
-        gathered = _allocated_last(values)
+        gathered = values.clone()
         with run.offload(offload_window_bytes=0):
             y = Save.apply(x, _ignore, gathered).exp()
             _empty_and_allocate(gathered)
@@ -99,7 +121,7 @@ def test_a_storage_emptied_under_its_copy_stands_for_what_it_holds_in_backward(d
 
     def program(run: Run):
         x, values = run.leaf(4), run.tensor(numel)
-        gathered = _allocated_last(values)
+        gathered = values.clone()
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
             y = _save_behind_slow_copies(run, x, gathered)
             _empty_and_allocate(gathered)
@@ -119,7 +141,7 @@ def test_a_source_that_backward_used_is_not_given_up_for_a_copy_of_other_bytes(d
 
     def program(run: Run):
         x, values = run.leaf(4), run.tensor(numel)
-        gathered = _allocated_last(values)
+        gathered = values.clone()
         with run.offload(offload_window_bytes=4 * SLOW_BYTES):
             y = _save_behind_slow_copies(run, x, gathered)
         y.sum().backward(retain_graph=True)
