@@ -10,9 +10,10 @@
 // Note [Events in use]
 // A stream's points are recorded into a ring of events, as in Note [Event ring] of cuda_backend.h: a wait for a point
 // older than the ring is a wait for the oldest event in it, which stands for a later point of the same stream. The ring
-// has room for kFirstEvents events, and doubles up to kEventsPerStream as the stream's points fill it, since a program
-// may use a new stream in each step for few points. Some guards replace an event's object each time that it is recorded,
-// so no event is recorded while another thread waits for it: that event leaves the ring, and another takes its place.
+// has room for kFirstEvents events at first, and doubles up to kEventsPerStream as the stream's points fill it: a
+// program may use a new stream in each step, on which there are few points. Some guards replace an event's object each
+// time that it is recorded, so no event is recorded while another thread waits for it: that event leaves the ring, and
+// another takes its place.
 #pragma once
 
 #include <c10/core/Event.h>

@@ -25,9 +25,9 @@ def _numel(device: Device) -> int:
 
 @contextlib.contextmanager
 def _hole_of_its_own(address: int, nbytes: int) -> Iterator[None]:
-    """Map a page on each side of memory that a C library gave back to the system, if nothing is mapped there.
+    """Map a page on each side of memory that the C library gave back to the system, if nothing is mapped there.
 
-    In a hole that is larger than what is asked for, the system gives another address.
+    The system may give another address in a hole that is larger than the memory that is allocated next.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -35,8 +35,8 @@ def _hole_of_its_own(address: int, nbytes: int) -> Iterator[None]:
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     page = mmap.PAGESIZE
     begin = address // page * page
-    end = begin + (nbytes + page) // page * page  # malloc's own bytes are in front
-    map_fixed_no_replace = 0x100000
+    end = begin + (nbytes + page) // page * page  # malloc has some bytes of its own in front
+    map_fixed_no_replace = 0x100000  # Linux's MAP_FIXED_NOREPLACE, which the module mmap does not name
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed_no_replace
     beside = [library.mmap(place, page, mmap.PROT_READ, flags, -1, 0) for place in (begin - page, end)]
     try:
