@@ -145,13 +145,17 @@ def test_without_a_thread_who_wants_a_slot_reads_it(tmp_path):
 def test_a_wait_for_a_disk_that_does_not_answer_is_told_once_with_the_file(tmp_path, capfd):
     tiers = Tiers([tmp_path], slots=1, by_hand=False)
     save_all(tiers, range(3))
-    testing.set_wait_limits(slice_ms=1, until_told_ms=20)
+    testing.set_wait_limits(slice_ms=1, until_told_ms=200)
     testing.hold_next_io("pread")
+    told, deadline = "", time.monotonic() + 30
     with in_thread(lambda: tiers.load(0)) as loaded:
-        time.sleep(0.2)
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+            told += capfd.readouterr().err
+        time.sleep(0.3)
         testing.release_held_io("pread")
     assert loaded == [bytes(BLOCK)]
-    told = capfd.readouterr().err
+    told += capfd.readouterr().err
     assert told.count("waited") == 1
     assert f"for a saved tensor to be read from the spill file in '{tmp_path}'" in told
 

@@ -167,13 +167,16 @@ def other_threads_go_on(trainer: Trainer) -> None:
 
 
 def told_after_a_while(trainer: Trainer) -> None:
-    """Once for each wait, on standard error; the test looks at it."""
-    testing.set_wait_limits(slice_ms=5, until_told_ms=50)
+    """Once for each wait, on standard error; the test looks at it.
+
+    The wait for the held read is told after one second. A busy machine makes other waits last some tenths of a second.
+    """
+    testing.set_wait_limits(slice_ms=5, until_told_ms=1000)
     x = trainer.leaf()
     with trainer.context():
         y = trainer.forward(x)
-    threading.Timer(0.3, testing.release_held_io, ("pread",)).start()
     testing.hold_next_io("pread")
+    threading.Timer(2.5, testing.release_held_io, ("pread",)).start()
     assert torch.equal(torch.autograd.grad(y, x)[0], trainer.expected)
 
 
