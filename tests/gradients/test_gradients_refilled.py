@@ -54,7 +54,8 @@ def _empty_and_allocate(tensor: torch.Tensor, *, anywhere: bool = False) -> None
     storage.resize_(0)
     with _hole_of_its_own(address, nbytes) if nbytes > 1 << 24 else contextlib.nullcontext():
         for _ in range(512):  # until the allocator gives the address again: holes that lie higher come first
-            others.append(torch.empty(nbytes, dtype=torch.uint8, device=tensor.device))
+            # A storage of its own stays untouched: deterministic algorithms fill what torch.empty returns.
+            others.append(torch.UntypedStorage(nbytes, device=tensor.device))
             if others[-1].data_ptr() == address:
                 break
         others.pop()
