@@ -416,7 +416,7 @@ class _Planner:
             again = [groups[place] for place in choice.again if groups[place].number not in self._joint.again]
             again = [group for group in again if group.maker.target is not operator.getitem]
             pieces.append(PiecePlan(
-                # Dynamo's names of the model: that of a method's instance, and that of a module that it compiles itself.
+                # The model is "self" of a method to Dynamo, or "fn" if it compiles the module's call.
                 shape.piece.name.removeprefix("L.self.").removeprefix("L.fn."),
                 sum(groups[place].nbytes for place in choice.kept) + choice.way.input_bytes - moved_bytes,
                 moved_bytes,

@@ -201,7 +201,9 @@ class PlanNotes:
     @property
     def all_plans(self) -> tuple[GraphPlan, ...]:
         """The plans of all compilations."""
-        return tuple(plan for each in self._frames.values() for compilation in each.values() for plan in compilation.plans)
+        return tuple(
+            plan for each in self._frames.values() for compilation in each.values() for plan in compilation.plans
+        )
 
     def lines(self) -> list[str]:
         """Return the lines of a report on the plans."""
@@ -219,6 +221,9 @@ class PlanOfCachedGraph:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plan_from_cache, (self._plan,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlanOfCachedGraph":
+        return self  # a copy is no search
 
 
 @dataclass
