@@ -26,7 +26,7 @@ from models import Block, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import joint_plan, planned
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
-from torchoffload._compile.planned import Lookup, Memory, PlanNotes, PlanOfCachedGraph, note_lookup
+from torchoffload._compile.planned import Lookup, Memory, PlanNotes, PlansOfCachedGraph, note_lookup
 from torchoffload._fit.machine.link import LinkRates
 
 PROGRAM = Path(__file__).parent.parent / "support" / "planned_graph_program.py"
@@ -561,7 +561,7 @@ def test_of_the_graphs_that_were_read_from_the_cache_the_last_one_counts():
         notes.note(noted_plan(10))  # as of another part of a graph that DDP cuts
         note_lookup(Lookup(notes.memory, in_context=False, notes=notes))
         for peak_bytes in (11, 12):
-            read = pickle.loads(pickle.dumps(PlanOfCachedGraph(noted_plan(peak_bytes))))
+            read = pickle.loads(pickle.dumps(PlansOfCachedGraph((noted_plan(peak_bytes),))))
         assert copy.deepcopy(read) is read
     assert [plan.predicted_peak_bytes for plan in notes.plans] == [10, 12]
     pickle.loads(pickle.dumps(read))

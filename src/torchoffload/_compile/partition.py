@@ -193,7 +193,7 @@ def _planned_partition(
     notes: "PlanNotes | None", **keywords: Any,
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
-    from torchoffload._compile.planned import PlanOfCachedGraph, note_plan, room
+    from torchoffload._compile.planned import PlansOfCachedGraph, note_plan, room
 
     if (difference := _difference_for_plans()) is not None:
         _warn_of(difference)
@@ -205,7 +205,8 @@ def _planned_partition(
         note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
         metadata = _graph_metadata()
         if metadata is not None:
-            metadata.torchoffload_plan = PlanOfCachedGraph(chooser.plan)
+            former = getattr(metadata, "torchoffload_plans", PlansOfCachedGraph(()))
+            metadata.torchoffload_plans = PlansOfCachedGraph((*former.plans, chooser.plan))
     return graphs, chooser.plan
 
 

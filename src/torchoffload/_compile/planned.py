@@ -24,7 +24,7 @@ __all__ = [
     "Lookup",
     "Memory",
     "PlanNotes",
-    "PlanOfCachedGraph",
+    "PlansOfCachedGraph",
     "checked_memory",
     "device_rates",
     "note_lookup",
@@ -173,8 +173,8 @@ class PlanNotes:
         # By the frame and its compilation, as for arguments of other sizes.
         self._frames: dict[Any, dict[Any, _Compilation]] = {}
 
-    def note(self, plan: GraphPlan, *, instead_of: GraphPlan | None = None) -> None:
-        """Take notice of a plan; ``instead_of``: the one that this graph was taken to have."""
+    def note(self, plan: GraphPlan) -> None:
+        """Take notice of a plan."""
         from torch._guards import CompileContext
 
         trace = CompileContext.current_trace_id()
@@ -185,13 +185,18 @@ class PlanNotes:
         compilation = compilations.get(identity)
         if compilation is None or compilation.attempt != attempt:  # of a former attempt nothing is left
             compilation = compilations[identity] = _Compilation(attempt)
-        compilation.plans[:] = [each for each in compilation.plans if each is not instead_of]
         compilation.plans.append(plan)
         self._frames[frame] = compilations
         if len(compilations) > _MOST_COMPILATIONS:
             del compilations[next(iter(compilations))]
         while len(self._frames) > _MOST_FRAMES:
             del self._frames[next(iter(self._frames))]
+
+    def forget(self, plans: tuple[GraphPlan, ...]) -> None:
+        """Forget plans that no graph follows."""
+        for compilations in self._frames.values():
+            for compilation in compilations.values():
+                compilation.plans[:] = [plan for plan in compilation.plans if not any(plan is each for each in plans)]
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
@@ -213,16 +218,22 @@ class PlanNotes:
 _noted: dict[Memory, PlanNotes] = {}  # of all graphs that were compiled in this process
 
 
-class PlanOfCachedGraph:
-    """A plan that PyTorch keeps in its cache beside the graph, and that is noted as it comes out of there."""
+class PlansOfCachedGraph:
+    """The plans that PyTorch keeps in its cache beside a graph, and that are noted as they come out of there.
 
-    def __init__(self, plan: GraphPlan) -> None:
-        self._plan = without_nodes(plan)
+    Parameters
+    ----------
+    plans : tuple of GraphPlan
+        Those of the regions that are compiled inside of the graph as one, if there are any, and of the graph.
+    """
+
+    def __init__(self, plans: tuple[GraphPlan, ...]) -> None:
+        self.plans = tuple(without_nodes(plan) for plan in plans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plan_from_cache, (self._plan,)
+        return _plans_from_cache, (self.plans,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PlanOfCachedGraph":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlansOfCachedGraph":
         return self  # a copy is no search
 
 
@@ -238,14 +249,14 @@ class Lookup:
         Whether the graph is compiled inside of a context.
     notes : PlanNotes or None
         Told of the plan in place of warnings.
-    found : GraphPlan or None
-        The plan of the latest graph that was read. PyTorch may read several, for arguments of other sizes.
+    found : tuple of GraphPlan
+        The plans of the latest graph that was read. PyTorch may read several, for arguments of other sizes.
     """
 
     memory: Memory
     in_context: bool
     notes: PlanNotes | None
-    found: GraphPlan | None = None
+    found: tuple[GraphPlan, ...] = ()
 
 
 class _Lookups(threading.local):
@@ -260,14 +271,18 @@ def note_lookup(lookup: Lookup | None) -> None:
     _lookups.latest = lookup
 
 
-def _plan_from_cache(plan: GraphPlan) -> PlanOfCachedGraph:
+def _plans_from_cache(plans: tuple[GraphPlan, ...]) -> PlansOfCachedGraph:
     from torch._guards import CompileContext
 
     lookup = _lookups.latest
     if lookup is not None and CompileContext.current_trace_id() is not None:
-        note_plan(lookup.memory, plan, in_context=lookup.in_context, notes=lookup.notes, instead_of=lookup.found)
-        lookup.found = plan
-    return PlanOfCachedGraph(plan)
+        for notes in (lookup.notes, _noted.get(lookup.memory)):
+            if notes is not None:
+                notes.forget(lookup.found)
+        for plan in plans:
+            note_plan(lookup.memory, plan, in_context=lookup.in_context, notes=lookup.notes)
+        lookup.found = plans
+    return PlansOfCachedGraph(plans)
 
 
 def without_nodes(plan: GraphPlan) -> GraphPlan:
@@ -275,13 +290,10 @@ def without_nodes(plan: GraphPlan) -> GraphPlan:
     return plan if plan.saved is None else replace(plan, saved=None)
 
 
-def note_plan(
-    memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None, instead_of: GraphPlan | None = None
-) -> None:
+def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None) -> None:
     """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together.
 
     ``in_context``: whether the graph was compiled inside of a context. ``notes``: told of it in place of warnings.
-    ``instead_of``: the plan that this graph was taken to have.
     """
     plan = without_nodes(plan)
     own = _noted.pop(memory, None) or PlanNotes(memory)
@@ -289,9 +301,9 @@ def note_plan(
     while len(_noted) > _MOST_FRAMES:
         del _noted[next(iter(_noted))]
     former_count = len(own.plans)
-    own.note(plan, instead_of=instead_of)
+    own.note(plan)
     if notes is not None:
-        notes.note(plan, instead_of=instead_of)
+        notes.note(plan)
         return
     if not plan.fits:
         warn_user(
