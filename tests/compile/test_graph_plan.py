@@ -1,7 +1,11 @@
 """compile_options(memory=...): what a graph keeps, moves and computes again, as planned when it is compiled."""
 
+import contextlib
+import copy
 import functools
+import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._guards import CompileContext, CompileId, compile_context
 
 import torchoffload
 from devices import Device
@@ -21,6 +26,7 @@ from models import Block, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import joint_plan, planned
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
+from torchoffload._compile.planned import Lookup, Memory, PlanNotes, PlansOfCachedGraph, note_lookup
 from torchoffload._fit.machine.link import LinkRates
 
 PROGRAM = Path(__file__).parent.parent / "support" / "planned_graph_program.py"
@@ -497,18 +503,66 @@ def test_wrong_arguments_are_refused_at_once(given: dict, error: type):
 # ---- caches ----
 
 
-def test_the_plan_is_a_part_of_the_cache_key(tmp_path: Path):
-    """A second process with the same memory partitions nothing."""
+def trained_with_cache(directory: Path, way: str, memory: int) -> dict[str, Any]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), way, str(memory)]
+    found: dict[str, Any] = json.loads(subprocess.check_output(command, env=environment, text=True))
+    return found
 
-    def trained(memory: int) -> tuple[str, int]:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", str(PROGRAM), str(memory)]
-        digest, count = subprocess.check_output(command, env=environment, text=True).split()
-        return digest, int(count)
 
-    first, again = trained(1), trained(1)
-    assert first[1] == 1
-    assert again == (first[0], 0)
+@pytest.mark.parametrize(
+    ("way", "memory", "phase"), [("options", 1, ""), ("fit", 1 << 20, "compiled"), ("fit", 6000, "least memory")]
+)
+def test_a_second_process_partitions_nothing_and_knows_the_plan(way: str, memory: int, phase: str, tmp_path: Path):
+    first, again = (trained_with_cache(tmp_path, way, memory) for _ in range(2))
+    assert first["partitioned"] == 1
+    assert [line.partition(":")[0].strip() for line in first["report"][-2:]] == ["outside of blocks", "0 to 1"]
+    assert first["phase"] == phase
+    assert again == {**first, "partitioned": 0}
+
+
+def test_the_plan_is_a_part_of_the_cache_key():
     given = [{}, {"memory": 1}, {"memory": 2}, {"memory": 2, "graphs": 2}]
     keys = {torchoffload.compile_options(**each)["custom_partitioner_fn"].uuid() for each in given}
     assert len(keys) == len(given)
+
+
+# ---- notes ----
+
+
+def noted_plan(peak_bytes: int) -> GraphPlan:
+    return GraphPlan((), None, {}, 1.0, peak_bytes, 1.0, peak_bytes, 0, 0, fits=True)
+
+
+@contextlib.contextmanager
+def compilation(number: int, *, attempt: int = 0) -> Iterator[None]:
+    context = CompileContext(CompileId(frame_id=number, frame_compile_id=0))
+    context.attempt = attempt
+    with compile_context(context):
+        yield
+
+
+def test_of_an_attempt_that_dynamo_gave_up_no_plan_is_left():
+    notes = PlanNotes(Memory(1))
+    with compilation(1):
+        notes.note(noted_plan(10))
+        notes.note(noted_plan(11))
+    with compilation(1, attempt=1):
+        notes.note(noted_plan(12))
+    with compilation(2):
+        notes.note(noted_plan(13))
+    assert [plan.predicted_peak_bytes for plan in notes.all_plans] == [12, 13]
+
+
+def test_of_the_graphs_that_were_read_from_the_cache_the_last_one_counts():
+    """PyTorch reads graphs until one has the right guards."""
+    notes = PlanNotes(Memory(1))
+    with compilation(1):
+        notes.note(noted_plan(10))  # as of another part of a graph that DDP cuts
+        note_lookup(Lookup(notes.memory, in_context=False, notes=notes))
+        for peak_bytes in (11, 12):
+            read = pickle.loads(pickle.dumps(PlansOfCachedGraph((noted_plan(peak_bytes),))))
+        assert copy.deepcopy(read) is read
+    assert [plan.predicted_peak_bytes for plan in notes.plans] == [10, 12]
+    pickle.loads(pickle.dumps(read))
+    assert len(notes.plans) == 2, "nothing is compiled"

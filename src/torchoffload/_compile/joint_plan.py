@@ -77,7 +77,7 @@ class PiecePlan:
     Attributes
     ----------
     name : str
-        The path of its block; empty for the operators before and behind the blocks.
+        The path of its block in the model; empty for the operators before and behind the blocks.
     kept_bytes, moved_bytes : int
         The bytes that stay on the device, and those that move.
     again : tuple of str
@@ -416,7 +416,8 @@ class _Planner:
             again = [groups[place] for place in choice.again if groups[place].number not in self._joint.again]
             again = [group for group in again if group.maker.target is not operator.getitem]
             pieces.append(PiecePlan(
-                shape.piece.name,
+                # The model is "self" of a method to Dynamo, or "fn" if it compiles the module's call.
+                shape.piece.name.removeprefix("L.self.").removeprefix("L.fn."),
                 sum(groups[place].nbytes for place in choice.kept) + choice.way.input_bytes - moved_bytes,
                 moved_bytes,
                 tuple(str(group.maker.target).removeprefix("aten.") for group in again),

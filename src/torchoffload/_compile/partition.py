@@ -169,12 +169,31 @@ def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
             yield value
 
 
+def _graph_metadata() -> Any:
+    """Return AOTAutograd's description of the graph that is being partitioned, which its cache keeps with the graph.
+
+    PyTorch hands it to no partitioner: it is a variable of the function that calls one. None: there is none where it
+    is known, and a graph that comes out of the cache has no plan in ``report()``.
+    """
+    try:
+        from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+    except ImportError:
+        return None
+    frame = inspect.currentframe()
+    while frame is not None:
+        metadata = frame.f_locals.get("fw_metadata")
+        if isinstance(metadata, ViewAndMutationMeta):
+            return metadata
+        frame = frame.f_back
+    return None
+
+
 def _planned_partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, memory: "Memory", options: OffloadOptions | None,
     notes: "PlanNotes | None", **keywords: Any,
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
-    from torchoffload._compile.planned import note_plan, room
+    from torchoffload._compile.planned import PlansOfCachedGraph, note_plan, room
 
     if (difference := _difference_for_plans()) is not None:
         _warn_of(difference)
@@ -184,6 +203,10 @@ def _planned_partition(
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
         note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
+        metadata = _graph_metadata()
+        if metadata is not None:
+            former = getattr(metadata, "torchoffload_plans", PlansOfCachedGraph(()))
+            metadata.torchoffload_plans = PlansOfCachedGraph((*former.plans, chooser.plan))
     return graphs, chooser.plan
 
 
@@ -302,7 +325,11 @@ def _partitioner_class() -> type:
 
         def uuid(self) -> str:
             """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
+            from torchoffload._compile.planned import Lookup, note_lookup
+
             options = _context_options() if not _captures_cuda_graphs() else None
+            in_context = _context_options() is not None
+            note_lookup(None if self._memory is None else Lookup(self._memory, in_context, self._notes))
             moves = None if options is None else _moves(options, by_inductor=True)
             return f"torchoffload {_sources()} {moves!r}{_plan_key(self._memory, options)}"
 

@@ -1,9 +1,10 @@
-"""The plans for compiled graphs that were made in this process: their inputs, and the lines of report() about them."""
+"""The plans for the compiled graphs of this process: their inputs, and the lines of report() about them."""
 
 import functools
 import math
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from torchoffload._observe.units import human_bytes
 from torchoffload._warnings import warn_user
 
 __all__ = [
+    "Lookup",
     "Memory",
     "PlanNotes",
+    "PlansOfCachedGraph",
     "checked_memory",
     "device_rates",
+    "note_lookup",
     "note_plan",
     "plan_lines",
     "planned_device",
@@ -144,6 +148,17 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
 # ---- for report() ----
 
 
+@dataclass
+class _Compilation:
+    """The plans of one compilation of a frame: several if PyTorch cuts its graph, as it does under DDP.
+
+    ``attempt``: the number of times that Dynamo began this compilation again.
+    """
+
+    attempt: int
+    plans: list[GraphPlan] = field(default_factory=list)
+
+
 class PlanNotes:
     """The plans for the graphs that were compiled for an amount of memory, for reports.
 
@@ -155,33 +170,45 @@ class PlanNotes:
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        # By the frame and its compilation, as for arguments of other sizes. A compilation has several graphs if PyTorch
-        # cuts its graph, as it does under DDP.
-        self._frames: dict[Any, dict[Any, list[GraphPlan]]] = {}
+        # By the frame and its compilation, as for arguments of other sizes.
+        self._frames: dict[Any, dict[Any, _Compilation]] = {}
 
     def note(self, plan: GraphPlan) -> None:
-        """Take notice of a plan. Its nodes, which would hold the graph, are left out."""
+        """Take notice of a plan."""
         from torch._guards import CompileContext
 
         trace = CompileContext.current_trace_id()
-        frame = None if trace is None else trace.compile_id.frame_id
+        frame, identity, attempt = (None, None, 0)
+        if trace is not None:
+            frame, identity, attempt = trace.compile_id.frame_id, trace.compile_id, trace.attempt
         compilations = {} if trace is None else self._frames.pop(frame, {})
-        compilations.setdefault(trace, []).append(replace(plan, saved=None))
+        compilation = compilations.get(identity)
+        if compilation is None or compilation.attempt != attempt:  # of a former attempt nothing is left
+            compilation = compilations[identity] = _Compilation(attempt)
+        compilation.plans.append(plan)
         self._frames[frame] = compilations
         if len(compilations) > _MOST_COMPILATIONS:
             del compilations[next(iter(compilations))]
         while len(self._frames) > _MOST_FRAMES:
             del self._frames[next(iter(self._frames))]
 
+    def forget(self, plans: tuple[GraphPlan, ...]) -> None:
+        """Forget plans that no graph follows."""
+        for compilations in self._frames.values():
+            for compilation in compilations.values():
+                compilation.plans[:] = [plan for plan in compilation.plans if not any(plan is each for each in plans)]
+
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
         """The plans of the latest compilation of each frame, in the order in which the frames were compiled."""
-        return tuple(plan for each in self._frames.values() for plan in each[next(reversed(each))])
+        return tuple(plan for each in self._frames.values() for plan in each[next(reversed(each))].plans)
 
     @property
     def all_plans(self) -> tuple[GraphPlan, ...]:
         """The plans of all compilations."""
-        return tuple(plan for each in self._frames.values() for plans in each.values() for plan in plans)
+        return tuple(
+            plan for each in self._frames.values() for compilation in each.values() for plan in compilation.plans
+        )
 
     def lines(self) -> list[str]:
         """Return the lines of a report on the plans."""
@@ -191,11 +218,84 @@ class PlanNotes:
 _noted: dict[Memory, PlanNotes] = {}  # of all graphs that were compiled in this process
 
 
-def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None = None) -> None:
+class PlansOfCachedGraph:
+    """The plans that PyTorch keeps in its cache beside a graph, and that are noted as they come out of there.
+
+    Parameters
+    ----------
+    plans : tuple of GraphPlan
+        Those of the regions that are compiled inside of the graph as one, if there are any, and of the graph.
+    """
+
+    def __init__(self, plans: tuple[GraphPlan, ...]) -> None:
+        self.plans = tuple(without_nodes(plan) for plan in plans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plans_from_cache, (self.plans,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlansOfCachedGraph":
+        return self  # a copy is no search
+
+
+@dataclass
+class Lookup:
+    """A search for a graph in PyTorch's cache.
+
+    Attributes
+    ----------
+    memory : Memory
+        The memory that the graph was planned for.
+    in_context : bool
+        Whether the graph is compiled inside of a context.
+    notes : PlanNotes or None
+        Told of the plan in place of warnings.
+    found : tuple of GraphPlan
+        The plans of the latest graph that was read. PyTorch may read several, for arguments of other sizes.
+    """
+
+    memory: Memory
+    in_context: bool
+    notes: PlanNotes | None
+    found: tuple[GraphPlan, ...] = ()
+
+
+class _Lookups(threading.local):
+    latest: Lookup | None = None
+
+
+_lookups = _Lookups()
+
+
+def note_lookup(lookup: Lookup | None) -> None:
+    """Take notice of the search in PyTorch's cache that this thread begins; None if the graph has no plan."""
+    _lookups.latest = lookup
+
+
+def _plans_from_cache(plans: tuple[GraphPlan, ...]) -> PlansOfCachedGraph:
+    from torch._guards import CompileContext
+
+    lookup = _lookups.latest
+    if lookup is not None and CompileContext.current_trace_id() is not None:
+        for notes in (lookup.notes, _noted.get(lookup.memory)):
+            if notes is not None:
+                notes.forget(lookup.found)
+        for plan in plans:
+            note_plan(lookup.memory, plan, in_context=lookup.in_context, notes=lookup.notes)
+        lookup.found = plans
+    return PlansOfCachedGraph(plans)
+
+
+def without_nodes(plan: GraphPlan) -> GraphPlan:
+    """Return a plan without the nodes of its graph, which would hold the graph."""
+    return plan if plan.saved is None else replace(plan, saved=None)
+
+
+def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanNotes | None) -> None:
     """Take notice of a plan that is followed, and warn if the graphs of a step do not fit together.
 
     ``in_context``: whether the graph was compiled inside of a context. ``notes``: told of it in place of warnings.
     """
+    plan = without_nodes(plan)
     own = _noted.pop(memory, None) or PlanNotes(memory)
     _noted[memory] = own
     while len(_noted) > _MOST_FRAMES:
@@ -223,7 +323,7 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanN
 
 def _piece_text(pieces: list[PiecePlan]) -> str:
     first, last = pieces[0], pieces[-1]
-    name = first.name.removeprefix("L.self.") or "outside of blocks"
+    name = first.name or "outside of blocks"
     if len(pieces) > 1:
         name += f" to {last.name.rpartition('.')[2]}"
     text = f"{name}: {human_bytes(first.kept_bytes)} kept, {human_bytes(first.moved_bytes)} moved"

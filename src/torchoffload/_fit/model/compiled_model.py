@@ -164,7 +164,7 @@ class CompiledModel:
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
-        """The plans of the graphs that were compiled; none if all of them came out of inductor's caches."""
+        """The plans of the graphs that were compiled, or that came out of PyTorch's cache."""
         return () if self._graphs is None else self._graphs.plans
 
     @property
@@ -372,7 +372,7 @@ class CompiledModel:
         return Progress(
             model_name=self.model_name,
             block_count=len(pieces),
-            names=tuple(piece.name.removeprefix("L.self.") for piece in pieces),
+            names=tuple(piece.name for piece in pieces),
             phase=self.phase,
             phase_step=self._steps + 1,
             recomputed_count=sum(bool(piece.again) for piece in pieces) if is_planned else None,
@@ -396,7 +396,7 @@ class CompiledModel:
             f"beside them, and {self.budget.margin:.0%} are left for fragmentation"
         )
         if not graphs.plans:
-            lines.append("  No graph was planned in this process: inductor's caches had them, or none is compiled yet.")
+            lines.append("  No graph is compiled yet, or PyTorch's cache does not tell its plan.")
         return "\n".join([*lines, *graphs.lines(), *notes])
 
 
@@ -405,7 +405,7 @@ def _have_outgrown(graphs: PlannedGraphs, nbytes: int, call_count: int) -> bool:
     plans = graphs.all_plans
     if not all(plan.fits for plan in plans):  # nothing takes less
         return False
-    if not plans:  # those of inductor's caches are not known
+    if not plans:  # no graph is compiled yet, or PyTorch's cache does not tell the plan of one
         return nbytes < graphs.nbytes or call_count > graphs.graphs
     more = max(0, call_count - graphs.graphs)
     return max(plan.predicted_peak_bytes + more * plan.other_bytes for plan in plans) > nbytes
