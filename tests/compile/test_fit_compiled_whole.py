@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import torchoffload
 from models import Block, TinyGpt
+from simulated_allocator import SimulatedAllocator, SimulatedMeter
 from torchoffload._compile import planned
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._fit.model import compiled_model
@@ -167,6 +168,58 @@ def test_if_no_plan_moves_anything_only_the_first_call_is_in_a_context(tmp_path:
         train(fitted, steps=1)
         assert torchoffload.stats().bytes_offloaded == 0
         assert handle.plan.moved_bytes == 0
+
+
+def steps_on_full_device(memory: int, device_bytes: int) -> tuple[torchoffload.Fitted, list[int]]:
+    """Steps with an optimizer on a simulated device of a given size, and the most bytes of each."""
+    model, data = gpt(3), batch()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    allocator = SimulatedAllocator(cap_bytes=device_bytes)
+    allocator.hold([*model.parameters(), *data])
+    peaks = []
+    with pytest.MonkeyPatch.context() as patch, allocator:
+        patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(allocator))
+        fitted = compiled(model)
+        handle = torchoffload.fit(fitted, memory, move=False)
+        for _ in range(3):
+            allocator.peak_bytes = allocator.allocated_bytes
+            fitted(*data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(allocator.peak_bytes)
+    return handle, peaks
+
+
+@pytest.mark.filterwarnings("error:torchoffload")
+def test_a_full_device_is_not_exceeded():
+    """Where blocks are computed again, inductor's code takes up to an eighth more than predicted."""
+    torch.set_num_threads(1)
+    _, peaks = steps_on_full_device(ROOM, 1 << 50)
+    for share in (0.7, 0.8, 0.9):
+        memory = int(share * max(peaks))
+        torch._dynamo.reset()
+        handle, ours = steps_on_full_device(memory, memory)
+        assert again_count(handle) > 0
+        assert 0.75 * memory < max(ours) <= memory
+        handle.remove()
+
+
+def test_a_least_plan_that_may_be_too_large_is_told_once():
+    model = gpt(1)
+    fitted = compiled(model)
+    handle = torchoffload.fit(fitted, int(1.2 * sum(each.numel() * 4 for each in model.parameters())), move=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted(*batch())
+    (plan,) = handle._driver.plans
+    assert plan.doubt_bytes > 0
+    handle.replan(memory_for(plan.predicted_peak_bytes + plan.doubt_bytes // 2))
+    with pytest.warns(
+        UserWarning, match=r"or up to .* more, by the plan .* If a step runs out of memory, give"
+    ) as told:
+        train(fitted)
+    assert len(told) == 1
+    assert handle.phase == "compiled"
+    assert "(or up to " in handle.report()
 
 
 @pytest.mark.parametrize("lenient", [False, True])

@@ -219,6 +219,10 @@ def test_more_memory_is_never_slower(name: str, rate: float | None, monkeypatch:
     amounts = [least.predicted_peak_bytes + span * part // 8 for part in range(10)]
     found = [plan_graph(joint, room(amount)) for amount in amounts]
     assert all(plan.fits and plan.predicted_peak_bytes <= amount for plan, amount in zip(found, amounts, strict=True))
+    for plan, amount in zip(found, amounts, strict=True):
+        is_least = plan.predicted_peak_bytes == least.predicted_peak_bytes
+        assert is_least or plan.predicted_peak_bytes + plan.doubt_bytes <= amount
+        assert (plan.doubt_bytes > 0) == any(piece.again for piece in plan.pieces)
     times = [plan.predicted_s for plan in found]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(times))
     assert times[-1] == stock.predicted_s == stock.stock_s

@@ -309,7 +309,7 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanN
         warn_user(
             f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
             f"{human_bytes(plan.predicted_peak_bytes)} by the plan of the least memory. Give "
-            f'memory="{amount_text(plan.predicted_peak_bytes)}", or a smaller batch'
+            f'memory="{amount_text(plan.predicted_peak_bytes + plan.doubt_bytes)}", or a smaller batch'
             + ("." if in_context else ", or compile inside of an OffloadActivations, so that values may move.")
         )
     count = len(own.plans)
@@ -355,9 +355,10 @@ def _work(piece: PiecePlan) -> Any:
 def _graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
     """Return the lines on one graph: its plan beside PyTorch's own, and that of each block."""
     others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
+    doubt = f" (or up to {human_bytes(plan.doubt_bytes)} more)" if plan.doubt_bytes else ""
     first = (
         f"  compiled graph {number}{others}, for {human_bytes(memory.nbytes)}: predicted peak "
-        f"{human_bytes(plan.predicted_peak_bytes)}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
+        f"{human_bytes(plan.predicted_peak_bytes)}{doubt}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
         f"{human_bytes(plan.stock_peak_bytes)}, {plan.stock_s * 1e3:.3g} ms"
     )
     return [first, *(f"    {_piece_text(run)}" for run in _runs(plan.pieces))]

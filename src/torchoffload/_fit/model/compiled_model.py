@@ -159,7 +159,7 @@ class CompiledModel:
         self._graph_calls = 1  # of compiled graphs, by one call of the model
         self._counted_shapes = 0  # whose calls of graphs were counted
         self._logged: tuple[GraphPlan, ...] = ()
-        self._was_told = self._is_removed = False
+        self._was_told = self._was_doubted = self._is_removed = False
         set_whole_call(model, _Call(former, self))
 
     @property
@@ -322,26 +322,36 @@ class CompiledModel:
             )
 
     def tell_unfit(self, error: BaseException | None = None) -> None:
-        """Raise or warn, once, if no plan of a graph fits.
+        """Raise or warn, once, if no plan of a graph fits, and warn, once, if that is in doubt.
 
         Parameters
         ----------
         error : BaseException, optional
             The error by which the call has ended.
         """
-        if self._was_told or self.phase is not Phase.LEAST:
+        graphs, plans = self._graphs, self.plans
+        if graphs is None or not plans:
             return
-        self._was_told = True
-        assert self._graphs is not None
-        peak_bytes = max(plan.predicted_peak_bytes for plan in self.plans)
-        needed_bytes = int((peak_bytes + self._outside_bytes) / (1 - self.budget.margin) * 1.01)
+        largest = max(plans, key=lambda plan: plan.predicted_peak_bytes + plan.doubt_bytes)
+        most_bytes = largest.predicted_peak_bytes + largest.doubt_bytes
+        fits = self.phase is not Phase.LEAST
+        if most_bytes <= graphs.nbytes or self._was_told or (fits and self._was_doubted):
+            return
+        self._was_told, self._was_doubted = not fits, True
+        needed_bytes = int((most_bytes + self._outside_bytes) / (1 - self.budget.margin) * 1.01)
+        taken = human_bytes(largest.predicted_peak_bytes)
+        taken += f", or up to {human_bytes(largest.doubt_bytes)} more," if largest.doubt_bytes else ""
         message = (
-            f"The graphs of {self.model_name}, which was compiled as a whole, take {human_bytes(peak_bytes)} by the "
-            f"plan of the least memory, and {human_bytes(self._graphs.nbytes)} of {self.budget.limit} are left for "
-            f'them. Give memory="{amount_text(needed_bytes)}", or a smaller batch'
+            f"The graphs of {self.model_name}, which was compiled as a whole, take {taken} by the "
+            f"plan of the least memory, and {human_bytes(graphs.nbytes)} of {self.budget.limit} are left for "
+            f"them. {'If a step runs out of memory, give' if fits else 'Give'} "
+            f'memory="{amount_text(needed_bytes)}", or a smaller batch'
             + ("." if self._options.move else ", or let tensors move: move=True.")
         )
         self.notes.append(message)
+        if fits:
+            warn_user(f"torchoffload: fit: {message}")
+            return
         if self.is_lenient:
             warn_user(f"torchoffload: fit: {message} It runs in the least memory.")
             return
@@ -352,7 +362,7 @@ class CompiledModel:
         self.budget.give(memory_bytes)
         self._graphs = None
         self._compile_count = 0
-        self._was_told = False
+        self._was_told = self._was_doubted = False
 
     def remove(self) -> None:
         """Put the former compiled function back."""
@@ -408,7 +418,13 @@ def _have_outgrown(graphs: PlannedGraphs, nbytes: int, call_count: int) -> bool:
     if not plans:  # no graph is compiled yet, or PyTorch's cache does not tell the plan of one
         return nbytes < graphs.nbytes or call_count > graphs.graphs
     more = max(0, call_count - graphs.graphs)
-    return max(plan.predicted_peak_bytes + more * plan.other_bytes for plan in plans) > nbytes
+    return any(_most_bytes(plan, graphs.nbytes) + more * plan.other_bytes > nbytes for plan in plans)
+
+
+def _most_bytes(plan: GraphPlan, nbytes: int) -> int:
+    """Return the peak of a plan that was made for so many bytes, with its doubt unless no plan takes less."""
+    most_bytes = plan.predicted_peak_bytes + plan.doubt_bytes
+    return most_bytes if most_bytes <= nbytes else plan.predicted_peak_bytes
 
 
 def _graph_calls_behind(output: Any) -> int:
