@@ -1,5 +1,5 @@
-// An allocator of the CPU's memory that counts what is allocated, for tests that take the CPU for a device of a given
-// size. It sees what operators allocate whoever calls them, also those that no mode is shown.
+// Allocators of the CPU's memory. One counts what is allocated, for tests that take the CPU for a device of a given size:
+// it sees what operators allocate whoever calls them, also those that no mode is shown. The other one gives memory again.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/csrc/utils/pybind.h>
@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -107,6 +108,74 @@ class CountingAllocator final : public c10::Allocator {
   c10::DeleterFnPtr deleter_ = nullptr;
 };
 
+// Gives the memory that was freed last for the next allocation of as many bytes, as a device's allocator does.
+class RecyclingAllocator final : public c10::Allocator {
+ public:
+  static RecyclingAllocator& instance() {
+    static auto* const leaked = new RecyclingAllocator;  // storages hold a pointer to it
+    return *leaked;
+  }
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    const std::lock_guard lock(mutex_);
+    void* address = nullptr;
+    if (std::vector<void*>& freed = freed_[nbytes]; !freed.empty()) {
+      address = freed.back();
+      freed.pop_back();
+    } else {
+      c10::DataPtr made = former_->allocate(nbytes);
+      TORCH_CHECK(made.get_context() == made.get(), "the CPU's allocator has contexts of its own");
+      address = made.release_context();
+      if (address != nullptr) sizes_[address] = nbytes;
+    }
+    return {address, address, &free_recycled, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_recycled; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+
+  void begin() {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!recycles_, "the CPU's memory is recycled already");
+    recycles_ = true;
+    former_ = c10::GetCPUAllocator();
+    deleter_ = former_->raw_deleter();
+    c10::SetCPUAllocator(this, UINT8_MAX);
+  }
+  void end() {
+    const std::lock_guard lock(mutex_);
+    recycles_ = false;
+    c10::SetCPUAllocator(former_, UINT8_MAX);
+    for (const auto& [nbytes, freed] : freed_) {
+      for (void* const address : freed) release(address);
+    }
+    freed_.clear();
+  }
+
+ private:
+  void release(void* address) {
+    sizes_.erase(address);
+    deleter_(address);
+  }
+  static void free_recycled(void* address) {
+    RecyclingAllocator& self = instance();
+    const std::lock_guard lock(self.mutex_);
+    if (self.recycles_) {
+      self.freed_[self.sizes_.at(address)].push_back(address);
+    } else {
+      self.release(address);
+    }
+  }
+
+  std::mutex mutex_;
+  bool recycles_ = false;
+  std::unordered_map<void*, size_t> sizes_;               // of all memory that is held
+  std::unordered_map<size_t, std::vector<void*>> freed_;  // by its size, the latest last
+  c10::Allocator* former_ = nullptr;
+  c10::DeleterFnPtr deleter_ = nullptr;
+};
+
 template <typename Value>
 void bind_field(py::class_<CountedMemory, std::shared_ptr<CountedMemory>>& bound, const char* name,
                 Value CountedMemory::* field) {
@@ -138,6 +207,8 @@ void bind_allocator_testing(py::module_& module) {
   bind_field(bound, "reserved_bytes", &CountedMemory::reserved_bytes);
   bind_field(bound, "most_reserved_bytes", &CountedMemory::most_reserved_bytes);
   bind_field(bound, "now_s", &CountedMemory::now_s);
+  module.def("begin_recycling", [] { RecyclingAllocator::instance().begin(); });
+  module.def("end_recycling", [] { RecyclingAllocator::instance().end(); });
 }
 
 }  // namespace torchoffload

@@ -3,9 +3,7 @@
 Neither version, nor address, nor size tells of it: only that the memory is another allocation's.
 """
 
-import contextlib
-import ctypes
-import mmap
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,51 +13,38 @@ from devices import Device
 from functions import Save
 from gradients import Run, TestErr, assert_same_gradients
 
+testing = pytest.importorskip("torchoffload._C_testing", reason="it is in the test build alone").testing
 SLOW_BYTES = 1 << 28  # a copy that is under way for a while
 
 
 def _numel(device: Device) -> int:
-    """Of a tensor whose address is given again: a C library does that for what it takes as pages of its own."""
+    """Of a tensor whose copy takes a while."""
     return 1 << 24 if device.name == "disk" else 1024
 
 
-@contextlib.contextmanager
-def _hole_of_its_own(address: int, nbytes: int) -> Iterator[None]:
-    """Map a page on each side of memory that the C library gave back to the system, if nothing is mapped there.
-
-    The system may give another address in a hole that is larger than the memory that is allocated next.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    page = mmap.PAGESIZE
-    begin = address // page * page
-    end = begin + (nbytes + page) // page * page  # malloc has some bytes of its own in front
-    map_fixed_no_replace = 0x100000  # Linux's MAP_FIXED_NOREPLACE, which the module mmap does not name
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed_no_replace
-    beside = [library.mmap(place, page, mmap.PROT_READ, flags, -1, 0) for place in (begin - page, end)]
-    try:
+@pytest.fixture(autouse=True)
+def _addresses_are_given_again(device_under_test: Device) -> Iterator[None]:
+    """As by a device's allocator; that of the CPU's memory may give any address."""
+    if device_under_test.name != "disk":
         yield
-    finally:
-        for place in beside:
-            if place not in (None, ctypes.c_void_p(-1).value):
-                library.munmap(place, page)
+        return
+    testing.begin_recycling()
+    yield
+    gc.collect()
+    testing.end_recycling()
 
 
 def _empty_and_allocate(tensor: torch.Tensor, *, anywhere: bool = False) -> None:
-    """Other memory for the storage, at the address of the first (or `anywhere`), and with none of its bytes."""
+    """Other memory for the storage, at the address of the first (or `anywhere`)."""
     storage, address, others = tensor.untyped_storage(), tensor.data_ptr(), []
     nbytes = storage.nbytes()
     storage.resize_(0)
-    with _hole_of_its_own(address, nbytes) if nbytes > 1 << 24 else contextlib.nullcontext():
-        for _ in range(512):  # until the allocator gives the address again: holes that lie higher come first
-            # A storage of its own stays untouched: deterministic algorithms fill what torch.empty returns.
-            others.append(torch.UntypedStorage(nbytes, device=tensor.device))
-            if others[-1].data_ptr() == address:
-                break
-        others.pop()
-        storage.resize_(nbytes)
+    for _ in range(64):  # until the allocator gives the address again
+        others.append(torch.UntypedStorage(nbytes, device=tensor.device))
+        if others[-1].data_ptr() == address:
+            break
+    others.pop()
+    storage.resize_(nbytes)
     if tensor.data_ptr() != address and not anywhere:
         raise TestErr("the allocator does not give the address again")
 
