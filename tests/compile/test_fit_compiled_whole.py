@@ -5,7 +5,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,38 +170,103 @@ def test_if_no_plan_moves_anything_only_the_first_call_is_in_a_context(tmp_path:
         assert handle.plan.moved_bytes == 0
 
 
-def steps_on_full_device(memory: int, device_bytes: int) -> tuple[torchoffload.Fitted, list[int]]:
-    """Steps with an optimizer on a simulated device of a given size, and the most bytes of each."""
-    model, data = gpt(3), batch()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    allocator = SimulatedAllocator(cap_bytes=device_bytes)
-    allocator.hold([*model.parameters(), *data])
-    peaks = []
-    with pytest.MonkeyPatch.context() as patch, allocator:
-        patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(allocator))
-        fitted = compiled(model)
-        handle = torchoffload.fit(fitted, memory, move=False)
-        for _ in range(3):
-            allocator.peak_bytes = allocator.allocated_bytes
-            fitted(*data).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            peaks.append(allocator.peak_bytes)
-    return handle, peaks
+class FullDevice:
+    """Training on a simulated device of a given size, all of which `fit` is given, with an optimizer's state."""
+
+    def __init__(self, memory: int) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        torch._dynamo.reset()
+        self.model = TinyGpt(3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+        self.allocator = SimulatedAllocator(cap_bytes=memory)
+        self.allocator.hold(list(self.model.parameters()))
+        self.peak_bytes = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(self.allocator))
+            self.compiled = compiled(self.model)
+            self.handle = torchoffload.fit(self.compiled, min(memory, ROOM), move=False)
+
+    def train(self, loop: "Callable[[FullDevice], None]") -> None:
+        with self.allocator:
+            loop(self)
+        self.peak_bytes = self.allocator.peak_bytes
+        self.handle.remove()
+
+    def backward(self, rows: int = 4, tokens: int = 32, calls: int = 1) -> None:
+        data = [torch.randint(64, (rows, tokens)) for _ in range(2)]
+        sum(self.compiled(*data) for _ in range(calls)).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def plain(device: FullDevice) -> None:
+    for _ in range(3):
+        device.backward()
+        device.update()
+
+
+def accumulated(device: FullDevice) -> None:
+    for _ in range(3):
+        device.backward()
+        device.backward()
+        device.update()
+
+
+def a_last_batch_that_is_smaller(device: FullDevice) -> None:
+    for rows in (4, 4, 3, 4, 3, 4):
+        device.backward(rows)
+        device.update()
+
+
+def lengths_that_grow_and_shrink(device: FullDevice) -> None:
+    for tokens in (16, 32, 24, 36, 28, 36):
+        device.backward(tokens=tokens)
+        device.update()
+
+
+def two_calls_before_a_backward(device: FullDevice) -> None:
+    for _ in range(3):
+        device.backward(rows=2, calls=2)
+        device.update()
 
 
 @pytest.mark.filterwarnings("error:torchoffload")
-def test_a_full_device_is_not_exceeded():
-    """Where blocks are computed again, inductor's code takes up to an eighth more than predicted."""
-    torch.set_num_threads(1)
-    _, peaks = steps_on_full_device(ROOM, 1 << 50)
-    for share in (0.7, 0.8, 0.9):
-        memory = int(share * max(peaks))
-        torch._dynamo.reset()
-        handle, ours = steps_on_full_device(memory, memory)
-        assert again_count(handle) > 0
-        assert 0.75 * memory < max(ours) <= memory
-        handle.remove()
+@pytest.mark.parametrize(
+    ("loop", "share"),
+    [
+        (plain, 0.8),
+        (accumulated, 0.8),
+        (a_last_batch_that_is_smaller, 0.8),
+        (lengths_that_grow_and_shrink, 0.8),
+        (two_calls_before_a_backward, 0.9),
+    ],
+)
+def test_a_full_device_is_not_exceeded(loop: Callable[[FullDevice], None], share: float):
+    """Where blocks are computed again, inductor's code takes up to 14% more than predicted."""
+    stock = FullDevice(1 << 50)
+    stock.train(loop)
+    memory = int(share * stock.peak_bytes)
+    ours = FullDevice(memory)
+    ours.train(loop)
+    assert again_count(ours.handle) > 0
+    assert 0.75 * memory < ours.peak_bytes <= memory
+
+
+@pytest.mark.filterwarnings("ignore:torchoffload")
+def test_after_many_compiles_it_is_told_that_a_step_may_not_fit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_model, "_MOST_COMPILES", 1)
+    stock = FullDevice(1 << 50)
+    stock.train(plain)
+    ours = FullDevice(int(0.8 * stock.peak_bytes))
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        pytest.warns(UserWarning, match="was compiled 1 times, and is compiled"),
+    ):
+        ours.train(plain)
+    assert "so a step may run out of memory" in ours.handle.report()
 
 
 def test_a_least_plan_that_may_be_too_large_is_told_once():

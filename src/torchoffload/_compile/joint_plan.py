@@ -119,8 +119,10 @@ class GraphPlan:
         The bytes that the graph holds between its forward and its backward, beside its inputs.
     other_bytes : int
         The bytes that each other graph of the step adds to the peak, if it holds as much as this one.
-    fits : bool
-        Whether the predicted peak is within the memory. With the doubt it is, too, unless no plan takes less.
+    input_bytes : int
+        The bytes of the graph's inputs, which are in its peak.
+    memory_bytes : int
+        The memory that the plan was made for.
     """
 
     pieces: tuple[PiecePlan, ...]
@@ -133,7 +135,18 @@ class GraphPlan:
     stock_peak_bytes: int
     held_bytes: int
     other_bytes: int
-    fits: bool
+    input_bytes: int
+    memory_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the memory."""
+        return self.predicted_peak_bytes <= self.memory_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the peak may be larger than the memory. Then no plan takes less."""
+        return self.predicted_peak_bytes + self.doubt_bytes > self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -448,7 +461,8 @@ class _Planner:
             stock_peak_bytes=stock.peak_bytes,
             held_bytes=self._held_bytes(plan),
             other_bytes=self._other_bytes(plan),
-            fits=candidate.peak_bytes <= self._room.memory_bytes,
+            input_bytes=self._joint.input_bytes,
+            memory_bytes=self._room.memory_bytes,
         )
 
     def _moved(self, plan: StepPlan) -> list[list[fx.Node]]:

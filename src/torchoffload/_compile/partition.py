@@ -311,7 +311,11 @@ def _partitioner_class() -> type:
         """The partitioner of ``compile_options()``."""
 
         def __init__(self, memory: "Memory | None", notes: "PlanNotes | None") -> None:
-            self._memory, self._notes = memory, notes
+            self._own_memory, self._notes = memory, notes
+
+        @property
+        def _memory(self) -> "Memory | None":
+            return self._own_memory if self._notes is None else self._notes.memory
 
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> _Graphs:
             may_move = not _captures_cuda_graphs()
@@ -346,13 +350,21 @@ def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
 
 
 class _PlannedGraphs:
-    """The graphs of a model that ``fit`` compiles; see ``PlannedGraphs`` in ``_fit/model/planned_graphs.py``."""
+    """The graphs of a model that ``fit`` compiles; see ``PlannedGraphs`` in ``_contexts/planned_graphs.py``."""
 
     def __init__(self, nbytes: int, graphs: int) -> None:
         from torchoffload._compile.planned import Memory, PlanNotes
 
-        self.nbytes, self.graphs = nbytes, graphs
+        self.graphs = graphs
         self._notes = PlanNotes(Memory(nbytes, graphs))
+
+    @property
+    def nbytes(self) -> int:
+        return self._notes.memory.nbytes
+
+    @nbytes.setter
+    def nbytes(self, nbytes: int) -> None:
+        self._notes.memory = replace(self._notes.memory, nbytes=nbytes)
 
     @property
     def plans(self) -> "tuple[GraphPlan, ...]":
@@ -362,8 +374,8 @@ class _PlannedGraphs:
     def all_plans(self) -> "tuple[GraphPlan, ...]":
         return self._notes.all_plans
 
-    def lines(self) -> list[str]:
-        return self._notes.lines()
+    def lines(self, first_number: int) -> list[str]:
+        return self._notes.lines(first_number)
 
     def options(self) -> dict[str, Any]:
         """Return the options; none if PyTorch partitions graphs in a way that is not known here."""
@@ -372,7 +384,7 @@ class _PlannedGraphs:
             return {}
         from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
 
-        return {"custom_partitioner_fn": _partitioner_class()(self._notes.memory, self._notes)}
+        return {"custom_partitioner_fn": _partitioner_class()(None, self._notes)}
 
 
 register_planner(_PlannedGraphs)

@@ -210,9 +210,10 @@ class PlanNotes:
             plan for each in self._frames.values() for compilation in each.values() for plan in compilation.plans
         )
 
-    def lines(self) -> list[str]:
-        """Return the lines of a report on the plans."""
-        return [line for number, plan in enumerate(self.plans) for line in _graph_lines(number, self.memory, plan)]
+    def lines(self, first_number: int = 0) -> list[str]:
+        """Return the lines of a report on the plans, whose graphs have numbers from a first one on."""
+        numbered = enumerate(self.plans, first_number)
+        return [line for number, plan in numbered for line in _graph_lines(number, self.memory.graphs, plan)]
 
 
 _noted: dict[Memory, PlanNotes] = {}  # of all graphs that were compiled in this process
@@ -352,12 +353,12 @@ def _work(piece: PiecePlan) -> Any:
     return piece.kept_bytes, piece.moved_bytes, piece.again
 
 
-def _graph_lines(number: int, memory: Memory, plan: GraphPlan) -> list[str]:
+def _graph_lines(number: int, graphs: int, plan: GraphPlan) -> list[str]:
     """Return the lines on one graph: its plan beside PyTorch's own, and that of each block."""
-    others = f", one of {memory.graphs}" if memory.graphs > 1 else ""
+    others = f", one of {graphs}" if graphs > 1 else ""
     doubt = f" (or up to {human_bytes(plan.doubt_bytes)} more)" if plan.doubt_bytes else ""
     first = (
-        f"  compiled graph {number}{others}, for {human_bytes(memory.nbytes)}: predicted peak "
+        f"  compiled graph {number}{others}, for {human_bytes(plan.memory_bytes)}: predicted peak "
         f"{human_bytes(plan.predicted_peak_bytes)}{doubt}, {plan.predicted_s * 1e3:.3g} ms; PyTorch's own plan "
         f"{human_bytes(plan.stock_peak_bytes)}, {plan.stock_s * 1e3:.3g} ms"
     )

@@ -37,7 +37,13 @@ class GraphPlan(Protocol):
     @property
     def other_bytes(self) -> int: ...
     @property
+    def input_bytes(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
     def fits(self) -> bool: ...
+    @property
+    def is_tight(self) -> bool: ...
 
 
 class PlannedGraphs(Protocol):
@@ -46,7 +52,7 @@ class PlannedGraphs(Protocol):
     Attributes
     ----------
     nbytes : int
-        The memory for all graphs of a step.
+        The memory for all graphs of a step. It may change: graphs that are compiled later are planned for it.
     graphs : int
         How many calls of graphs a step has.
     plans : tuple of GraphPlan
@@ -55,8 +61,8 @@ class PlannedGraphs(Protocol):
         Those of all compilations, such as for arguments of other sizes.
     """
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
+
     @property
     def graphs(self) -> int: ...
     @property
@@ -67,8 +73,8 @@ class PlannedGraphs(Protocol):
     def options(self) -> dict[str, Any]:
         """Return the options for ``torch.compile``."""
 
-    def lines(self) -> list[str]:
-        """Return the lines of a report on the plans."""
+    def lines(self, first_number: int) -> list[str]:
+        """Return the lines of a report on the plans, whose graphs have numbers from a first one on."""
 
 
 _Planner = Callable[[int, int], PlannedGraphs]

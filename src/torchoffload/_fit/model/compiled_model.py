@@ -1,10 +1,11 @@
 """A model that was compiled as a whole: its graphs are planned as they are compiled, and no step is surveyed.
 
 ``fit`` compiles such a model anew, with the arguments that it was compiled with and ``compile_options``'s partitioner,
-at its first call with gradients. The former compiled function stays: it runs all calls without gradients, and
-``remove()`` puts it back. The model is compiled once more if so much was allocated after the first step, as by an
-optimizer, that its graphs do not fit beside it, or if a step turns out to call several graphs. Layers of one class may
-have a graph in common, so the calls of graphs are counted in the autograd graph of the output.
+at its first call with gradients, and at the first one of another size. The former compiled function stays: it runs all
+calls without gradients, and ``remove()`` puts it back. The model is compiled once more if so much was allocated after
+the first step, as by an optimizer, that its graphs do not fit beside it, if a step turns out to call several graphs, or
+if a call is too large for a graph. Layers of one class may have a graph in common, so the calls of graphs are counted
+in the autograd graph of the output.
 """
 
 import contextlib
@@ -18,12 +19,13 @@ from torch import nn
 
 from torchoffload._contexts.amounts import amount_text
 from torchoffload._contexts.offload_activations import OffloadActivations
-from torchoffload._contexts.planned_graphs import GraphPlan, PlannedGraphs, planned_graphs
+from torchoffload._contexts.planned_graphs import GraphPlan, planned_graphs
 from torchoffload._devices import Meter
 from torchoffload._fit.machine.operators import unique_bytes
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Phase
+from torchoffload._fit.model.planned_functions import CallSize, PlannedFunction, PlannedFunctions
 from torchoffload._fit.model.progress import Progress, log_phase
 from torchoffload._fit.model.sizes import argument_bytes, tensors_in
 from torchoffload._fit.plan.budget import Budget
@@ -45,8 +47,8 @@ from torchoffload._warnings import warn_user
 
 __all__ = ["CompiledModel", "recompilable"]
 
-_MOST_COMPILES = 3  # for one amount of memory; each may take minutes
-_MOST_SHAPES = 256  # that are remembered
+_MOST_COMPILES = 8  # for one amount of memory; each may take minutes
+_MOST_SIZES = 256  # that are remembered
 _COMPILED_NODE = "CompiledFunctionBackward"  # AOTAutograd's, one for each call of a compiled graph
 
 
@@ -58,7 +60,7 @@ class _Call:
 
     def __init__(self, former: Callable[..., Any], driver: "CompiledModel") -> None:
         self.former, self.driver = former, driver
-        self.planned: Callable[..., Any] | None = None
+        self.calls: weakref.WeakKeyDictionary[PlannedFunction, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a part of another compiled region
@@ -67,16 +69,19 @@ class _Call:
 
 
 def _run(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if call.planned is None or not torch.is_grad_enabled() or is_transformed():
-        return call.former(*args, **kwargs)
     driver = call.driver
+    function = None
+    if torch.is_grad_enabled() and not is_transformed():
+        function = driver.function_for(call, (args, kwargs))
+    if function is None:
+        return call.former(*args, **kwargs)
     try:
-        with driver.context((args, kwargs)):
-            output = call.planned(*args, **kwargs)
+        with driver.context:
+            output = call.calls[function](*args, **kwargs)
     except torch.OutOfMemoryError as error:
         driver.tell_unfit(error)
         raise
-    driver.log_plans()
+    driver.note_plans(function)
     driver.tell_unfit()
     return output
 
@@ -150,22 +155,25 @@ class CompiledModel:
         self._manager = None
         if options.move and not arguments.options.get("triton.cudagraphs", False):
             self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
-        self._graphs: PlannedGraphs | None = None  # None as long as none is to be compiled
-        self._outside_bytes = 0  # the bytes that were allocated beside the graphs, when they were compiled
+        self._functions = PlannedFunctions(arguments.keywords.get("dynamic"))
+        self._room_bytes = self._outside_bytes = 0  # for the graphs that were compiled last, and allocated beside them
+        self._gradient_bytes = 0  # the most that there were as a call began
         self._compile_count = self._all_compiles = 0  # for one amount of memory, and for all of them
         self._steps = 0
         self._open_count = self._most_open_count = 1  # calls of the model before a common backward
-        self._shapes: set[Any] = set()  # of the arguments of calls
+        self._sizes: set[CallSize] = set()  # of the calls since the model was compiled last
+        self._size: CallSize | None = None  # of the present call, if no former one had it
         self._graph_calls = 1  # of compiled graphs, by one call of the model
-        self._counted_shapes = 0  # whose calls of graphs were counted
+        self._counted_sizes = 0  # whose calls of graphs were counted
+        self._has_begun = False  # a call with gradients
         self._logged: tuple[GraphPlan, ...] = ()
-        self._was_told = self._was_doubted = self._is_removed = False
+        self._was_told = self._was_doubted = self._is_limit_told = self._is_removed = False
         set_whole_call(model, _Call(former, self))
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
         """The plans of the graphs that were compiled, or that came out of PyTorch's cache."""
-        return () if self._graphs is None else self._graphs.plans
+        return self._functions.plans
 
     @property
     def phase(self) -> Phase:
@@ -207,12 +215,11 @@ class CompiledModel:
     # ---- calls and steps ----
 
     def call_begins(self, inputs: Any) -> None:
-        """Take notice of a call of the model with gradients, and compile it anew if it is time to."""
+        """Take notice of a call of the model with gradients."""
         self.clock.call_begins(argument_bytes(inputs))
         self._open_count = self._open_count + 1 if self.clock.has_open_calls else 1
         self._most_open_count = max(self._most_open_count, self._open_count)
-        if not self.clock.has_open_calls or self._graphs is None:
-            self._compile_if_due(inputs)
+        self._has_begun = True
 
     def call_raised(self) -> None:
         """Take notice of a call of the model that has raised."""
@@ -221,8 +228,8 @@ class CompiledModel:
     def call_ends(self, output: Any) -> None:
         """Take notice of the model's output."""
         self.clock.call_ends(output)
-        if self._counted_shapes < len(self._shapes):
-            self._counted_shapes = len(self._shapes)
+        if self._counted_sizes < len(self._sizes):
+            self._counted_sizes = len(self._sizes)
             self._graph_calls = max(self._graph_calls, _graph_calls_behind(output))
 
     def step_begins(self, size: int) -> None:
@@ -245,44 +252,98 @@ class CompiledModel:
     # ---- compiling ----
 
     def _outside(self, model: nn.Module, inputs: Any) -> int:
-        """Return the bytes on the device that are neither inputs of the graphs nor made by them."""
-        state = [*model.parameters(), *model.buffers()]
+        """Return the bytes on the device that are neither inputs of the graphs nor made by them.
+
+        Gradients count as many as there ever were: if they are kept for some steps, the optimizer's state comes in a
+        step that begins without them.
+        """
+        grads = [each.grad for each in model.parameters() if each.grad is not None]
         if not self.meter.measures_memory:
-            return unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
-        inside = [each for each in (*state, *tensors_in(inputs)) if each.device == self.meter.device]
-        return max(0, self.meter.counts().allocated_bytes - unique_bytes(inside))
+            gradient_bytes, other_bytes = unique_bytes(grads), 0
+        else:
+            here = self.meter.device
+            gradient_bytes = unique_bytes(each for each in grads if each.device == here)
+            inside = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+            inside_bytes = unique_bytes(each for each in inside if each.device == here)
+            other_bytes = max(0, self.meter.counts().allocated_bytes - inside_bytes - gradient_bytes)
+        self._gradient_bytes = max(self._gradient_bytes, gradient_bytes)
+        return other_bytes + self._gradient_bytes
 
-    def _compile_if_due(self, inputs: Any) -> None:
+    def function_for(self, call: _Call, inputs: Any) -> PlannedFunction | None:
+        """Return the function that runs a call, compiled anew if it is time to; None if no call was told of."""
         model = self.model()
-        if model is None or self._compile_count >= _MOST_COMPILES:
-            return
-        self.budget.share(None, self.meter)
+        if model is None or not self._has_begun:
+            return None
+        size = CallSize.of(inputs)
+        function = self._functions.find(size)
+        self._size = None if size in self._sizes else size
+        if function is not None and torch._C._current_graph_task_id() != -1:  # a checkpoint calls the model again
+            return function
+        if not self.clock.has_open_calls:
+            self.budget.share(None, self.meter)
         outside_bytes = self._outside(model, inputs)
-        nbytes = _rounded(max(1, self.budget.usable_bytes - outside_bytes))
-        graph_count = self._graph_calls * self._most_open_count
-        former = self._graphs
-        if former is not None and not _have_outgrown(former, nbytes, graph_count):
-            return
-        if former is not None and graph_count > former.graphs:
-            self.notes.append(f"a step has {graph_count} calls of graphs, which share the memory: compiled anew")
-        elif former is not None:
-            more = human_bytes(outside_bytes - self._outside_bytes)
-            self.notes.append(f"{more} more were allocated before a step than at the first one: compiled anew")
-        self._compile(model, planned_graphs(nbytes, graph_count), outside_bytes)
+        room_bytes = _rounded(max(1, self.budget.usable_bytes - outside_bytes))
+        # Calls that wait for their backward have allocated what they hold.
+        graph_count = self._graph_calls * max(1, self._most_open_count - self._open_count + 1)
+        why = None if function is None else self._why_anew(function, size, room_bytes, graph_count, outside_bytes)
+        if function is not None and why is not None and self._compile_count >= _MOST_COMPILES:
+            self._tell_of_many_compiles(why)
+            why = None
+        if function is None or why is not None:
+            if why is not None:
+                self.notes.append(f"{why}: compiled anew")
+            self._room_bytes, self._outside_bytes = room_bytes, outside_bytes
+            function = PlannedFunction(planned_graphs(room_bytes, graph_count), size, least_bytes=size.nbytes)
+            call.calls[function] = compile_anew(model, self._arguments, function.graphs.options())
+            self._note_compiled(function)
+        if len(self._sizes) < _MOST_SIZES:
+            self._sizes.add(size)
+        if self._size is not None:
+            function.graphs.nbytes = room_bytes
+            self._functions.mark_dynamic(inputs, function)
+        return function
 
-    def _compile(self, model: nn.Module, graphs: PlannedGraphs, outside_bytes: int) -> None:
-        call = _call_of(model)
-        if call is None:  # the program has compiled the model again, and this fit is over
-            return
-        call.planned = compile_anew(model, self._arguments, graphs.options())
-        self._graphs, self._outside_bytes = graphs, outside_bytes
+    def _why_anew(
+        self, function: PlannedFunction, size: CallSize, room_bytes: int, graph_count: int, outside_bytes: int
+    ) -> str | None:
+        """Return why calls of a function may not fit any more, while others may; None if they fit."""
+        count = max(graph_count, function.graphs.graphs) if self._open_count == 1 else graph_count
+        nbytes = size.nbytes if self._functions.grows(function) else 0
+        if function.needed_bytes(nbytes, count) <= room_bytes:
+            return None
+        if count > function.graphs.graphs:
+            return f"a step has {count} calls of graphs, which share the memory"
+        if function.needed_bytes(0, count) <= room_bytes:
+            return f"a call had arguments of {human_bytes(size.nbytes)}, more than its graph was planned for"
+        if self._open_count > 1:
+            return "a step has several calls of the model before a backward, which share the memory"
+        more = human_bytes(max(0, outside_bytes - self._outside_bytes))
+        return f"{more} more were allocated before a step than at the first one"
+
+    def _note_compiled(self, function: PlannedFunction) -> None:
+        self._functions.put(function)
         self._compile_count += 1
         self._all_compiles += 1
         self._tell_of_limit()
-        self._shapes.clear()
-        self._counted_shapes = 0
-        beside = f", beside {human_bytes(outside_bytes)} that are allocated" if outside_bytes else ""
-        log_phase(self.progress(), f"compiled: its graphs are planned for {human_bytes(graphs.nbytes)}{beside}")
+        self._sizes.clear()
+        self._size = function.size
+        self._counted_sizes = 0
+        beside = f", beside {human_bytes(self._outside_bytes)} that are allocated" if self._outside_bytes else ""
+        log_phase(
+            self.progress(), f"compiled: its graphs are planned for {human_bytes(function.graphs.nbytes)}{beside}"
+        )
+
+    def _tell_of_many_compiles(self, why: str) -> None:
+        """Warn, once, if the model is compiled no more."""
+        if self._is_limit_told:
+            return
+        self._is_limit_told = True
+        message = (
+            f"{self.model_name} was compiled {self._compile_count} times, and is compiled no more: {why}, so a step "
+            "may run out of memory. replan() begins anew."
+        )
+        self.notes.append(message)
+        warn_user(f"torchoffload: fit: {message}")
 
     def _tell_of_limit(self) -> None:
         """Warn, once, if PyTorch may compile the model no more: then it runs without a plan."""
@@ -296,24 +357,26 @@ class CompiledModel:
         self.notes.append(message)
         warn_user(f"torchoffload: fit: {message}")
 
-    def context(self, inputs: Any) -> Any:
-        """Return the context of a call: one that moves if a plan moves anything, or if a graph may be compiled."""
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(inputs))
-        is_new = shapes not in self._shapes
-        if is_new and len(self._shapes) < _MOST_SHAPES:
-            self._shapes.add(shapes)
+    @property
+    def context(self) -> Any:
+        """The context of the present call: one that moves if a plan moves anything, or if a graph may be compiled."""
         plans = self.plans
         if self._manager is None:
             return contextlib.nullcontext()
-        return self._manager if is_new or not plans or any(plan.windows for plan in plans) else contextlib.nullcontext()
+        may_move = self._size is not None or not plans or any(plan.windows for plan in plans)
+        return self._manager if may_move else contextlib.nullcontext()
 
-    def log_plans(self) -> None:
-        """Log the plans that the latest call has made, if it has made any."""
+    def note_plans(self, function: PlannedFunction) -> None:
+        """Take notice of the plans that the present call of a function has made, if it has made any."""
         plans = self.plans
         if len(plans) == len(self._logged) and all(map(operator.is_, plans, self._logged)):
             return
-        self._logged = plans
+        if self._size is not None:
+            function.least_bytes = min(function.least_bytes, self._size.nbytes)
+        former, self._logged = self._logged, plans
         for plan in plans:
+            if any(plan is each for each in former):
+                continue
             peak = human_bytes(plan.predicted_peak_bytes)
             log_phase(
                 self.progress(),
@@ -329,21 +392,19 @@ class CompiledModel:
         error : BaseException, optional
             The error by which the call has ended.
         """
-        graphs, plans = self._graphs, self.plans
-        if graphs is None or not plans:
-            return
-        largest = max(plans, key=lambda plan: plan.predicted_peak_bytes + plan.doubt_bytes)
-        most_bytes = largest.predicted_peak_bytes + largest.doubt_bytes
+        tight = [plan for plan in self.plans if plan.is_tight]
         fits = self.phase is not Phase.LEAST
-        if most_bytes <= graphs.nbytes or self._was_told or (fits and self._was_doubted):
+        if not tight or self._was_told or (fits and self._was_doubted):
             return
+        largest = max(tight, key=lambda plan: plan.predicted_peak_bytes + plan.doubt_bytes)
+        most_bytes = largest.predicted_peak_bytes + largest.doubt_bytes
         self._was_told, self._was_doubted = not fits, True
         needed_bytes = int((most_bytes + self._outside_bytes) / (1 - self.budget.margin) * 1.01)
         taken = human_bytes(largest.predicted_peak_bytes)
         taken += f", or up to {human_bytes(largest.doubt_bytes)} more," if largest.doubt_bytes else ""
         message = (
             f"The graphs of {self.model_name}, which was compiled as a whole, take {taken} by the "
-            f"plan of the least memory, and {human_bytes(graphs.nbytes)} of {self.budget.limit} are left for "
+            f"plan of the least memory, and {human_bytes(largest.memory_bytes)} of {self.budget.limit} are left for "
             f"them. {'If a step runs out of memory, give' if fits else 'Give'} "
             f'memory="{amount_text(needed_bytes)}", or a smaller batch'
             + ("." if self._options.move else ", or let tensors move: move=True.")
@@ -360,9 +421,9 @@ class CompiledModel:
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory: the model is compiled anew at its next call."""
         self.budget.give(memory_bytes)
-        self._graphs = None
-        self._compile_count = 0
-        self._was_told = self._was_doubted = False
+        self._functions.clear()
+        self._compile_count = self._gradient_bytes = 0
+        self._was_told = self._was_doubted = self._is_limit_told = False
 
     def remove(self) -> None:
         """Put the former compiled function back."""
@@ -392,39 +453,26 @@ class CompiledModel:
     def report(self) -> str:
         """Return the report: the plan of each graph, per block."""
         allocator = f"; {self.allocator}" if self.allocator else ""
-        graphs = self._graphs
         lines = [
             f"torchoffload.fit: {self.model_name}, compiled as a whole, within "
             f"{human_bytes(self.budget.memory_bytes)}{allocator}"
         ]
         notes = [f"Note: {note}" for note in self.notes]
-        if graphs is None:
+        functions = self._functions.all
+        if not functions:
             why = self.why_over or "it is made as the model is compiled, at its next call with gradients"
             return "\n".join([*lines, f"  There is no plan yet: {why}.", *notes])
         lines.append(
-            f"  {human_bytes(graphs.nbytes)} are for its graphs: {human_bytes(self._outside_bytes)} were allocated "
+            f"  {human_bytes(self._room_bytes)} are for its graphs: {human_bytes(self._outside_bytes)} were allocated "
             f"beside them, and {self.budget.margin:.0%} are left for fragmentation"
         )
-        if not graphs.plans:
+        if not self.plans:
             lines.append("  No graph is compiled yet, or PyTorch's cache does not tell its plan.")
-        return "\n".join([*lines, *graphs.lines(), *notes])
-
-
-def _have_outgrown(graphs: PlannedGraphs, nbytes: int, call_count: int) -> bool:
-    """Return whether plans do not fit any more, in so much memory and for so many calls, and others may."""
-    plans = graphs.all_plans
-    if not all(plan.fits for plan in plans):  # nothing takes less
-        return False
-    if not plans:  # no graph is compiled yet, or PyTorch's cache does not tell the plan of one
-        return nbytes < graphs.nbytes or call_count > graphs.graphs
-    more = max(0, call_count - graphs.graphs)
-    return any(_most_bytes(plan, graphs.nbytes) + more * plan.other_bytes > nbytes for plan in plans)
-
-
-def _most_bytes(plan: GraphPlan, nbytes: int) -> int:
-    """Return the peak of a plan that was made for so many bytes, with its doubt unless no plan takes less."""
-    most_bytes = plan.predicted_peak_bytes + plan.doubt_bytes
-    return most_bytes if most_bytes <= nbytes else plan.predicted_peak_bytes
+        number = 0
+        for function in functions:
+            lines += function.graphs.lines(number)
+            number += len(function.graphs.plans)
+        return "\n".join([*lines, *notes])
 
 
 def _graph_calls_behind(output: Any) -> int:
