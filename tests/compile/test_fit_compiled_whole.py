@@ -175,7 +175,6 @@ class FullDevice:
 
     def __init__(self, memory: int) -> None:
         torch.manual_seed(0)
-        torch.set_num_threads(1)
         torch._dynamo.reset()
         self.model = TinyGpt(3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
