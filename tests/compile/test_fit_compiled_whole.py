@@ -232,6 +232,14 @@ def two_calls_before_a_backward(device: FullDevice) -> None:
         device.update()
 
 
+def autocast_that_ends(device: FullDevice) -> None:
+    """The graph of the third step is compiled beside the optimizer's state, for calls of the same size."""
+    for number in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=number < 2):
+            device.backward()
+        device.update()
+
+
 @pytest.mark.filterwarnings("error:torchoffload")
 @pytest.mark.parametrize(
     ("loop", "share"),
@@ -241,6 +249,7 @@ def two_calls_before_a_backward(device: FullDevice) -> None:
         (a_last_batch_that_is_smaller, 0.8),
         (lengths_that_grow_and_shrink, 0.8),
         (two_calls_before_a_backward, 0.9),
+        (autocast_that_ends, 0.8),
     ],
 )
 def test_a_full_device_is_not_exceeded(loop: Callable[[FullDevice], None], share: float):
@@ -252,6 +261,35 @@ def test_a_full_device_is_not_exceeded(loop: Callable[[FullDevice], None], share
     ours.train(loop)
     assert again_count(ours.handle) > 0
     assert 0.75 * memory < ours.peak_bytes <= memory
+
+
+def test_the_plan_is_that_of_the_latest_call():
+    """And not the sum of those for all sizes."""
+    fitted = compiled(gpt(2))
+    with torchoffload.fit(fitted, ROOM, move=False) as handle:
+        train(fitted, 1)
+        first, progress = handle.plan, handle._driver.progress()
+        train(fitted, 1, batch(24))
+        assert handle.plan.predicted_s < first.predicted_s
+        assert handle._driver.progress().block_count == progress.block_count
+        train(fitted, 1)
+        assert handle.plan == first
+        assert handle.report().count("compiled graph") == 2
+
+
+def test_a_size_of_one_has_a_graph_of_its_own_and_makes_no_other_one_anew():
+    """Dynamo never makes the size 1 dynamic: larger calls cannot run that graph."""
+    fitted = compiled(gpt(1))
+    least = torchoffload.fit(fitted, ROOM, move=False)
+    train(fitted, 1)
+    memory = memory_for(3 * max(plan.stock_peak_bytes for plan in least._driver.plans))
+    with torchoffload.fit(fitted, memory, move=False) as handle:
+        graphs = compile_count()
+        for rows in (4, 1, 3, 1, 3):
+            data = tuple(each[:rows] for each in batch())
+            train(fitted, 1, data)
+        assert compile_count() == graphs + 3
+        assert "compiled anew" not in handle.report()
 
 
 @pytest.mark.filterwarnings("ignore:torchoffload")

@@ -531,7 +531,7 @@ def test_the_plan_is_a_part_of_the_cache_key():
 
 
 def noted_plan(peak_bytes: int) -> GraphPlan:
-    return GraphPlan((), None, {}, 1.0, peak_bytes, 0, 1.0, peak_bytes, 0, 0, 0, 1 << 40)
+    return GraphPlan((), None, {}, 1.0, peak_bytes, 0, 1.0, peak_bytes, 0, 0, 0, 1 << 40, is_dynamic=False)
 
 
 @contextlib.contextmanager

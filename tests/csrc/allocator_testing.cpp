@@ -31,7 +31,36 @@ struct CountedMemory {
   double now_s = 0;  // goes on with allocations alone
 };
 
-class CountingAllocator final : public c10::Allocator {
+// Takes the place of the CPU's allocator, and has its memory from there.
+class SubstituteAllocator : public c10::Allocator {
+ public:
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+
+ protected:
+  void install() {
+    former_ = c10::GetCPUAllocator();
+    deleter_ = former_->raw_deleter();
+    c10::SetCPUAllocator(this, UINT8_MAX);
+  }
+  void uninstall() { c10::SetCPUAllocator(former_, UINT8_MAX); }
+
+  void* allocate_formerly(size_t nbytes) {
+    c10::DataPtr made = former_->allocate(nbytes);
+    TORCH_CHECK(made.get_context() == made.get(), "the CPU's allocator has contexts of its own");
+    return made.release_context();
+  }
+  void free_formerly(void* address) { deleter_(address); }
+
+  std::mutex mutex_;
+
+ private:
+  c10::Allocator* former_ = nullptr;
+  c10::DeleterFnPtr deleter_ = nullptr;
+};
+
+class CountingAllocator final : public SubstituteAllocator {
  public:
   static CountingAllocator& instance() {
     static auto* const leaked = new CountingAllocator;  // storages hold a pointer to it
@@ -40,30 +69,22 @@ class CountingAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(size_t nbytes) override {
     count(nbytes);
-    c10::DataPtr made = former_->allocate(nbytes);
-    void* const address = made.get();
+    void* const address = allocate_formerly(nbytes);
     if (address != nullptr) {
       const std::lock_guard lock(mutex_);
       sizes_[address] = {nbytes, memory_};
     }
-    TORCH_CHECK(made.get_context() == address, "the CPU's allocator has contexts of its own");
-    static_cast<void>(made.release_context());
     return {address, address, &free_counted, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
-  void copy_data(void* target, const void* source, size_t nbytes) const override {
-    default_copy_data(target, source, nbytes);
-  }
 
   void begin(std::shared_ptr<CountedMemory> memory) {
     TORCH_CHECK(memory_ == nullptr, "the CPU's memory is counted already");
     memory_ = std::move(memory);
-    former_ = c10::GetCPUAllocator();
-    deleter_ = former_->raw_deleter();
-    c10::SetCPUAllocator(this, UINT8_MAX);
+    install();
   }
   void end() {
-    c10::SetCPUAllocator(former_, UINT8_MAX);
+    uninstall();
     const std::lock_guard lock(mutex_);
     memory_ = nullptr;
   }
@@ -98,18 +119,15 @@ class CountingAllocator final : public c10::Allocator {
         self.sizes_.erase(found);
       }
     }
-    self.deleter_(address);
+    self.free_formerly(address);
   }
 
-  std::mutex mutex_;
   std::unordered_map<void*, std::pair<uint64_t, std::shared_ptr<CountedMemory>>> sizes_;
   std::shared_ptr<CountedMemory> memory_;  // what is counted now; null: nothing is
-  c10::Allocator* former_ = nullptr;
-  c10::DeleterFnPtr deleter_ = nullptr;
 };
 
 // Gives the memory that was freed last for the next allocation of as many bytes, as a device's allocator does.
-class RecyclingAllocator final : public c10::Allocator {
+class RecyclingAllocator final : public SubstituteAllocator {
  public:
   static RecyclingAllocator& instance() {
     static auto* const leaked = new RecyclingAllocator;  // storages hold a pointer to it
@@ -123,30 +141,23 @@ class RecyclingAllocator final : public c10::Allocator {
       address = freed.back();
       freed.pop_back();
     } else {
-      c10::DataPtr made = former_->allocate(nbytes);
-      TORCH_CHECK(made.get_context() == made.get(), "the CPU's allocator has contexts of its own");
-      address = made.release_context();
+      address = allocate_formerly(nbytes);
       if (address != nullptr) sizes_[address] = nbytes;
     }
     return {address, address, &free_recycled, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_recycled; }
-  void copy_data(void* target, const void* source, size_t nbytes) const override {
-    default_copy_data(target, source, nbytes);
-  }
 
   void begin() {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK(!recycles_, "the CPU's memory is recycled already");
     recycles_ = true;
-    former_ = c10::GetCPUAllocator();
-    deleter_ = former_->raw_deleter();
-    c10::SetCPUAllocator(this, UINT8_MAX);
+    install();
   }
   void end() {
     const std::lock_guard lock(mutex_);
     recycles_ = false;
-    c10::SetCPUAllocator(former_, UINT8_MAX);
+    uninstall();
     for (const auto& [nbytes, freed] : freed_) {
       for (void* const address : freed) release(address);
     }
@@ -156,7 +167,7 @@ class RecyclingAllocator final : public c10::Allocator {
  private:
   void release(void* address) {
     sizes_.erase(address);
-    deleter_(address);
+    free_formerly(address);
   }
   static void free_recycled(void* address) {
     RecyclingAllocator& self = instance();
@@ -168,12 +179,9 @@ class RecyclingAllocator final : public c10::Allocator {
     }
   }
 
-  std::mutex mutex_;
   bool recycles_ = false;
   std::unordered_map<void*, size_t> sizes_;               // of all memory that is held
   std::unordered_map<size_t, std::vector<void*>> freed_;  // by its size, the latest last
-  c10::Allocator* former_ = nullptr;
-  c10::DeleterFnPtr deleter_ = nullptr;
 };
 
 template <typename Value>

@@ -14,13 +14,16 @@ def size(rows: int, columns: int = 8) -> CallSize:
     return CallSize.of(((torch.empty(rows, columns),), {"labels": [torch.empty(rows)]}))
 
 
-def plan(peak_bytes: int, *, doubt_bytes: int = 0, other_bytes: int = 0, memory_bytes: int = 1000) -> GraphPlan:
-    return GraphPlan((), None, {}, 1.0, peak_bytes, doubt_bytes, 1.0, peak_bytes, 0, other_bytes, 100, memory_bytes)
+def plan(peak_bytes: int, *, doubt_bytes: int = 0, other_bytes: int = 0, is_dynamic: bool = False) -> GraphPlan:
+    return GraphPlan((), None, {}, 1.0, peak_bytes, doubt_bytes, 1.0, peak_bytes, 0, other_bytes, 100, 1000, is_dynamic)
 
 
 def function(made_for: CallSize, *plans: GraphPlan, graphs: int = 1) -> PlannedFunction:
     planned: Any = SimpleNamespace(nbytes=1000, graphs=graphs, plans=plans, all_plans=plans)
-    return PlannedFunction(planned, made_for, made_for.nbytes)
+    made = PlannedFunction(planned, made_for, 1000)
+    assert made.note_plans(made_for) == list(plans)
+    assert made.note_plans(made_for) == []
+    return made
 
 
 def test_the_size_of_a_call_is_that_of_its_tensors():
@@ -36,12 +39,10 @@ def test_other_sizes_have_another_function_unless_the_program_has_chosen(dynamic
     functions.put(first)
     assert functions.find(size(4)) is first
     assert functions.find(size(3)) is (None if dynamic is None else first)
-    assert functions.grows(first) is (dynamic is True)
     if dynamic is None:
         other, later = function(size(3), plan(400)), function(size(6), plan(700))
         functions.put(other)
         assert functions.find(size(2)) is other
-        assert functions.grows(other)
         functions.put(later)
         assert functions.all == [first, later]
         assert functions.find(size(4)) is first
@@ -51,17 +52,28 @@ def test_other_sizes_have_another_function_unless_the_program_has_chosen(dynamic
 
 
 def test_what_a_call_needs():
-    made = function(size(4), plan(500, doubt_bytes=50, other_bytes=20), plan(300))
-    assert made.needed_bytes(0, 1) == made.needed_bytes(made.size.nbytes, 1) == 550
-    assert made.needed_bytes(2 * made.size.nbytes, 1) == 100 + 4 * 450
-    assert made.needed_bytes(0, 3) == 590
-    assert function(size(4), plan(500, other_bytes=20), graphs=3).needed_bytes(0, 1) == 460, (
-        "others hold theirs already"
-    )
-    assert function(size(4), plan(960, doubt_bytes=50)).needed_bytes(0, 1) == 960, "no plan takes less"
-    assert function(size(4), plan(1200)).needed_bytes(0, 1) == 0, "and none fits"
-    assert function(size(4)).needed_bytes(0, 1) == 1000, "the plan is not known"
-    assert function(size(4)).needed_bytes(0, 2) > 1 << 60
+    own, twice = size(4), size(8)
+    made = function(own, plan(500, doubt_bytes=50, other_bytes=20), plan(300))
+    assert made.needed_bytes(own, 1) == made.needed_bytes(twice, 1) == 550, "no larger call can run it"
+    assert made.needed_bytes(own, 3) == 590
+    others_hold_theirs = function(own, plan(500, other_bytes=20), graphs=3)
+    assert others_hold_theirs.needed_bytes(own, 1) == 460
+    assert function(own, plan(960, doubt_bytes=50)).needed_bytes(own, 1) == 960, "no plan takes less"
+    assert function(own, plan(1200)).needed_bytes(own, 1) == 0, "and none fits"
+    assert function(own).needed_bytes(own, 1) == 1000, "the plan is not known"
+    assert function(own).needed_bytes(own, 2) > 1 << 60
+
+
+def test_what_a_larger_call_needs():
+    made = function(size(4), plan(500, doubt_bytes=50, is_dynamic=True), plan(900))
+    assert made.needed_bytes(size(4), 1) == made.needed_bytes(size(2), 1) == 900
+    assert made.needed_bytes(size(8), 1) == 100 + 4 * 450
+    made.graphs.plans = made.graphs.all_plans = (plan(200),)
+    made.note_plans(size(1))
+    made.graphs.plans = made.graphs.all_plans = (plan(200, is_dynamic=True),)
+    assert made.needed_bytes(size(8), 1) == 100 + 4 * 100, "a size of one has a graph of its own"
+    made.note_plans(size(2))
+    assert made.needed_bytes(size(8), 1) == 100 + 16 * 100
 
 
 def test_the_sizes_that_differ_become_dynamic():

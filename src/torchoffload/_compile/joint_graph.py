@@ -584,6 +584,12 @@ class JointGraph:
         values = (value for node in self.group_of for value in _elements(node))
         return all(hint(value.numel()) is not None for value in values)
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether inputs of other sizes may be given to the graph."""
+        values = [value for node in self.placeholders for value in _elements(node)]
+        return any(isinstance(number, torch.SymInt) for value in values for number in value.shape)
+
     def is_planable(self, piece: Piece) -> bool:
         """Return whether anything of a piece may be computed again, beside that which PyTorch does."""
         if not piece.name and len(self.pieces) > 1:

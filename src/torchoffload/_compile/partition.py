@@ -328,12 +328,15 @@ def _partitioner_class() -> type:
             return _partition(gm, joint_inputs, given.pop("num_fwd_outputs"), by_inductor=True, **given)
 
         def uuid(self) -> str:
-            """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches."""
+            """Return the choices that the graphs depend on beside the joint graph, for keys of inductor's caches.
+
+            PyTorch asks for them as it begins to look for a graph in a cache.
+            """
             from torchoffload._compile.planned import Lookup, note_lookup
 
-            options = _context_options() if not _captures_cuda_graphs() else None
-            in_context = _context_options() is not None
-            note_lookup(None if self._memory is None else Lookup(self._memory, in_context, self._notes))
+            given = _context_options()
+            note_lookup(None if self._memory is None else Lookup(self._memory, given is not None, self._notes))
+            options = None if _captures_cuda_graphs() else given
             moves = None if options is None else _moves(options, by_inductor=True)
             return f"torchoffload {_sources()} {moves!r}{_plan_key(self._memory, options)}"
 

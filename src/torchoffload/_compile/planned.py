@@ -306,11 +306,13 @@ def note_plan(memory: Memory, plan: GraphPlan, *, in_context: bool, notes: PlanN
     if notes is not None:
         notes.note(plan)
         return
-    if not plan.fits:
+    if plan.is_tight:
+        most_bytes = plan.predicted_peak_bytes + plan.doubt_bytes
+        more = f", or up to {human_bytes(plan.doubt_bytes)} more," if plan.doubt_bytes else ""
         warn_user(
-            f"torchoffload: {human_bytes(memory.nbytes)} is too little for a compiled graph, which takes "
-            f"{human_bytes(plan.predicted_peak_bytes)} by the plan of the least memory. Give "
-            f'memory="{amount_text(plan.predicted_peak_bytes + plan.doubt_bytes)}", or a smaller batch'
+            f"torchoffload: {human_bytes(memory.nbytes)} {'may be' if plan.fits else 'is'} too little for a compiled "
+            f"graph, which takes {human_bytes(plan.predicted_peak_bytes)}{more} by the plan of the least memory. Give "
+            f'memory="{amount_text(most_bytes)}", or a smaller batch'
             + ("." if in_context else ", or compile inside of an OffloadActivations, so that values may move.")
         )
     count = len(own.plans)

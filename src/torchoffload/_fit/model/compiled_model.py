@@ -9,7 +9,6 @@ in the autograd graph of the output.
 """
 
 import contextlib
-import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,7 +80,7 @@ def _run(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except torch.OutOfMemoryError as error:
         driver.tell_unfit(error)
         raise
-    driver.note_plans(function)
+    driver.note_plans()
     driver.tell_unfit()
     return output
 
@@ -156,17 +155,18 @@ class CompiledModel:
         if options.move and not arguments.options.get("triton.cudagraphs", False):
             self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
         self._functions = PlannedFunctions(arguments.keywords.get("dynamic"))
+        self._latest: PlannedFunction | None = None  # the function that ran last
         self._room_bytes = self._outside_bytes = 0  # for the graphs that were compiled last, and allocated beside them
         self._gradient_bytes = 0  # the most that there were as a call began
         self._compile_count = self._all_compiles = 0  # for one amount of memory, and for all of them
         self._steps = 0
         self._open_count = self._most_open_count = 1  # calls of the model before a common backward
         self._sizes: set[CallSize] = set()  # of the calls since the model was compiled last
-        self._size: CallSize | None = None  # of the present call, if no former one had it
+        self._size = CallSize(())  # of the latest call
+        self._is_new_size = False  # whether no former one had it
         self._graph_calls = 1  # of compiled graphs, by one call of the model
         self._counted_sizes = 0  # whose calls of graphs were counted
         self._has_begun = False  # a call with gradients
-        self._logged: tuple[GraphPlan, ...] = ()
         self._was_told = self._was_doubted = self._is_limit_told = self._is_removed = False
         set_whole_call(model, _Call(former, self))
 
@@ -174,6 +174,10 @@ class CompiledModel:
     def plans(self) -> tuple[GraphPlan, ...]:
         """The plans of the graphs that were compiled, or that came out of PyTorch's cache."""
         return self._functions.plans
+
+    @property
+    def _latest_plans(self) -> tuple[GraphPlan, ...]:
+        return () if self._latest is None else self._latest.graphs.plans
 
     @property
     def phase(self) -> Phase:
@@ -196,8 +200,8 @@ class CompiledModel:
 
     @property
     def plan(self) -> FitPlan | None:
-        """The plan of all graphs together; None before they are compiled."""
-        plans = self.plans
+        """The plan of the graphs of the latest call together; None before they are compiled."""
+        plans = self._latest_plans
         if not plans:
             return None
         pieces = [piece for plan in plans for piece in plan.pieces]
@@ -274,10 +278,11 @@ class CompiledModel:
         model = self.model()
         if model is None or not self._has_begun:
             return None
-        size = CallSize.of(inputs)
+        self._size = size = CallSize.of(inputs)
+        self._is_new_size = size not in self._sizes
         function = self._functions.find(size)
-        self._size = None if size in self._sizes else size
         if function is not None and torch._C._current_graph_task_id() != -1:  # a checkpoint calls the model again
+            self._latest = function
             return function
         if not self.clock.has_open_calls:
             self.budget.share(None, self.meter)
@@ -293,14 +298,15 @@ class CompiledModel:
             if why is not None:
                 self.notes.append(f"{why}: compiled anew")
             self._room_bytes, self._outside_bytes = room_bytes, outside_bytes
-            function = PlannedFunction(planned_graphs(room_bytes, graph_count), size, least_bytes=size.nbytes)
+            function = PlannedFunction(planned_graphs(room_bytes, graph_count), size, room_bytes)
             call.calls[function] = compile_anew(model, self._arguments, function.graphs.options())
             self._note_compiled(function)
         if len(self._sizes) < _MOST_SIZES:
             self._sizes.add(size)
-        if self._size is not None:
-            function.graphs.nbytes = room_bytes
+        if self._is_new_size:
             self._functions.mark_dynamic(inputs, function)
+        function.graphs.nbytes = room_bytes  # a graph may be compiled for the same size, too, as if autocast ends
+        self._latest = function
         return function
 
     def _why_anew(
@@ -308,12 +314,11 @@ class CompiledModel:
     ) -> str | None:
         """Return why calls of a function may not fit any more, while others may; None if they fit."""
         count = max(graph_count, function.graphs.graphs) if self._open_count == 1 else graph_count
-        nbytes = size.nbytes if self._functions.grows(function) else 0
-        if function.needed_bytes(nbytes, count) <= room_bytes:
+        if function.needed_bytes(size, count) <= room_bytes:
             return None
         if count > function.graphs.graphs:
             return f"a step has {count} calls of graphs, which share the memory"
-        if function.needed_bytes(0, count) <= room_bytes:
+        if function.needed_bytes(CallSize(()), count) <= room_bytes:
             return f"a call had arguments of {human_bytes(size.nbytes)}, more than its graph was planned for"
         if self._open_count > 1:
             return "a step has several calls of the model before a backward, which share the memory"
@@ -322,11 +327,12 @@ class CompiledModel:
 
     def _note_compiled(self, function: PlannedFunction) -> None:
         self._functions.put(function)
+        self._latest = function
         self._compile_count += 1
         self._all_compiles += 1
         self._tell_of_limit()
         self._sizes.clear()
-        self._size = function.size
+        self._is_new_size = True
         self._counted_sizes = 0
         beside = f", beside {human_bytes(self._outside_bytes)} that are allocated" if self._outside_bytes else ""
         log_phase(
@@ -360,23 +366,16 @@ class CompiledModel:
     @property
     def context(self) -> Any:
         """The context of the present call: one that moves if a plan moves anything, or if a graph may be compiled."""
-        plans = self.plans
+        plans = self._latest_plans
         if self._manager is None:
             return contextlib.nullcontext()
-        may_move = self._size is not None or not plans or any(plan.windows for plan in plans)
+        may_move = self._is_new_size or not plans or any(plan.windows for plan in plans)
         return self._manager if may_move else contextlib.nullcontext()
 
-    def note_plans(self, function: PlannedFunction) -> None:
-        """Take notice of the plans that the present call of a function has made, if it has made any."""
-        plans = self.plans
-        if len(plans) == len(self._logged) and all(map(operator.is_, plans, self._logged)):
-            return
-        if self._size is not None:
-            function.least_bytes = min(function.least_bytes, self._size.nbytes)
-        former, self._logged = self._logged, plans
-        for plan in plans:
-            if any(plan is each for each in former):
-                continue
+    def note_plans(self) -> None:
+        """Take notice of the plans that the latest call has made, if it has made any."""
+        assert self._latest is not None
+        for plan in self._latest.note_plans(self._size):
             peak = human_bytes(plan.predicted_peak_bytes)
             log_phase(
                 self.progress(),
@@ -385,7 +384,7 @@ class CompiledModel:
             )
 
     def tell_unfit(self, error: BaseException | None = None) -> None:
-        """Raise or warn, once, if no plan of a graph fits, and warn, once, if that is in doubt.
+        """Raise or warn, once, if no plan of a graph fits, and warn, once, if the plan of the least memory may not fit.
 
         Parameters
         ----------
@@ -422,6 +421,7 @@ class CompiledModel:
         """Plan for another amount of memory: the model is compiled anew at its next call."""
         self.budget.give(memory_bytes)
         self._functions.clear()
+        self._latest = None
         self._compile_count = self._gradient_bytes = 0
         self._was_told = self._was_doubted = self._is_limit_told = False
 
@@ -438,8 +438,8 @@ class CompiledModel:
 
     def progress(self) -> Progress:
         """Return its present work, in few words."""
-        pieces = [piece for plan in self.plans for piece in plan.pieces if piece.name]
-        is_planned = bool(self.plans)
+        pieces = [piece for plan in self._latest_plans for piece in plan.pieces if piece.name]
+        is_planned = bool(self._latest_plans)
         return Progress(
             model_name=self.model_name,
             block_count=len(pieces),

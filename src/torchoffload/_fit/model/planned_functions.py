@@ -1,8 +1,8 @@
 """The functions that ``torch.compile`` made of a model for an amount of memory, and which of them a call runs.
 
-A graph is planned for the sizes with which it is compiled, and dynamic shapes let calls of other sizes run it: in the
-memory of a smaller call a larger one may not fit. So the first function runs calls of its own shapes alone. A second
-one runs all other calls: its graphs have dynamic shapes, and it is made anew for a call that may not fit.
+A graph is planned for the sizes with which it is compiled. If it has dynamic shapes, PyTorch runs it for larger calls,
+too, which may not fit. So the first function runs calls of its own shapes alone, and its graphs have no dynamic shapes.
+A second one runs all other calls, and is made anew for a call that may not fit.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchoffload._contexts.planned_graphs import GraphPlan, PlannedGraphs
-from torchoffload._fit.model.sizes import argument_bytes, tensors_in
+from torchoffload._fit.model.sizes import tensors_in
 
 __all__ = ["CallSize", "PlannedFunction", "PlannedFunctions"]
 
@@ -26,23 +26,24 @@ class CallSize:
     ----------
     shapes : tuple
         The shapes and types of the tensors in its arguments.
-    nbytes : int
-        The bytes of these tensors.
     """
 
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
-    nbytes: int
 
     @classmethod
     def of(cls, inputs: Any) -> "CallSize":
         """Return the size of a call with these arguments."""
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(inputs))
-        return cls(shapes, argument_bytes(inputs))
+        return cls(tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(inputs)))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of these tensors."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.shapes)
 
 
 @dataclass(eq=False)
 class PlannedFunction:
-    """One function. The model holds what ``torch.compile`` made, which holds the model.
+    """One function. The model holds the function that ``torch.compile`` made, since that holds the model.
 
     Attributes
     ----------
@@ -50,33 +51,47 @@ class PlannedFunction:
         Its graphs.
     size : CallSize
         The size of the call that it was made for.
+    memory_bytes : int
+        The memory that it was made for.
+    plans : tuple of GraphPlan
+        The plans of its graphs that were noted.
     least_bytes : int
-        The bytes of the arguments of the smallest call that a graph of it was compiled for.
+        The bytes of the arguments of the smallest call that a graph with dynamic shapes was compiled for.
     """
 
     graphs: PlannedGraphs
     size: CallSize
-    least_bytes: int
+    memory_bytes: int
+    plans: tuple[GraphPlan, ...] = ()
+    least_bytes: int = _ANY_BYTES
 
-    def needed_bytes(self, nbytes: int, graph_count: int) -> int:
-        """Return the memory that calls take, as predicted, if one has arguments of so many bytes.
+    def note_plans(self, size: CallSize) -> list[GraphPlan]:
+        """Return the plans that a call of this size has made."""
+        former, self.plans = self.plans, self.graphs.plans
+        new = [plan for plan in self.plans if not any(plan is each for each in former)]
+        if any(plan.is_dynamic for plan in new):
+            self.least_bytes = min(self.least_bytes, size.nbytes)
+        return new
 
-        0: its plan is the one of the least memory, and does not fit. What a call takes beside the inputs of its graph
-        is reckoned to grow with the square of its size, as attention does.
+    def needed_bytes(self, size: CallSize, graph_count: int) -> int:
+        """Return the memory that a call of this size takes, as predicted.
+
+        0: its plan is the one of the least memory, and does not fit. The memory of a graph with dynamic shapes, without
+        its inputs, is reckoned to grow with the square of the call's bytes, as that of attention does.
         """
         plans = self.graphs.all_plans
         if not all(plan.fits for plan in plans):
             return 0
         if not plans:  # no graph is compiled yet, or PyTorch's cache does not tell the plan of one
-            return self.graphs.nbytes if graph_count <= self.graphs.graphs else _ANY_BYTES
-        growth = max(1.0, nbytes / max(1, self.least_bytes)) ** 2
+            return self.memory_bytes if graph_count <= self.graphs.graphs else _ANY_BYTES
+        growth = max(1.0, size.nbytes / max(1, self.least_bytes)) ** 2
         more = graph_count - self.graphs.graphs
         return max(_grown_bytes(plan, growth) + more * plan.other_bytes for plan in plans)
 
 
 def _grown_bytes(plan: GraphPlan, growth: float) -> int:
     most_bytes = plan.predicted_peak_bytes + (0 if plan.is_tight else plan.doubt_bytes)
-    return plan.input_bytes + int((most_bytes - plan.input_bytes) * growth)
+    return plan.input_bytes + int((most_bytes - plan.input_bytes) * (growth if plan.is_dynamic else 1))
 
 
 class PlannedFunctions:
@@ -121,12 +136,8 @@ class PlannedFunctions:
         """Forget all functions."""
         self._first = self._other = None
 
-    def grows(self, function: PlannedFunction) -> bool:
-        """Return whether larger calls than it was made for may run a graph of a function."""
-        return function is self._other or bool(self._dynamic)
-
     def mark_dynamic(self, inputs: Any, function: PlannedFunction) -> None:
-        """Have the graph that a call compiles take other sizes where the calls so far differ from the first one's."""
+        """Have PyTorch make the sizes dynamic by which a call differs from the first one, if it compiles a graph."""
         if function is not self._other or self._first is None:
             return
         tensors = list(tensors_in(inputs))
