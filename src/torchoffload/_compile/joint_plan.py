@@ -37,7 +37,8 @@ _ANY_BYTES = 1 << 61
 # given amount is the fastest one of all these that fits: so more memory is never slower.
 _LEVELS = 24
 # A compiler fuses operators that are computed again with others, and not always as predicted. On a CPU the peaks of
-# such plans, without the graph's inputs, were up to 14% higher. One was measured on an H200: 6% higher, with its inputs.
+# such plans, without the graph's inputs, were up to 14% higher; the one that was measured on an H200 was 6% higher,
+# with its inputs.
 _DOUBT = 0.15
 _LEAST_AGAIN_S = 1e-7  # PyTorch's own choice is taken unless another one saves bytes
 _DEFAULT_RELOAD_VALUES = 4  # as the core's default windows: so many times the largest value, and at most so many bytes
