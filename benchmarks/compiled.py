@@ -8,13 +8,16 @@ The ways: the model compiled as a whole by PyTorch alone; ``activation_memory_bu
 again; each layer in a checkpoint and compiled by itself; ``compile_options()`` in a context that moves all values, that
 learns, or that keeps all (a budget of 1 byte), and beside ``activation_memory_budget``; and plans:
 ``compile_options(memory=)`` at several parts of what stock compiled takes beside its weights and its batch, in a
-context ("ours, 0.5"), and without moving ("ours, 0.5, kept or computed again"). Times are medians of forward and
-backward together. ``same_gradients`` compares bits with those of the compiled model, which all ways must have that only
-move, and the plan for any memory. Gradients that the compiled model itself makes in other bits from step to step, by
-atomic additions, are left out, and ``unsteady`` counts them; ``--deterministic`` has PyTorch make none such, in other
-times. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned peak with the gradients of the step
-before, which a plan does not count; ``predicted_ms`` and ``stock_ms`` are by the assumed rates of the device. On a CPU
-no memory is measured, and values move to a disk.
+context ("ours, 0.5"), and without moving ("ours, 0.5, kept or computed again"). "fit, 0.5" is ``fit()`` of the compiled
+model in that memory and its gradients', with the rest of the device taken away, after the steps until it has settled;
+one that runs out of memory is left out, as a user's loop would end.
+
+Times are medians of forward and backward together. ``same_gradients`` compares bits with those of the compiled model,
+which all ways must have that only move, and the plan for any memory. Gradients that the compiled model itself makes in
+other bits from step to step, by atomic additions, are left out, and ``unsteady`` counts them; ``--deterministic`` has
+PyTorch make none such, in other times. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned
+peak with the gradients of the step before, which a plan does not count; ``predicted_ms`` and ``stock_ms`` are by the
+assumed rates of the device. On a CPU no memory is measured, and values move to a disk.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ import torch._inductor.config
 from torch.utils import checkpoint as torch_checkpoint
 
 import torchoffload
+from ballast import Ballast
 from hardware import command_line, hardware
 from subjects import Subject, make_subject
 from torchoffload._compile import planned
@@ -48,6 +52,7 @@ from torchoffload._compile import planned
 GIB = 1 << 30
 BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)
 PARTS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
+_STEPS_OF_FIT = 12  # it has settled then
 
 
 @dataclass
@@ -113,7 +118,8 @@ def _gradients(subject: Subject) -> list[torch.Tensor]:
 
 def _latest_plan() -> Any:
     """Return the plan of the graph that was compiled last."""
-    return list(planned._plans.values())[-1].plan if planned._plans else None
+    plans = [plan for notes in planned._noted.values() for plan in notes.plans]
+    return plans[-1] if plans else None
 
 
 class Bench:
@@ -135,12 +141,12 @@ class Bench:
 
     def measure(
         self, way: str, *, budget: float = 1.0, moves: bool = False, by_layer: bool = False, part: float | None = None,
-        **context: Any,
+        fits: bool = False, **context: Any,
     ) -> Row:  # fmt: skip
         """Compile the model anew, warm up, and take the median and the peak of the timed steps."""
         clock = self.clock
         torch._dynamo.reset()
-        planned._plans.clear()
+        planned._noted.clear()
         gc.collect()  # the model of the former way is in cycles
         if clock.on_cuda:
             torch.cuda.empty_cache()
@@ -152,7 +158,8 @@ class Bench:
             context |= {"tier": "disk", "min_offload_size": 1024}
         entered = torchoffload.OffloadActivations(model=subject.model, **context) if moves else contextlib.nullcontext()
         memory = None if part is None else 1 << 50 if self.stock_bytes is None else self.planned_bytes(part)
-        compiles = _compiled(subject, moves or part is not None, by_layer, memory)
+        given = 0 if memory is None else memory + gradients_bytes
+        compiles = _fitted(subject, given) if fits else _compiled(subject, moves or part is not None, by_layer, memory)
         # From a cache nothing is planned, so that nothing would be known about the plan.
         afresh = torch._inductor.config.patch(force_disable_caches=True)
         with torch._functorch.config.patch(activation_memory_budget=budget), afresh, compiles:
@@ -160,6 +167,8 @@ class Bench:
             self.step(subject, entered)
             clock.synchronize()
             compile_s = time.perf_counter() - began
+            for _ in range(_STEPS_OF_FIT if fits else 0):
+                self.step(subject, entered)
             plan = _latest_plan()
             if part is not None and self.stock_bytes is None:
                 self.stock_bytes = plan.stock_peak_bytes, weights_bytes
@@ -181,8 +190,9 @@ class Bench:
             torchoffload.stats().bytes_offloaded / (self.options.steps + 1) / GIB, compile_s, self.is_same(subject),
             sum(each is None for each in self.gradients or ()),
         )  # fmt: skip
+        if memory is not None and memory < 1 << 50:
+            row.memory_gib = given / GIB
         if plan is not None and memory is not None:
-            row.memory_gib = (memory + gradients_bytes) / GIB if memory < 1 << 50 else 0.0
             row.predicted_gib = (plan.predicted_peak_bytes + gradients_bytes) / GIB
             row.predicted_ms, row.stock_ms = plan.predicted_s * 1e3, plan.stock_s * 1e3
             print("\n".join(planned.plan_lines()), flush=True)
@@ -229,6 +239,7 @@ class Bench:
         ways["ours, planned for any memory"] = {"part": 1.0}
         ways |= {f"ours, {part}": {"moves": True, "part": part} for part in PARTS}
         ways |= {f"ours, {part}, kept or computed again": {"part": part} for part in PARTS}
+        ways |= {f"fit, {part}": {"part": part, "fits": True} for part in PARTS}
         return ways
 
     def all_ways(self) -> Iterator[Row]:
@@ -258,6 +269,24 @@ def _compiled(subject: Subject, is_ours: bool, by_layer: bool, memory: int | Non
         forward = torch.compile(type(layer).forward.__get__(layer), options=options)
         layer.forward = functools.partial(torch_checkpoint.checkpoint, forward, use_reentrant=False)
     yield
+
+
+@contextlib.contextmanager
+def _fitted(subject: Subject, given_bytes: int) -> Iterator[None]:
+    """Have the model compiled and fitted, with the rest of the device taken away if that is a GPU."""
+    ballast = Ballast()
+    subject.model.compile()
+    on_gpu = torch.cuda.is_available()
+    fitted = torchoffload.fit(subject.model, given_bytes, tier="host" if on_gpu else "disk")
+    try:
+        if on_gpu:
+            ballast.leave(given_bytes)
+        yield
+        print(fitted.report(), flush=True)
+    finally:
+        fitted.remove()
+        if on_gpu:
+            ballast.leave(None)
 
 
 def _run_all(options: argparse.Namespace) -> None:

@@ -187,6 +187,29 @@ def test_a_plan_that_waits_for_memory_in_its_first_step_gets_no_second_one():
     assert other.waits_for_memory
 
 
+def test_a_step_in_which_pinned_memory_is_resized_is_not_timed():
+    device = SimulatedDevice.random(random.Random(3))
+    room = Room(1 << 60, 1 << 60, is_measured=True)
+
+    def taken(resizes: list[bool]) -> tuple[list[bool], float | None]:
+        climb = Climb(device.step, survey_plan(device.step), room, STEPS)
+        own = climb.take_next()
+        assert own is not None
+        done = [
+            climb.note_step(
+                3.0 if resizes_host else 1.0, allocated_bytes=MIB, reserved_bytes=MIB, waits_for_memory=False,
+                resizes_host=resizes_host,
+            )
+            for resizes_host in resizes
+        ]  # fmt: skip
+        return done, own.step_s
+
+    assert taken([False, False]) == ([False, True], 1.0)
+    assert taken([True, False]) == ([False, True], 1.0)
+    assert taken([False, True, False]) == ([False, False, True], 1.0)
+    assert taken([True, True, True, True]) == ([False, False, False, True], 3.0)  # maybe each of its steps does it
+
+
 def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once():
     room = Room(1000 * MIB, 960 * MIB, is_measured=False)
     assert allowed_bytes(room, [of_bytes(100 * MIB, 0)]) == 960 * MIB

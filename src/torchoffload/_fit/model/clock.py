@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torchoffload._devices import Counts, Meter
 from torchoffload._fit.model.backwards import Backwards
+from torchoffload._observe.stats import stats
 
 __all__ = ["Clock", "FinishedStep"]
 
@@ -29,6 +30,9 @@ class FinishedStep:
         Whether it ran out of memory, in forward, in backward or behind it, so that the loop has lost it.
     has_waited : bool
         Whether the allocator had to give back cached memory, or an allocation failed that nobody was told of.
+    has_resized_host : bool
+        Whether pinned host memory was taken or given back in it, which takes far longer than a step may, if the clock
+        measures steps.
     allocated_bytes : int
         The most that was allocated on the device until the end of backward, if the clock measures steps.
     reserved_bytes : int
@@ -44,6 +48,7 @@ class FinishedStep:
     ended: Any
     is_lost: bool
     has_waited: bool
+    has_resized_host: bool
     allocated_bytes: int
     reserved_bytes: int
     base_bytes: int
@@ -74,6 +79,8 @@ class _Step:
     blocks_bytes_before: int = 0
     block_count_before: int = 0
     allocated_bytes: int = 0
+    pinned_bytes: int = 0  # as it began
+    has_resized_host: bool = False
 
     def has_lost(self, now: Counts) -> bool:
         """Return whether an allocation failed that ended the step.
@@ -156,6 +163,7 @@ class Clock:
             self._step = _Step(counts=self._meter.counts())
             if self.measures:
                 self._meter.take_peak()
+                self._step.pinned_bytes = stats().pinned_bytes
                 self._step.began = self._meter.now()
         self._step.size = max(self._step.size, size)
         self._step.blocks_bytes_before, self._step.block_count_before = self._step.blocks_bytes, self._step.block_count
@@ -172,6 +180,7 @@ class Clock:
             ended=step.ended,
             is_lost=is_lost,
             has_waited=(ended or counts).waits > step.counts.waits,
+            has_resized_host=step.has_resized_host,
             allocated_bytes=step.allocated_bytes,
             reserved_bytes=max(reserved_bytes, 0 if ended is None else ended.reserved_bytes),
             base_bytes=step.counts.allocated_bytes,
@@ -216,4 +225,5 @@ class Clock:
         if self.measures:
             step.ended = self._meter.now()
             step.allocated_bytes = max(step.allocated_bytes, self._meter.take_peak())
+            step.has_resized_host = stats().pinned_bytes != step.pinned_bytes
         step.ended_counts = self._meter.counts()

@@ -13,6 +13,7 @@ __all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next
 
 # Memory is reserved in the first one, which took 2 to 7 times as long as the second one on H100s: that one is timed.
 _STEPS_OF_PLAN = 2
+_MOST_STEPS_OF_PLAN = 4  # if pinned memory is taken or given back in the second one: 10 GiB took 250 ms on an H200
 _STEPS_OF_OTHER_SIZES = 12
 _LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
 _CAUTIOUS_SLOWNESS = 1.15  # a plan is tried only if no likely belief predicts more than so many times the survey's own
@@ -269,8 +270,9 @@ class Climb:
         return plan is not None and plan.step_s <= wanted_s
 
     def note_step(
-        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool, share: float = 1.0
-    ) -> bool:
+        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool,
+        resizes_host: bool = False, share: float = 1.0,
+    ) -> bool:  # fmt: skip
         """Note a step of the current plan. Returns whether that was its last one.
 
         Parameters
@@ -281,6 +283,8 @@ class Climb:
             The most that was allocated and reserved.
         waits_for_memory : bool
             Whether the allocator had to give back the memory that it caches.
+        resizes_host : bool
+            Whether pinned host memory was taken or given back in the step: its time says little about the plan.
         share : float
             The size of the step, as a part of the surveyed step's. Time and bytes are scaled up to the surveyed step.
         """
@@ -303,7 +307,8 @@ class Climb:
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
         # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
         is_at_risk = waits_for_memory and trial is not self._own
-        if self._taken < _STEPS_OF_PLAN and not is_at_risk:
+        least_steps = _MOST_STEPS_OF_PLAN if resizes_host else _STEPS_OF_PLAN
+        if self._taken < least_steps and not is_at_risk:
             return False
         trial.waits_for_memory = waits_for_memory
         trial.step_s = step_s if trial.step_s is None else min(trial.step_s, step_s)
