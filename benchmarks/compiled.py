@@ -253,8 +253,8 @@ class Bench:
                 continue
             try:
                 yield self.measure(way, **keywords)
-            except torch.cuda.OutOfMemoryError:
-                print(f"{self.workload}, {way}: out of memory", flush=True)
+            except torch.cuda.OutOfMemoryError as error:
+                print(f"{self.workload}, {way}: {error}", flush=True)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def _compiled_here() -> Iterator[None]:
         yield
 
 
-def compiled(function: Callable, backend: str = "aot_eager", *, link: float = SLOW_LINK, **memory: Any) -> Callable:
+def compiled(function: Callable, backend: str = "aot_eager", *, link: float | None = SLOW_LINK, **memory: Any) -> Callable:
     """`function` compiled anew; by a plan if `memory=` is given."""
     from functorch.compile import nop
     from torch._dynamo.backends.common import aot_autograd
@@ -219,6 +219,29 @@ def test_values_that_a_plan_moves_have_their_bits(
     assert plan.fits
     assert len(plan.windows) > 1
     assert again_count(plan) == 0
+
+
+@on_devices
+def test_the_link_is_measured_with_real_copies(device_under_test: Device, monkeypatch: pytest.MonkeyPatch):
+    """A graph is partitioned while tensors are fake, and a copy of a fake tensor takes no time."""
+    measure_link, made = planned.measure_link, []
+
+    def measured(*arguments: Any) -> LinkRates:
+        made.append(type(torch.empty(1)))
+        return measure_link(*arguments)
+
+    monkeypatch.setattr(planned, "measure_link", measured)
+    planned._measured_link.cache_clear()
+    with device_under_test.scope(), device_under_test.context() as context:
+        x = torch.ones(64, 64, device=device_under_test.torch_device, requires_grad=True)
+        compiled(lambda x: x.sin().exp().sum(), link=None, memory="1GiB")(x)
+        options = context.options
+    assert made == [torch.Tensor]
+    if device_under_test.name == "cuda":
+        rates = planned._measured_link(planned.planned_device(), options)
+        alone = measure_link(planned.planned_device(), options)
+        assert 0.5 < rates.out_bytes_per_s / alone.out_bytes_per_s < 2
+        assert 0.5 < rates.in_bytes_per_s / alone.in_bytes_per_s < 2
 
 
 def test_inductor_computes_again_within_the_tolerance_of_fusion():

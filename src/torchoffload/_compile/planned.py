@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchoffload._compile.joint_graph import Rates
 from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
@@ -116,9 +117,13 @@ def device_rates(device_type: str) -> Rates:
 
 @functools.cache
 def _measured_link(device: torch.device, options: OffloadOptions) -> LinkRates:
-    """Return the link of a tier. Its rates are rounded to powers of 2, so that each process finds the same."""
-    link = measure_link(device, options)
-    out, back = (2.0 ** round(math.log2(rate)) for rate in (link.out_bytes_per_s, link.in_bytes_per_s))
+    """Return the link of a tier. Its rates are rounded to powers of the square root of 2: each process finds the same.
+
+    A graph is partitioned while tensors are fake: copies of these would take no time.
+    """
+    with _disable_current_modes():
+        link = measure_link(device, options)
+    out, back = (2.0 ** (round(2 * math.log2(rate)) / 2) for rate in (link.out_bytes_per_s, link.in_bytes_per_s))
     return LinkRates(out, back, 1e-4 if options.tier == "disk" else 1e-5)
 
 
