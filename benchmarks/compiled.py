@@ -237,7 +237,7 @@ class Bench:
         ways["ours, all kept"] = {"moves": True, "budget_bytes": 1}
         ways |= {f"ours, budget {budget}": {"moves": True, "budget": budget} for budget in BUDGETS[:3]}
         ways["ours, planned for any memory"] = {"part": 1.0}
-        ways |= {f"ours, {part}": {"moves": True, "part": part} for part in PARTS}
+        ways |= {f"ours, {part}": {"moves": True, "learn": False, "part": part} for part in PARTS}
         ways |= {f"ours, {part}, kept or computed again": {"part": part} for part in PARTS}
         ways |= {f"fit, {part}": {"part": part, "fits": True} for part in PARTS}
         return ways

@@ -160,6 +160,23 @@ def test_values_that_move_have_their_bits(tmp_path: Path, monkeypatch: pytest.Mo
         assert torchoffload.stats().bytes_offloaded > 0
 
 
+def test_a_plan_is_followed_in_each_step_whatever_earlier_ones_taught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A context that learns keeps values and widens windows: the peak would be more than planned."""
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    monkeypatch.setattr(planned, "_measured_link", lambda *_: planned.LinkRates(1e15, 1e15, 1e-5))
+    model = gpt()
+    memory = memory_for(int(0.9 * stock_peak_bytes(model)))
+    torch._dynamo.reset()
+    fitted = compiled(model)
+    with torchoffload.fit(fitted, memory, tier="disk", disk_dir=tmp_path, min_offload_size=0) as handle:
+        moved = []
+        for _ in range(4):
+            torchoffload.reset_stats()
+            train(fitted, steps=1)
+            moved.append(torchoffload.stats().bytes_offloaded)
+        assert min(moved) == max(moved) >= handle.plan.moved_bytes > 0
+
+
 def test_if_no_plan_moves_anything_only_the_first_call_is_in_a_context(tmp_path: Path):
     fitted = compiled(gpt(1))
     with torchoffload.fit(fitted, ROOM, tier="disk", disk_dir=tmp_path, min_offload_size=0) as handle:

@@ -44,7 +44,9 @@ def _compiled_here() -> Iterator[None]:
         yield
 
 
-def compiled(function: Callable, backend: str = "aot_eager", *, link: float | None = SLOW_LINK, **memory: Any) -> Callable:
+def compiled(
+    function: Callable, backend: str = "aot_eager", *, link: float | None = SLOW_LINK, **memory: Any
+) -> Callable:
     """`function` compiled anew; by a plan if `memory=` is given."""
     from functorch.compile import nop
     from torch._dynamo.backends.common import aot_autograd

@@ -202,6 +202,12 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
+        if chooser.plan.windows and options is not None and options.learn:
+            warn_user(
+                "compile_options(memory=...) has a graph move values in a context that learns. What it learns has "
+                "values stay that are to move, and widens the windows, so that a step may take more than the memory. "
+                "Give the context learn=False."
+            )
         note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
         metadata = _graph_metadata()
         if metadata is not None:
@@ -419,7 +425,7 @@ def compile_options(
         How many calls of compiled graphs a step has, if the model is not compiled as a whole. They share the memory.
     link_bytes_per_s : float or None, default None
         The rate of the link in either direction, in bytes a second. None: it is measured when the first graph is
-        planned, and rounded to a power of 2, so that the keys of compile caches stay the same.
+        planned, and rounded to a power of the square root of 2, so that the keys of compile caches stay the same.
 
     Returns
     -------

@@ -153,7 +153,8 @@ class CompiledModel:
         self._arguments, self._options = arguments, options
         self._manager = None
         if options.move and not arguments.options.get("triton.cudagraphs", False):
-            self._manager = OffloadActivations(model=model, **options.moving.as_keywords())
+            # What a context learns would have values stay that are to move, and widen the planned windows.
+            self._manager = OffloadActivations(model=model, **options.moving.as_keywords() | {"learn": False})
         self._functions = PlannedFunctions(arguments.keywords.get("dynamic"))
         self._latest: PlannedFunction | None = None  # the function that ran last
         self._room_bytes = self._outside_bytes = 0  # for the graphs that were compiled last, and allocated beside them
