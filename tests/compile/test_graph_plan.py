@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,22 @@ def test_the_link_is_measured_with_real_copies(device_under_test: Device, monkey
         alone = measure_link(planned.planned_device(), options)
         assert 0.5 < rates.out_bytes_per_s / alone.out_bytes_per_s < 2
         assert 0.5 < rates.in_bytes_per_s / alone.in_bytes_per_s < 2
+
+
+@pytest.mark.devices("disk")
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_context_that_learns_is_warned_of_if_a_plan_moves_values(
+    device_under_test: Device, learn: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    model, data = gpt(depth=2)
+    step = compiled(model, link=FAST_LINK, memory=int(0.8 * stock_peak_bytes(model, *data)))
+    with warnings.catch_warnings(record=True) as caught, device_under_test.context(learn=learn):
+        warnings.simplefilter("always")
+        step(*data).backward()
+    (plan,) = plans()
+    assert plan.windows
+    assert any("learn=False" in str(each.message) for each in caught) == learn
 
 
 def test_inductor_computes_again_within_the_tolerance_of_fusion():

@@ -191,8 +191,8 @@ def test_a_step_in_which_pinned_memory_is_resized_is_not_timed():
     device = SimulatedDevice.random(random.Random(3))
     room = Room(1 << 60, 1 << 60, is_measured=True)
 
-    def taken(resizes: list[bool]) -> tuple[list[bool], float | None]:
-        climb = Climb(device.step, survey_plan(device.step), room, STEPS)
+    def taken(resizes: list[bool], steps: int = STEPS) -> tuple[list[bool], float | None]:
+        climb = Climb(device.step, survey_plan(device.step), room, steps)
         own = climb.take_next()
         assert own is not None
         done = [
@@ -208,6 +208,7 @@ def test_a_step_in_which_pinned_memory_is_resized_is_not_timed():
     assert taken([True, False]) == ([False, True], 1.0)
     assert taken([False, True, False]) == ([False, False, True], 1.0)
     assert taken([True, True, True, True]) == ([False, False, False, True], 3.0)  # maybe each of its steps does it
+    assert taken([False, True], steps=2) == ([False, True], 3.0)  # no steps are left
 
 
 def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once():

@@ -64,9 +64,12 @@ def _difference() -> str | None:
 def _difference_for_plans() -> str | None:
     """Return the difference in the private functions that plans for graphs depend on; None if there is none."""
     from torch._functorch import partitioners
+    from torch.utils import _python_dispatch
 
     if (difference := _difference()) is not None:
         return difference
+    if not hasattr(_python_dispatch, "_disable_current_modes"):
+        return "torch.utils._python_dispatch has no _disable_current_modes"
     for name in ("choose_saved_values_set", "get_default_op_list", "NodeInfo"):
         if not hasattr(partitioners, name):
             return f"torch._functorch.partitioners has no {name}"
@@ -204,9 +207,9 @@ def _planned_partition(
     if chooser.plan is not None:
         if chooser.plan.windows and options is not None and options.learn:
             warn_user(
-                "compile_options(memory=...) has a graph move values in a context that learns. What it learns has "
-                "values stay that are to move, and widens the windows, so that a step may take more than the memory. "
-                "Give the context learn=False."
+                "By the plan of compile_options(memory=...), values of a compiled graph move, and the context that "
+                "moves them learns from its steps. Such a context keeps some of these values on the device and widens "
+                "its windows, so a step may take more than the memory. Give the context learn=False."
             )
         note_plan(memory, chooser.plan, in_context=_context_options() is not None, notes=notes)
         metadata = _graph_metadata()

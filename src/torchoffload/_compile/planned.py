@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchoffload._compile.joint_graph import Rates
 from torchoffload._compile.joint_plan import GraphPlan, PiecePlan, Room
@@ -121,6 +120,8 @@ def _measured_link(device: torch.device, options: OffloadOptions) -> LinkRates:
 
     A graph is partitioned while tensors are fake: copies of these would take no time.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     with _disable_current_modes():
         link = measure_link(device, options)
     out, back = (2.0 ** (round(2 * math.log2(rate)) / 2) for rate in (link.out_bytes_per_s, link.in_bytes_per_s))

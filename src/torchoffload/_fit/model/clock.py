@@ -31,8 +31,8 @@ class FinishedStep:
     has_waited : bool
         Whether the allocator had to give back cached memory, or an allocation failed that nobody was told of.
     has_resized_host : bool
-        Whether pinned host memory was taken or given back in it, which takes far longer than a step may, if the clock
-        measures steps.
+        Whether the process had more or less pinned host memory as its backward ended than as it began, if the clock
+        measures steps: to take or give back gibibytes of it takes longer than many a step.
     allocated_bytes : int
         The most that was allocated on the device until the end of backward, if the clock measures steps.
     reserved_bytes : int

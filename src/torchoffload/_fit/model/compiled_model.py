@@ -153,7 +153,7 @@ class CompiledModel:
         self._arguments, self._options = arguments, options
         self._manager = None
         if options.move and not arguments.options.get("triton.cudagraphs", False):
-            # What a context learns would have values stay that are to move, and widen the planned windows.
+            # A context that learns keeps values that are to move, and widens its windows: plans know of neither.
             self._manager = OffloadActivations(model=model, **options.moving.as_keywords() | {"learn": False})
         self._functions = PlannedFunctions(arguments.keywords.get("dynamic"))
         self._latest: PlannedFunction | None = None  # the function that ran last
