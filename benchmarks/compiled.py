@@ -12,12 +12,16 @@ context ("ours, 0.5"), and without moving ("ours, 0.5, kept or computed again").
 model in that memory and its gradients', with the rest of the device taken away, after the steps until it has settled;
 one that runs out of memory is left out, as a user's loop would end.
 
+The Llamas have no mask. Inside of a graph transformers makes one, as it cannot look whether the batch has padding, and
+then attention computes all pairs of tokens instead of the causal half: ``--with-mask`` measures that.
+
 Times are medians of forward and backward together. ``same_gradients`` compares bits with those of the compiled model,
 which all ways must have that only move, and the plan for any memory. Gradients that the compiled model itself makes in
 other bits from step to step, by atomic additions, are left out, and ``unsteady`` counts them; ``--deterministic`` has
 PyTorch make none such, in other times. ``compile_s`` is the time of the first step. ``predicted_gib`` is the planned
 peak with the gradients of the step before, which a plan does not count; ``predicted_ms`` and ``stock_ms`` are by the
-assumed rates of the device. On a CPU no memory is measured, and values move to a disk.
+assumed rates of the device. On a CPU no memory is measured, and values move to a disk. ``--trace`` writes a profile of
+one more step of each way into a directory, and, on a GPU, the history of its memory.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import functools
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -152,6 +157,8 @@ class Bench:
             torch.cuda.empty_cache()
         torch.manual_seed(0)
         subject = make_subject(self.workload, self.device)
+        if not self.options.with_mask:
+            _without_mask(subject.model)
         gradients_bytes = sum(each.grad.nbytes for each in subject.model.parameters() if each.grad is not None)
         weights_bytes = sum(each.nbytes for each in (*subject.model.parameters(), *subject.model.buffers()))
         if not clock.on_cuda:
@@ -184,6 +191,8 @@ class Bench:
                 loss_bytes = self.step(subject, entered)
                 moments.append((begin, clock.now()))
             clock.synchronize()
+            if self.options.trace is not None:
+                self.trace(way, subject, entered, with_memory=clock.on_cuda and not by_layer)
         row = Row(
             self.workload, way, statistics.median(clock.between_ms(begin, end) for begin, end in moments[1:]),
             max(0, loss_bytes - weights_bytes - gradients_bytes) / GIB, clock.peak() / GIB,
@@ -210,6 +219,23 @@ class Bench:
         loss_bytes = self.clock.allocated()
         loss.backward()
         return loss_bytes
+
+    def trace(self, way: str, subject: Subject, context: Any, *, with_memory: bool) -> None:
+        """Write a profile of a step, and the history of the memory of another one, into the chosen directory.
+
+        A history of a checkpoint's recomputation fails in PyTorch 2.11: it loses the exception that ends it early.
+        """
+        self.options.trace.mkdir(parents=True, exist_ok=True)
+        path = self.options.trace / re.sub(r"[^a-z0-9.]+", "-", f"{self.workload}-{way}".lower())
+        with torch.profiler.profile() as profile:
+            self.step(subject, context)
+            self.clock.synchronize()
+        profile.export_chrome_trace(f"{path}.trace.json.gz")
+        if with_memory:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=1_000_000)
+            self.step(subject, context)
+            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def note_gradients(self, subject: Subject, context: Any) -> None:
         """Note the gradients of one more step of the first way, without those that differ in further ones."""
@@ -257,6 +283,17 @@ class Bench:
                 print(f"{self.workload}, {way}: {error}", flush=True)
 
 
+def _without_mask(model: torch.nn.Module) -> None:
+    """Have a model of transformers make no mask: its attention is causal then."""
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) == "sdpa":
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)  # for others, no mask is made
+        config._attn_implementation = "sdpa_without_mask"
+
+
 @contextlib.contextmanager
 def _compiled(subject: Subject, is_ours: bool, by_layer: bool, memory: int | None) -> Iterator[None]:
     """Have the model, or each of its layers in a checkpoint, compiled in place, within ``memory`` bytes if given."""
@@ -297,7 +334,8 @@ def _run_all(options: argparse.Namespace) -> None:
             path = Path(directory) / "rows.json"
             command = [sys.executable, __file__, "--workload", workload, "--alone", "--out", str(path)]
             command += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--device", options.device]
-            command += ["--deterministic"] if options.deterministic else []
+            command += ["--deterministic"] * options.deterministic + ["--with-mask"] * options.with_mask
+            command += ["--trace", str(options.trace)] if options.trace is not None else []
             if options.ways:
                 command += ["--ways", *options.ways]
             subprocess.run(command, check=False)
@@ -316,6 +354,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--deterministic", action="store_true", help="compare bits, and not times")
+    parser.add_argument("--with-mask", action="store_true", help="as transformers compiles a Llama")
+    parser.add_argument("--trace", type=Path, help="a directory for the profiles and the histories of the memory")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # one workload, in this process
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -30,6 +30,12 @@ MemorySet& marked_storages() {
   return *leaked;
 }
 
+// Of values that compiled graphs keep.
+MemorySet& planned_storages() {
+  static auto* const leaked = new MemorySet;
+  return *leaked;
+}
+
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
@@ -102,6 +108,8 @@ void never_offload(const at::Tensor& tensor) {
               tensor.toString(), "), so it is never moved anyway.");
   mark(marked_storages(), tensor);
 }
+
+void keep_by_plan(const at::Tensor& tensor) { mark(planned_storages(), tensor); }
 
 bool is_storage_of_parameter(const at::Tensor& tensor) { return parameter_storages().contains(storage_of(tensor)); }
 
@@ -213,6 +221,7 @@ Reason Context::never_moved(const at::Tensor& tensor, TypeKind kind, bool is_vie
   const bool is_known_parameter = parameter_storages().contains(storage) && !mutated(Mutant::ParameterStaysByStorage);
   if (is_known_parameter || state_->exempt.contains(storage)) return Reason::Parameter;
   if (marked_storages().contains(storage)) return Reason::Marked;
+  if (planned_storages().contains(storage)) return Reason::Planned;
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (in_backward && !mutated(Mutant::PackedInGraphTaskStays)) return Reason::InBackward;
   return Reason::None;

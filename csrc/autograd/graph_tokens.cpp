@@ -1,5 +1,6 @@
 #include "autograd/graph_tokens.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Storage.h>
 #include <torch/csrc/Exceptions.h>
@@ -128,6 +129,15 @@ at::Tensor release_value(const at::Tensor& token, const at::Tensor& x, const std
   return token_of(value, token.storage().nbytes());
 }
 
+at::Tensor keep_values(at::TensorList xs) {
+  static const auto* const layout = new TensorLayout(at::empty({1}, at::kByte));  // leaked
+  const WithGil with_gil;
+  for (const at::Tensor& x : xs) keep_by_plan(x);
+  auto nothing = std::make_shared<GraphValue>();
+  nothing->layout = *layout;
+  return token_of(std::move(nothing), layout->itemsize());
+}
+
 at::Tensor copied_value(const at::Tensor& tensor) { return TensorLayout(tensor).on(copied(tensor.storage())); }
 
 at::Tensor unpack_value(const at::Tensor& token, c10::Device /*device*/, at::ScalarType /*dtype*/) {
@@ -153,12 +163,14 @@ at::Tensor unpack_value(const at::Tensor& token, c10::Device /*device*/, at::Sca
 TORCH_LIBRARY(torchoffload, library) {
   library.def("pack(Tensor x, int index) -> Tensor", {at::Tag::needs_fixed_stride_order});
   library.def("release(Tensor token, Tensor x, Tensor? after) -> Tensor", {at::Tag::flexible_layout});
+  library.def("keep(Tensor[] xs) -> Tensor", {at::Tag::flexible_layout});
   library.def("unpack(Tensor token, Device device, ScalarType dtype) -> Tensor", {at::Tag::flexible_layout});
 }
 
 TORCH_LIBRARY_IMPL(torchoffload, CompositeExplicitAutograd, library) {
   library.impl("pack", pack_value);
   library.impl("release", release_value);
+  library.impl("keep", keep_values);
   library.impl("unpack", unpack_value);
 }
 

@@ -9,9 +9,10 @@
 //   torchoffload::pack(x, index) -> token             saves x by the context that is entered
 //   torchoffload::release(token, x, after) -> token   from here on the graph may reuse the memory of x
 //   torchoffload::unpack(token, device, dtype) -> x   the value, in memory of its own
+//   torchoffload::keep(xs) -> token                   contexts leave these values where they are
 //
 // Note [Operators of compiled graphs]
-// All three are functional, so that data alone orders them, and a compiler needs to know nothing of them. A compiler
+// All are functional, so that data alone orders them, and a compiler needs to know nothing of them. A compiler
 // such as inductor decides itself which of its buffers share memory, and asks no reference count: it reuses the memory of
 // x behind the last operator that reads x. So `release` reads x, behind the operators that the copy out is to overlap,
 // which the argument `after` says: it is a value that has to be there first, and is not looked at. A value that its
@@ -20,6 +21,9 @@
 // symbolic sizes of the tensors that backward gets; but it has no memory. A compiler that reuses memory does so for values of the
 // same device, dtype and size, so the dtype of a token is one that is of no use on a CPU, and a graph that computes with
 // that one is left alone.
+// `keep` is for what a planned graph saves and does not move: as forward ends, autograd gives it to the hooks of the
+// context, which would move it. Its token stands for nothing. It is saved like the others, so that a compiler does not
+// leave the operator out.
 // `unpack` gives memory that nothing else holds, since compiled backwards write into their inputs: in a backward that
 // retains its graph a copy, and otherwise the bytes, after which the token stands for nothing.
 #pragma once

@@ -231,8 +231,9 @@ def test_what_is_timed_tells_how_all_plans_were_predicted_wrongly(seed: int):
     plans += [found for part in (1.1, 1.4, 2.0) if (found := plan_step(device.step, int(low * part))) is not None]
     beliefs = Beliefs(device.step)
     beliefs.learn([(plan, plan.timed_as(device.true).step_s) for plan in plans])
+    known = plans[0], plans[0].timed_as(device.true).step_s
     for plan in plans:
-        least_s, best_s, most_s = beliefs.predicted_s(plan)
+        least_s, best_s, most_s = beliefs.predicted_s(plan, known)
         true_s = plan.timed_as(device.true).step_s
         assert best_s == pytest.approx(true_s, rel=0.15)
         assert least_s <= best_s <= most_s

@@ -229,7 +229,7 @@ def _partition(
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     else:
         graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, notes, **keywords)
-    if options is None or (plan is not None and not plan.windows):
+    if options is None:
         return graphs
     if (difference := _difference()) is not None:
         _warn_of(difference)

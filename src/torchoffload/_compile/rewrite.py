@@ -38,8 +38,8 @@ class Moves:
     window_values : int
         If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
     windows : mapping of str to int, or None
-        If given, only these values move, by the names of their nodes: the graph waits for the copy of each behind the
-        pack of so many bytes of later values.
+        The plan of the graph, if it has one. Only these values move, by the names of their nodes: the graph waits for
+        the copy of each behind the pack of so many bytes of later values. Contexts leave all others where they are.
     leaves_images : bool
         In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
         graph says, and decides that after it was partitioned.
@@ -113,8 +113,6 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
     # The memory of these is not the graph's own, so that nothing is freed by moving them.
     others = _storages([*inputs, *outputs[:num_fwd_outputs], *_output(backward).args[0]])  # type: ignore[misc]
     values = [value for value in map(value_of, [*order, *backward.nodes]) if value is not None]
-    if any(value.dtype is operators.TOKEN_TYPE for value in values):
-        return []  # a compiler might give the memory of a token, which has none, to one of these
     leaves_images = moves.leaves_images and any(node.target in _CONVOLUTIONS for node in [*order, *backward.nodes])
     on_cpu_alone = all(value.device.type == "cpu" for value in values)
     found = []
@@ -225,6 +223,41 @@ def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
         graph.erase_node(old)
 
 
+def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx.Node]:
+    """Return the tensors that forward saves and that stay by the plan. What cannot move in the graph goes to hooks."""
+    kept: dict[fx.Node, None] = {}
+    for node in _output(forward).args[0][num_fwd_outputs:]:  # type: ignore[index]
+        value = value_of(node)
+        is_plain = value is not None and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+        if is_plain and moves.windows is not None and node.name not in moves.windows:
+            kept[node] = None
+    return list(kept)
+
+
+def _take_kept(backward: fx.Graph, first: fx.Node, value: torch.Tensor) -> None:
+    """Have backward take the token of the values that stay before ``first``, the first saved value of forward."""
+    taken = next((node for node in backward.find_nodes(op="placeholder") if node.name == first.name), None)
+    if taken is None:
+        raise GraphsDiffer(f"backward has no input {first.name}")
+    with backward.inserting_before(taken):
+        token = backward.placeholder("kept_token")
+    _set_value(token, taken, value)
+
+
+def _keep(forward: fx.Graph, kept: list[fx.Node], first: fx.Node, num_fwd_outputs: int, value: torch.Tensor) -> None:
+    """Have forward tell contexts that values stay, and save the token of them before all others."""
+    output = _output(forward)
+    with forward.inserting_before(output):
+        token = forward.call_function(operators.keep, (kept,))
+    _set_value(token, first, value)
+    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    outputs.insert(num_fwd_outputs, token)
+    output.args = (tuple(outputs),)
+    if (descriptions := output.meta.get("desc")) is not None:
+        place = num_fwd_outputs
+        output.meta["desc"] = [*descriptions[:place], descriptions[place], *descriptions[place:]]
+
+
 def move_saved_values(
     forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int, moves: Moves
 ) -> tuple[int, int]:
@@ -249,10 +282,21 @@ def move_saved_values(
     GraphsDiffer
         The graphs do not fit together in the known way.
     """
+    values = map(value_of, [*forward.graph.nodes, *backward.graph.nodes])
+    if any(value is not None and value.dtype is operators.TOKEN_TYPE for value in values):
+        return 0, 0  # a compiler might give the memory of a token, which has none, to one of these
     saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves)
+    kept = _find_kept(forward.graph, num_fwd_outputs, moves)
+    if kept:
+        first, example = _output(forward.graph).args[0][num_fwd_outputs], kept[0].meta["val"]  # type: ignore[index]
+        value = _fake(example, operators.keep, [example])
+        _take_kept(backward.graph, first, value)
     if saved:
         _rewrite_forward(forward.graph, saved, _windows_bytes(saved, moves), num_fwd_outputs)
         _rewrite_backward(backward.graph, saved)
+    if kept:
+        _keep(forward.graph, kept, first, num_fwd_outputs, value)
+    if saved or kept:
         for module in (forward, backward):
             module.graph.lint()
             module.recompile()

@@ -54,6 +54,11 @@ REASONS = {
             "and around the checkpoint."
         ),
     ),
+    "planned": Reason(
+        meaning="kept by the plan of a compiled graph",
+        advice="The plan has room for these tensors. Give compile_options() or fit() less memory, and more of them "
+        "move or are computed again.",
+    ),
     "tier_full": Reason(
         meaning="budget_bytes, host memory or the disk was used up",
         advice=(

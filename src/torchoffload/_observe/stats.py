@@ -42,10 +42,10 @@ class TapeStats(_Counts):
         once.
     records_kept, bytes_kept : dict of str to int
         The records that were not moved, by reason; ``docs/reasons.md`` explains each reason. Found when a tensor was
-        saved or copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``tier_full``,
-        ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``. Learned from
-        earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the options of
-        offload_modules: ``beyond_fraction``, ``not_an_input``.
+        saved or copied: ``parameter``, ``small``, ``device``, ``layout``, ``marked``, ``in_backward``, ``planned``,
+        ``tier_full``, ``resized``, ``write_failed``, ``pending``, ``capturing``, ``borrowed``, ``external_stream``.
+        Learned from earlier steps: ``lives_on``, ``needed_soon``, ``tape_end``, ``small_copy``. Asked for with the
+        options of offload_modules: ``beyond_fraction``, ``not_an_input``.
     bytes_away : int
         Device memory that the tape had given up when it closed, in bytes: as its context was left, or as its backward
         began. The memory in use at the loss is smaller by this much.

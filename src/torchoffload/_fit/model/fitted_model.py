@@ -47,7 +47,7 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
-_LEAST_TRIAL_STEPS = 4  # however long the survey was: for its own plan, and one more
+_LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
 class FittedModel(abc.ABC):

@@ -99,10 +99,15 @@ class Beliefs:
             unsettled = changed
         self._all = [_doubted(belief, missed) for belief, missed in zip(self._all, misses, strict=True)]
 
-    def predicted_s(self, plan: StepPlan) -> tuple[float, float, float]:
-        """Return how long a step takes under a plan: the least that is likely, by the best belief, and the most."""
-        found = times_of(self._step, [plan], [belief.factors for belief in (self.best, *self.likely)])
-        best_s, *likely_s = (times_s[0] for times_s in found)
+    def predicted_s(self, plan: StepPlan, known: tuple[StepPlan, float]) -> tuple[float, float, float]:
+        """Return how long a step takes under a plan: the least that is likely, by the best belief, and the most.
+
+        Of each belief, the difference from a ``known`` plan counts, whose time was measured: a belief may explain one
+        time badly for the sake of the others.
+        """
+        known_plan, known_s = known
+        found = times_of(self._step, [plan, known_plan], [belief.factors for belief in (self.best, *self.likely)])
+        best_s, *likely_s = (step_s * known_s / max(as_known_s, 1e-12) for step_s, as_known_s in found)
         return min(likely_s), best_s, max(likely_s)
 
 

@@ -120,10 +120,10 @@ def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) 
     for plan in (own or least_windows, least_windows):
         if step.peak_bytes(plan) <= room.allocated_bytes:
             return plan
+    if room.is_measured and 0 < ran_bytes <= room.reserved_bytes:
+        return least_windows
     least = least_plan(step)
-    if step.peak_bytes(least) <= room.allocated_bytes:
-        return least
-    return least_windows if room.is_measured and 0 < ran_bytes <= room.reserved_bytes else None
+    return least if step.peak_bytes(least) <= room.allocated_bytes else None
 
 
 def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
@@ -232,13 +232,15 @@ class Climb:
             return None if self._own.has_failed else self._own
         if self._steps < _STEPS_OF_PLAN or any(each.has_failed for each in self.trials):
             return None
-        fastest_s = min((each.step_s for each in self.trials if each.step_s and self.room.holds(each)), default=own_s)
+        ran = [each for each in self.trials if each.step_s and self.room.holds(each)]
+        fastest = min(ran, key=lambda each: each.step_s or 0.0, default=self._own)
+        fastest_s = fastest.step_s or own_s
         memory_bytes = allowed_bytes(self.room, self.trials)
         step = self.step
         done = [each.does for each in self.trials]
         found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
         for plan in self._plans(step, memory_bytes):
-            least_s, best_s, most_s = self._beliefs.predicted_s(plan)
+            least_s, best_s, most_s = self._beliefs.predicted_s(plan, (fastest.plan, fastest_s))
             trial = Trial(step, plan)
             if most_s <= _CAUTIOUS_SLOWNESS * own_s and trial.does not in done:
                 found.append((best_s, least_s, trial))
@@ -246,7 +248,8 @@ class Climb:
             return None
         best_s, _, trial = min(found, key=lambda each: each[0])
         wanted_s = fastest_s * (1 - _LEAST_GAIN)
-        if best_s <= wanted_s or self._would_gain(step, wanted_s, memory_bytes):
+        believed_s = wanted_s * fastest.plan.timed_as(step).step_s / fastest_s  # for the best belief
+        if best_s <= wanted_s or self._would_gain(step, believed_s, memory_bytes):
             return trial
         # The likely beliefs may explain the steps so far in several ways. One of them may say that there is much to
         # gain.
