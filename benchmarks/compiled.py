@@ -191,12 +191,14 @@ class Bench:
                 loss_bytes = self.step(subject, entered)
                 moments.append((begin, clock.now()))
             clock.synchronize()
+            moved_bytes = torchoffload.stats().bytes_offloaded / (self.options.steps + 1)
+            peak_bytes = clock.peak()
             if self.options.trace is not None:
                 self.trace(way, subject, entered, with_memory=clock.on_cuda and not by_layer)
         row = Row(
             self.workload, way, statistics.median(clock.between_ms(begin, end) for begin, end in moments[1:]),
-            max(0, loss_bytes - weights_bytes - gradients_bytes) / GIB, clock.peak() / GIB,
-            torchoffload.stats().bytes_offloaded / (self.options.steps + 1) / GIB, compile_s, self.is_same(subject),
+            max(0, loss_bytes - weights_bytes - gradients_bytes) / GIB, peak_bytes / GIB, moved_bytes / GIB, compile_s,
+            self.is_same(subject),
             sum(each is None for each in self.gradients or ()),
         )  # fmt: skip
         if memory is not None and memory < 1 << 50:

@@ -103,7 +103,7 @@ def test_with_enough_memory_the_plan_is_pytorchs_own():
     planned_step = step_of(model, *data, memory=ANY_MEMORY)
     (plan,) = plans()
     assert plan.saved is None
-    assert not plan.windows
+    assert not plan.releases
     assert again_count(plan) == 0
     assert plan.predicted_peak_bytes == plan.stock_peak_bytes
     torch.testing.assert_close(planned_step, stock, rtol=0, atol=0)
@@ -167,7 +167,7 @@ def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, grap
     assert times == sorted(times, reverse=True)
     assert times[-1] == stock.predicted_s == stock.stock_s
     assert len(set(times)) > 3
-    assert bool(least.windows) == (link is not None)
+    assert bool(least.releases) == (link is not None)
 
 
 def test_equal_blocks_are_planned_once(monkeypatch: pytest.MonkeyPatch):
@@ -220,7 +220,7 @@ def test_values_that_a_plan_moves_have_their_bits(
     assert_same_gradients(program, device=device_under_test, min_moved_fraction=0.05)
     (plan,) = plans()
     assert plan.fits
-    assert len(plan.windows) > 1
+    assert len(plan.releases) > 1
     assert again_count(plan) == 0
 
 
@@ -259,7 +259,7 @@ def test_a_context_that_learns_is_warned_of_if_a_plan_moves_values(
         warnings.simplefilter("always")
         step(*data).backward()
     (plan,) = plans()
-    assert plan.windows
+    assert plan.releases
     assert any("learn=False" in str(each.message) for each in caught) == learn
 
 
@@ -522,7 +522,7 @@ def test_cuda_graphs_keep_the_plan_and_move_nothing(tmp_path: Path):
         step(*data)
     assert not any("compile inside of an OffloadActivations" in str(each.message) for each in caught)
     (plan,) = plans()
-    assert not plan.windows
+    assert not plan.releases
     assert again_count(plan) > 0
 
 
@@ -573,7 +573,7 @@ def test_the_plan_is_a_part_of_the_cache_key():
 
 
 def noted_plan(peak_bytes: int) -> GraphPlan:
-    return GraphPlan((), None, {}, 1.0, peak_bytes, 0, 1.0, peak_bytes, 0, 0, 0, 1 << 40, is_dynamic=False)
+    return GraphPlan((), None, {}, 0, 1.0, peak_bytes, 0, 1.0, peak_bytes, 0, 0, 0, 1 << 40, is_dynamic=False)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -455,13 +455,13 @@ class JointGraph:
         nodes = [node for node in self.placeholders if is_counted(node)]
         return {storage_of(value): _memory_bytes(value) for node in nodes for value in _elements(node)}
 
-    def runs(self, saved: Iterable[fx.Node], releases: Mapping[fx.Node, fx.Node | None]) -> tuple[Run, Run]:
-        """Return the runs of forward and of backward, if these values are saved.
+    def forward(self, saved: Sequence[fx.Node], moved: Sequence[fx.Node]) -> Run:
+        """Return the run of forward, if these values are saved, and those that move leave at once."""
+        return self._lifetimes.forward(saved, moved)
 
-        ``releases``: those that move, as ``Lifetimes.forward`` takes them.
-        """
-        saved = list(saved)
-        return self._lifetimes.forward(saved, releases), self._lifetimes.backward(saved, releases)
+    def backward(self, saved: Sequence[fx.Node], moved: Sequence[fx.Node]) -> Run:
+        """Return the run of backward, if these values were saved, and of them ``moved`` have moved."""
+        return self._lifetimes.backward(saved, moved)
 
     def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Return values in the order in which forward makes them."""
@@ -489,7 +489,7 @@ class JointGraph:
 
         The bytes are those beside the inputs, and beside the saved values of the other pieces.
         """
-        forward, backward = self.runs(saved, {})
+        forward, backward = self.forward(saved, ()), self.backward(saved, ())
         in_forward = self._most(forward, self._forward_pieces(forward), saved)
         in_backward = self._most(backward, self._backward_pieces(backward), saved)
         # Before the blocks, the gradients of the blocks are there, too, even if nothing there has a backward.
@@ -538,7 +538,7 @@ class JointGraph:
             pieces.append(latest)
         return pieces[::-1]
 
-    def _seconds(self, run: Run) -> list[float]:
+    def seconds(self, run: Run) -> list[float]:
         """Return how long each operator of a run takes."""
         costs = self._costs
         return [
@@ -554,15 +554,15 @@ class JointGraph:
 
     def _find_seconds(self) -> None:
         self._operator_seconds: dict[fx.Node, float] = {}
-        forward, backward = self.runs(self.stock, {})
+        forward, backward = self.forward(self.stock, ()), self.backward(self.stock, ())
         self.forward_s, self.backward_s = [0.0] * len(self.pieces), [0.0] * len(self.pieces)
         of_node: dict[fx.Node, float] = {}
         for node, piece, seconds in zip(
-            forward.nodes, self._forward_pieces(forward), self._seconds(forward), strict=True
+            forward.nodes, self._forward_pieces(forward), self.seconds(forward), strict=True
         ):
             self.forward_s[piece] += seconds
             of_node[node] = seconds
-        for piece, seconds in zip(self._backward_pieces(backward), self._seconds(backward), strict=True):
+        for piece, seconds in zip(self._backward_pieces(backward), self.seconds(backward), strict=True):
             self.backward_s[piece] += seconds
         for group in self.groups:
             least = self._costs.kernel_s(_LEAST_SHARE * sum(map(_memory_bytes, _elements(group.maker))))

@@ -6,14 +6,17 @@ PyTorch's own choice of saved values.
 """
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from torchoffload._compile.copies import MovedValue, backward_wait_s, forward_wait_s, release_places
 from torchoffload._compile.joint_graph import Group, JointGraph, Piece
+from torchoffload._compile.lifetimes import Run
 from torchoffload._core import core
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, OperatorGroup
 from torchoffload._fit.machine.link import LinkRates
@@ -41,6 +44,8 @@ _LEVELS = 24
 # with its inputs.
 _DOUBT = 0.15
 _LEAST_AGAIN_S = 1e-7  # PyTorch's own choice is taken unless another one saves bytes
+# Forward waits for a copy when this part of the time until its end is over. The largest one that fits is the fastest.
+_PARTS = (1.0, 0.5, 0.0)
 _DEFAULT_RELOAD_VALUES = 4  # as the core's default windows: so many times the largest value, and at most so many bytes
 _DEFAULT_RELOAD_BYTES = 1 << 30
 # Unlike in eager mode, each value that is saved moves by itself, also where nothing is computed again.
@@ -63,6 +68,8 @@ class Room:
         The size below which nothing moves, and the room of the tier.
     offload_window_bytes, reload_window_bytes : int or None
         The windows that the context was given; None if it was given none.
+    sets_reload_window : bool
+        Whether the context will be given the reload window that the plan says, if it was given none.
     """
 
     memory_bytes: int
@@ -72,6 +79,7 @@ class Room:
     tier_bytes: int = _ANY_BYTES
     offload_window_bytes: int | None = None
     reload_window_bytes: int | None = None
+    sets_reload_window: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,9 +115,11 @@ class GraphPlan:
         In the order of forward.
     saved : list of fx.Node or None
         The values that forward saves; None if they are PyTorch's own choice.
-    windows : dict of str to int
-        The values that move, by their names: behind the pack of so many bytes of later values the graph waits for the
-        copy of each.
+    releases : dict of str to str or None
+        The values that move, by their names: behind the pack of which later value that is saved the graph waits for the
+        copy of each. None: at its end.
+    reload_bytes : int
+        The reload window.
     predicted_s, predicted_peak_bytes : float, int
         Of forward and backward; the peak has the graph's inputs in it, and the values of other graphs of the step.
     doubt_bytes : int
@@ -130,7 +140,8 @@ class GraphPlan:
 
     pieces: tuple[PiecePlan, ...]
     saved: list[fx.Node] | None
-    windows: dict[str, int]
+    releases: dict[str, str | None]
+    reload_bytes: int
     predicted_s: float
     predicted_peak_bytes: int
     doubt_bytes: int
@@ -184,8 +195,18 @@ class _PieceKind:
 
 @dataclass(frozen=True)
 class _Candidate:
+    """A plan for a step, with the places at which forward waits for copies, and with a reload window."""
+
     plan: StepPlan
+    step_s: float
     peak_bytes: int
+    releases: Mapping[fx.Node, fx.Node | None] = field(default_factory=dict)
+    reload_bytes: int = 0
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """The better plan is the smaller one."""
+        return self.step_s, self.plan.moved_bytes, self.peak_bytes
 
 
 class _PieceShape:
@@ -296,12 +317,11 @@ class _Planner:
             loss_bytes=joint.input_bytes + joint.gradient_bytes + joint.output_bytes,
             may_move=False,
         )
-        self._reload_bytes = 0
 
     def _calls(self) -> tuple[BlockCall, ...]:
         """Return the pieces with the memory that each takes: the most by PyTorch's plan and by the one of least bytes.
 
-        The planner goes by these; the peak of a plan that it finds is reckoned by ``_peak_bytes``.
+        The planner goes by these; the peak of a plan that it finds is reckoned by ``_candidates``.
         """
         joint = self._joint
         least = [kind.choices[0] for kind in (self._kinds[number] for number in self._kind_numbers)]
@@ -331,14 +351,10 @@ class _Planner:
         room = self._room
         if room.link is None:
             return None
-        sizes = [out.nbytes for kind in self._step.kinds for out in kind.outputs if out.may_move]
-        largest = max(sizes, default=0)
+        largest = max((out.nbytes for kind in self._step.kinds for out in kind.outputs if out.may_move), default=0)
         if largest < room.least_moved_bytes:
             return None
-        window = room.reload_window_bytes
-        if window is None:
-            window = max(largest, min(_DEFAULT_RELOAD_VALUES * largest, _DEFAULT_RELOAD_BYTES))
-        self._reload_bytes = window
+        window = self._reload_windows(largest)[0]
         return dataclasses.replace(
             self._step,
             calls=tuple(
@@ -352,25 +368,76 @@ class _Planner:
             latency_s=room.link.latency_s,
         )
 
-    def _peak_bytes(self, plan: StepPlan) -> int:
-        """Return the peak of a plan, while all graphs of the step hold as much as this one."""
+    def _reload_windows(self, largest: int, moved_bytes: int = 0) -> list[int]:
+        """Return the reload windows to choose from: the context's, and wider ones if it will be given the plan's."""
+        if self._room.reload_window_bytes is not None:
+            return [self._room.reload_window_bytes]
+        own = max(largest, min(_DEFAULT_RELOAD_VALUES * largest, _DEFAULT_RELOAD_BYTES))
+        wider = [_DEFAULT_RELOAD_VALUES * largest, moved_bytes] if self._room.sets_reload_window else []
+        return [own, *(nbytes for nbytes in wider if nbytes > own)]
+
+    def _candidates(self, plan: StepPlan) -> Iterator[_Candidate]:
+        """Yield the ways to carry out a plan, with their peaks while all graphs of the step hold as much as this one.
+
+        The planner times copies by pieces. Here they are timed by values.
+        """
+        joint, room = self._joint, self._room
+        choices = [choice for _, _, choice, _ in self._chosen(plan)]
+        saved = self._saved(choices)
+        moved = joint.in_order(node for nodes in self._moved(plan) for node in nodes)
+        kinds = [each.kind for each in self._step.calls]
+        compute_s = sum(self._step.kinds[number].forward_s + self._step.kinds[number].backward_s for number in kinds)
+        compute_s += sum(choice.way.recompute_s for choice in choices)
+        others_bytes = (room.graphs - 1) * self._other_bytes(plan)
+        forward, backward = joint.forward(saved, moved), joint.backward(saved, moved)
+        if not moved or room.link is None:
+            own_bytes = max(forward.peak_bytes, self._backward_bytes(backward, saved, moved, 0))
+            yield _Candidate(plan, compute_s, joint.input_bytes + own_bytes + others_bytes)
+            return
+        forward_s, backward_s = joint.seconds(forward), joint.seconds(backward)
+        made = {node: place for place, node in enumerate(forward.nodes)}
+        stops = sorted(made[node] for node in saved if node in made)
+        read = [[backward.begins[each] for each in joint.buffers([node]) if each in backward.begins] for node in moved]
+        values = [
+            MovedValue(joint.group_of[node].nbytes, made[node], min(places, default=0))
+            for node, places in zip(moved, read, strict=True)
+        ]
+        moved_bytes = sum(each.nbytes for each in values)
+        windows = [
+            (window, backward_wait_s(values, backward_s, room.link, window),
+             self._backward_bytes(backward, saved, moved, window))
+            for window in self._reload_windows(max(each.nbytes for each in values), moved_bytes)
+        ]  # fmt: skip
+        for part in _PARTS if room.offload_window_bytes is None else _PARTS[:1]:
+            if room.offload_window_bytes is None:
+                places = release_places(values, stops, forward_s, room.link, part)
+            else:
+                places = _places_behind(values, room.offload_window_bytes)
+            wait_s = forward_wait_s(values, places, forward_s, room.link)
+            held = {
+                number: len(forward.nodes) if place is None else place
+                for node, place in zip(moved, places, strict=True)
+                for number in joint.buffers([node])
+            }
+            forward_bytes = forward.peak_bytes_if_held(held, joint.nbytes_of)
+            behind = (None if place is None else forward.nodes[place] for place in places)
+            releases = dict(zip(moved, behind, strict=True))
+            for window, reload_s, backward_bytes in windows:
+                peak_bytes = joint.input_bytes + max(forward_bytes, backward_bytes) + others_bytes
+                yield _Candidate(plan, compute_s + wait_s + reload_s, peak_bytes, releases, window)
+
+    def _backward_bytes(self, backward: Run, saved: list[fx.Node], moved: list[fx.Node], window_bytes: int) -> int:
+        """Return the peak of backward: before it reads a value that moved, that may be ahead in the reload window."""
         joint = self._joint
-        chosen = list(self._chosen(plan))
-        saved = self._saved(choice for _, _, choice, _ in chosen)
-        windows = self._windows(plan, self._moved(plan))
-        moved = [node for node in joint.in_order(saved) if node.name in windows]
-        forward, backward = joint.runs(saved, self._releases(moved, windows))
-        # Before backward reads a value that moved, it may be ahead of time in the reload window.
         ahead = [0] * (len(backward.nodes) + 1)
         for number in joint.buffers(moved) & backward.begins.keys():
             ahead[backward.begins[number]] += joint.nbytes_of(number)
-        coming_bytes, most = 0, 0
+        coming_bytes = most = 0
         for alive_bytes, begins in zip(reversed(backward.alive_bytes), reversed(ahead[:-1]), strict=True):
-            most = max(most, alive_bytes + min(coming_bytes, self._reload_bytes))
+            most = max(most, alive_bytes + min(coming_bytes, window_bytes))
             coming_bytes += begins
-        most = max(most, joint.buffer_bytes(saved) - joint.buffer_bytes(moved) + min(coming_bytes, self._reload_bytes))
-        peak_bytes = joint.input_bytes + max(forward.peak_bytes, most + joint.gradient_bytes)
-        return peak_bytes + (self._room.graphs - 1) * self._other_bytes(plan)
+        at_loss = joint.buffer_bytes(saved) - joint.buffer_bytes(moved) + min(coming_bytes, window_bytes)
+        return max(most, at_loss) + joint.gradient_bytes
 
     def _other_bytes(self, plan: StepPlan) -> int:
         return self._held_bytes(plan) + self._joint.input_bytes
@@ -378,19 +445,6 @@ class _Planner:
     @staticmethod
     def _held_bytes(plan: StepPlan) -> int:
         return plan.kept_bytes + plan.loss_window_bytes
-
-    def _releases(self, moved: list[fx.Node], windows: dict[str, int]) -> dict[fx.Node, fx.Node | None]:
-        """Return the value behind which the graph waits for each copy."""
-        releases: dict[fx.Node, fx.Node | None] = {}
-        for number, node in enumerate(moved):
-            passed = 0
-            releases[node] = None
-            for later in moved[number + 1 :]:
-                passed += self._joint.buffer_bytes([later])
-                if passed >= windows[node.name]:
-                    releases[node] = later
-                    break
-        return releases
 
     def _others(self, stock: StepPlan) -> Iterator[StepPlan]:
         """Yield the plans of less memory; they do not depend on the memory that is given."""
@@ -410,16 +464,15 @@ class _Planner:
         stock = plan_step(self._step, _ANY_BYTES)
         if stock is None:
             raise AssertionError("a step without a limit of memory has a plan")
-        stock_bytes, memory_bytes = self._peak_bytes(stock), self._room.memory_bytes
-        own = _Candidate(stock, stock_bytes)
-        if stock_bytes <= memory_bytes:
+        memory_bytes = self._room.memory_bytes
+        (own,) = self._candidates(stock)
+        if own.peak_bytes <= memory_bytes:
             return self._carried_out(own, own)
         others = {each.calls: each for each in self._others(stock)}.values()  # levels may have the same plan
-        found = [own, *(_Candidate(plan, self._peak_bytes(plan)) for plan in others)]
-        least = min(found, key=lambda each: each.peak_bytes)
+        found = [own, *(candidate for plan in others for candidate in self._candidates(plan))]
+        least = min(found, key=lambda each: (each.peak_bytes, *each.order))
         fitting = [each for each in found if each.peak_bytes + self._doubt_bytes(each) <= memory_bytes]
-        fastest = min([least, *fitting], key=lambda each: (each.plan.step_s, each.plan.moved_bytes, each.peak_bytes))
-        return self._carried_out(fastest, own)
+        return self._carried_out(min([least, *fitting], key=lambda each: each.order), own)
 
     def _doubt_bytes(self, candidate: _Candidate) -> int:
         """Return the bytes by which the peak may be larger than predicted: none if nothing is computed again."""
@@ -457,11 +510,12 @@ class _Planner:
         return GraphPlan(
             pieces=tuple(pieces),
             saved=None if all(choice.is_stock for choice in choices) else self._saved(choices),
-            windows=self._windows(plan, self._moved(plan)),
-            predicted_s=plan.step_s,
+            releases={node.name: None if later is None else later.name for node, later in candidate.releases.items()},
+            reload_bytes=candidate.reload_bytes,
+            predicted_s=candidate.step_s,
             predicted_peak_bytes=candidate.peak_bytes,
             doubt_bytes=self._doubt_bytes(candidate),
-            stock_s=stock.plan.step_s,
+            stock_s=stock.step_s,
             stock_peak_bytes=stock.peak_bytes,
             held_bytes=self._held_bytes(plan),
             other_bytes=self._other_bytes(plan),
@@ -481,24 +535,15 @@ class _Planner:
             for shape, kind, choice, planned in self._chosen(plan)
         ]
 
-    def _windows(self, plan: StepPlan, moved: list[list[fx.Node]]) -> dict[str, int]:
-        """Return the window of each value that moves.
 
-        As a piece begins, no more is on its way out than its window has room for.
-        """
-        limits = [*(call.offload_bytes for call in plan.calls[1:]), 0]
-        sizes = [[self._joint.group_of[node].nbytes for node in nodes] for nodes in moved]
-        windows: dict[str, int] = {}
-        for number, nodes in enumerate(moved):
-            for place, node in enumerate(nodes):
-                later = sum(sizes[number][place + 1 :])
-                for behind, limit in enumerate(limits[number:], number):
-                    if later + sizes[number][place] > limit or behind == len(limits) - 1:
-                        break
-                    later += sum(sizes[behind + 1])
-                given = self._room.offload_window_bytes
-                windows[node.name] = later if given is None else given
-        return windows
+def _places_behind(moved: Sequence[MovedValue], window_bytes: int) -> list[int | None]:
+    """Return the places behind which forward waits for each copy, if that is so many bytes of later copies on."""
+    found: list[int | None] = []
+    for number in range(len(moved)):
+        passed = itertools.accumulate(later.nbytes for later in moved[number + 1 :])
+        places = zip(moved[number + 1 :], passed, strict=True)
+        found.append(next((later.made for later, nbytes in places if nbytes >= window_bytes), None))
+    return found
 
 
 def plan_graph(joint: JointGraph, room: Room) -> GraphPlan:

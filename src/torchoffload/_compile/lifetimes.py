@@ -12,6 +12,8 @@ It is reckoned for a compiler that fuses operators, as inductor does:
   read it as well. Backward does so with saved values, too, except for outputs of forward.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +55,16 @@ class Run:
     def peak_bytes(self) -> int:
         """The most bytes at any time."""
         return max(self.alive_bytes, default=0)
+
+    def peak_bytes_if_held(self, until: Mapping[int, int], nbytes_of: Callable[[int], int]) -> int:
+        """Return the most bytes at any time if some buffers are held until later places."""
+        more = [0] * (len(self.nodes) + 1)
+        for number, place in until.items():
+            begin, end = self.ends[number] + 1, min(place, len(self.nodes) - 1) + 1
+            if begin < end:
+                more[begin] += nbytes_of(number)
+                more[end] -= nbytes_of(number)
+        return max(map(operator.add, self.alive_bytes, itertools.accumulate(more)), default=0)
 
 
 @dataclass
@@ -190,22 +202,11 @@ class Lifetimes:
             waiting += node.all_input_nodes
         return sorted(found, key=self._order.__getitem__)
 
-    def forward(self, saved: Collection[fx.Node], releases: Mapping[fx.Node, fx.Node | None]) -> Run:
-        """Return the run of forward, which saves values.
-
-        ``releases``: the values that move, each with the later one behind which the graph waits for its copy; None: it
-        waits at its end.
-        """
+    def forward(self, saved: Collection[fx.Node], moved: Collection[fx.Node]) -> Run:
+        """Return the run of forward, which saves values; those that move leave as nothing reads them any more."""
         nodes = self._made_from([*self._forward_outputs, *saved], (), set())
-        places = {node: place for place, node in enumerate(nodes)}
-        moved = self.buffers(releases)
-        waits = {
-            number: len(nodes) if later is None else places.get(later, len(nodes))
-            for node, later in releases.items()
-            for number in self._of.get(node, ())
-        }
         kept = self.buffers([*self._forward_outputs, *saved])
-        return self._run(nodes, kept, {}, {number: waits[number] for number in moved})
+        return self._run(nodes, kept, {}, self.buffers(moved))
 
     def backward(self, saved: Collection[fx.Node], moved: Collection[fx.Node]) -> Run:
         """Return the run of backward, which is given saved values; those that moved come as they are first read."""
@@ -220,13 +221,13 @@ class Lifetimes:
         for place, node in enumerate(nodes):
             for number in self.buffers(node.all_input_nodes) & later:
                 given.setdefault(number, place)
-        return self._run(nodes, self.buffers(self._backward_outputs), given, {})
+        return self._run(nodes, self.buffers(self._backward_outputs), given, set())
 
-    def _run(self, nodes: list[fx.Node], kept: set[int], given: dict[int, int], waits: dict[int, int]) -> Run:
+    def _run(self, nodes: list[fx.Node], kept: set[int], given: dict[int, int], leaving: set[int]) -> Run:
         """Return the run of a graph.
 
         ``kept``: the buffers that stay until its end. ``given``: those that it is given, and from which place on.
-        ``waits``: those that move, and the places until which they are held.
+        ``leaving``: those that leave as nothing reads them any more, though they are kept.
         """
         # Others may have forward's outputs, so that backward does not write into their memory.
         lent = self.buffers(self._forward_outputs) if given else set()
@@ -257,9 +258,7 @@ class Lifetimes:
                 for place in uses
             ]
             ends[number] = max(last, default=max(begins[number], 0))
-            if number in waits:
-                ends[number] = max(ends[number], waits[number])
-            elif number in kept:
+            if number in kept and number not in leaving:
                 ends[number] = end
         kernels, kernel_bytes = self._kernels(nodes, makes, is_cheap, fused)
         shared: set[int] = set()
@@ -269,7 +268,7 @@ class Lifetimes:
             shared.update(
                 number for number, count in kernel.reads.items() if count > 1 and ends[number] == kernel.place
             )
-        alive_bytes = self._alive_bytes(makes, is_cheap, begins, ends, fused, lent | shared)
+        alive_bytes = self._alive_bytes(makes, is_cheap, begins, ends, fused, lent | shared | leaving)
         return Run(nodes, alive_bytes, kernel_bytes, begins, ends, fused)
 
     def _kernels(

@@ -205,7 +205,7 @@ def _planned_partition(
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
-        if chooser.plan.windows and options is not None and options.learn:
+        if chooser.plan.releases and options is not None and options.learn:
             warn_user(
                 "By the plan of compile_options(memory=...), values of a compiled graph move, and the context that "
                 "moves them learns from its steps. Such a context keeps some of these values on the device and widens "
@@ -238,7 +238,7 @@ def _partition(
 
     moves = _moves(options, by_inductor=by_inductor)
     if plan is not None:
-        moves = replace(moves, windows=plan.windows)
+        moves = replace(moves, releases=plan.releases)
     try:
         move_saved_values(*graphs, num_fwd_outputs, moves)
     except GraphsDiffer as error:
@@ -368,7 +368,7 @@ class _PlannedGraphs:
         from torchoffload._compile.planned import Memory, PlanNotes
 
         self.graphs = graphs
-        self._notes = PlanNotes(Memory(nbytes, graphs))
+        self._notes = PlanNotes(Memory(nbytes, graphs, sets_reload_window=True))
 
     @property
     def nbytes(self) -> int:

@@ -54,11 +54,14 @@ class Memory:
         How many calls of compiled graphs a step has.
     link_bytes_per_s : float or None
         The rate of the link in either direction; None if it is measured.
+    sets_reload_window : bool
+        As in ``Room``.
     """
 
     nbytes: int
     graphs: int = 1
     link_bytes_per_s: float | None = None
+    sets_reload_window: bool = False
 
 
 def checked_memory(memory: object, graphs: object, link_bytes_per_s: object) -> Memory | None:
@@ -148,6 +151,7 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
         tier_bytes,
         options.offload_window_bytes,
         options.reload_window_bytes,
+        memory.sets_reload_window,
     )
 
 

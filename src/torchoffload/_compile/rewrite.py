@@ -1,5 +1,6 @@
 """Rewriting the two graphs of a partitioned model, so that values which the forward saves move between them."""
 
+import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ class Moves:
         The graph waits for the copy of a value behind the pack of so many bytes of later values.
     window_values : int
         If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
-    windows : mapping of str to int, or None
+    releases : mapping of str to str or None, or None
         The plan of the graph, if it has one. Only these values move, by the names of their nodes: the graph waits for
-        the copy of each behind the pack of so many bytes of later values. Contexts leave all others where they are.
+        the copy of each behind the later value that is named, which is saved; at its end if none is. Contexts leave all
+        other values where they are.
     leaves_images : bool
         In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
         graph says, and decides that after it was partitioned.
@@ -49,7 +51,7 @@ class Moves:
     window_bytes: int | None
     window_values: int = 1
     leaves_images: bool = False
-    windows: Mapping[str, int] | None = None
+    releases: Mapping[str, str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def _output(graph: fx.Graph) -> fx.Node:
     return node
 
 
+def _returned(graph: fx.Graph) -> list[Any]:
+    """Return the outputs of a graph."""
+    return list(_output(graph).args[0])  # type: ignore[arg-type]
+
+
 def _nbytes(value: torch.Tensor) -> int | None:
     """The bytes of a plain tensor that an operator of ours can save; None if it cannot."""
     if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
@@ -106,7 +113,7 @@ def _nbytes(value: torch.Tensor) -> int | None:
 
 def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[_Saved]:
     """Return the values that move, in the order in which forward makes them."""
-    outputs = list(_output(forward).args[0])  # type: ignore[arg-type]
+    outputs = _returned(forward)
     received = {node.name: node for node in backward.find_nodes(op="placeholder")}
     order = {node: number for number, node in enumerate(forward.nodes)}
     inputs = forward.find_nodes(op="placeholder")
@@ -129,7 +136,7 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
         nbytes = _nbytes(value)
         if node.op != "call_function" or not taken.users or storage_of(value) in others or nbytes is None:
             continue
-        if (leaves_images and value.dim() == 4) or (moves.windows is not None and node.name not in moves.windows):
+        if (leaves_images and value.dim() == 4) or (moves.releases is not None and node.name not in moves.releases):
             continue
         if nbytes < max(moves.least_bytes, 1) or (value.device.type == "cpu" and not on_cpu_alone):
             continue
@@ -149,29 +156,24 @@ def _fake(example: torch.Tensor, target: Any, *arguments: Any) -> torch.Tensor:
     return made
 
 
-def _windows_bytes(saved: list[_Saved], moves: Moves) -> list[int]:
-    """Return the window of each value."""
+def _released_behind(saved: list[_Saved], moves: Moves, kept: list[fx.Node]) -> list[fx.Node | None]:
+    """Return the value behind which the graph waits for the copy of each value; None: at its end.
+
+    It is a value that has memory of its own in any case, one that is saved. To ask for another one could change the
+    fusions of a compiler, and with them the last bits.
+    """
+    if moves.releases is not None:
+        named = {node.name: node for node in (*kept, *(each.node for each in saved))}
+        return [named.get(moves.releases[each.node.name] or "") for each in saved]
     window_bytes = moves.window_bytes
     if window_bytes is None:
         window_bytes = moves.window_values * max((each.nbytes for each in saved), default=0)
-    windows = moves.windows or {}
-    return [windows.get(each.node.name, window_bytes) for each in saved]
-
-
-def _released_behind(saved: list[_Saved], number: int, window_bytes: int, ends: list[fx.Node]) -> fx.Node | None:
-    """Return the value behind which the graph waits for the copy of value ``number``; None: nothing comes later.
-
-    It is a value that has memory of its own in any case, one that is saved or returned. To ask for another one could
-    change the fusions of a compiler, and with them the last bits.
-    """
-    passed_bytes = 0
-    for later in saved[number + 1 :]:
-        passed_bytes += later.nbytes
-        if passed_bytes >= window_bytes:
-            return later.node
-    if ends:
-        return ends[-1]
-    return saved[-1].node if number + 1 < len(saved) else None
+    found: list[fx.Node | None] = []
+    for number in range(len(saved)):
+        passed = itertools.accumulate(later.nbytes for later in saved[number + 1 :])
+        places = zip(saved[number + 1 :], passed, strict=True)
+        found.append(next((later.node for later, nbytes in places if nbytes >= window_bytes), None))
+    return found
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -181,13 +183,13 @@ def _behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], windows_bytes: list[int], num_fwd_outputs: int) -> None:
+def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], behind: list[fx.Node | None], num_fwd_outputs: int) -> None:
     output = _output(graph)
-    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    outputs = _returned(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     returned = [node for node in outputs[:num_fwd_outputs] if value_of(node) is not None and node.op == "call_function"]
-    returned.sort(key=lambda node: order[node])
-    packed = []
+    returned.sort(key=lambda node: -order[node])
+    packed = {}
     for number, each in enumerate(saved):
         each.node.meta["inductor_realize_to_strides"] = True  # in one place, as a value that is saved
         with graph.inserting_after(_behind(each.node)):
@@ -195,13 +197,15 @@ def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], windows_bytes: list[i
         value = each.node.meta["val"]
         _set_value(token, each.node, _fake(value, operators.pack, value, number))
         token.meta.pop("inductor_realize_to_strides")
-        packed.append(token)
-    for number, (each, token) in enumerate(zip(saved, packed, strict=True)):
-        ends = [node for node in returned if order[node] > order[each.node]]
-        after = _released_behind(saved, number, windows_bytes[number], ends)
-        is_inside = after is not None and after not in ends
-        place = packed[[other.node for other in saved].index(after)] if is_inside else None  # type: ignore[arg-type]
-        with graph.inserting_after(place) if place is not None else graph.inserting_before(output):
+        packed[each.node] = token
+    for number, (each, after) in enumerate(zip(saved, behind, strict=True)):
+        token = packed[each.node]
+        if after is not None:
+            at = graph.inserting_after(packed.get(after, _behind(after)))
+        else:  # behind what comes last, so that no compiler puts it earlier
+            later = [node for node in (*returned, saved[-1].node) if order[node] > order[each.node]]
+            after, at = (later[0] if later else None), graph.inserting_before(output)
+        with at:
             released = graph.call_function(operators.release, (token, each.node, after))
         _set_value(released, token, _fake(each.node.meta["val"], operators.pack, each.node.meta["val"], number))
         outputs[each.place] = released
@@ -226,10 +230,10 @@ def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
 def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx.Node]:
     """Return the tensors that forward saves and that stay by the plan. What cannot move in the graph goes to hooks."""
     kept: dict[fx.Node, None] = {}
-    for node in _output(forward).args[0][num_fwd_outputs:]:  # type: ignore[index]
+    for node in _returned(forward)[num_fwd_outputs:]:
         value = value_of(node)
         is_plain = value is not None and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
-        if is_plain and moves.windows is not None and node.name not in moves.windows:
+        if is_plain and moves.releases is not None and node.name not in moves.releases:
             kept[node] = None
     return list(kept)
 
@@ -250,7 +254,7 @@ def _keep(forward: fx.Graph, kept: list[fx.Node], first: fx.Node, num_fwd_output
     with forward.inserting_before(output):
         token = forward.call_function(operators.keep, (kept,))
     _set_value(token, first, value)
-    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    outputs = _returned(forward)
     outputs.insert(num_fwd_outputs, token)
     output.args = (tuple(outputs),)
     if (descriptions := output.meta.get("desc")) is not None:
@@ -288,11 +292,11 @@ def move_saved_values(
     saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves)
     kept = _find_kept(forward.graph, num_fwd_outputs, moves)
     if kept:
-        first, example = _output(forward.graph).args[0][num_fwd_outputs], kept[0].meta["val"]  # type: ignore[index]
+        first, example = _returned(forward.graph)[num_fwd_outputs], kept[0].meta["val"]
         value = _fake(example, operators.keep, [example])
         _take_kept(backward.graph, first, value)
     if saved:
-        _rewrite_forward(forward.graph, saved, _windows_bytes(saved, moves), num_fwd_outputs)
+        _rewrite_forward(forward.graph, saved, _released_behind(saved, moves, kept), num_fwd_outputs)
         _rewrite_backward(backward.graph, saved)
     if kept:
         _keep(forward.graph, kept, first, num_fwd_outputs, value)

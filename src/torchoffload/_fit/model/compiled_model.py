@@ -151,10 +151,9 @@ class CompiledModel:
         self.notes: list[str] = []
         self.clock = Clock(self, meter, lambda *values: values)
         self._arguments, self._options = arguments, options
-        self._manager = None
+        self._manager = self._planned_manager = None
         if options.move and not arguments.options.get("triton.cudagraphs", False):
-            # A context that learns keeps values that are to move, and widens its windows: plans know of neither.
-            self._manager = OffloadActivations(model=model, **options.moving.as_keywords() | {"learn": False})
+            self._manager = self._planned_manager = self._new_manager(model)
         self._functions = PlannedFunctions(arguments.keywords.get("dynamic"))
         self._latest: PlannedFunction | None = None  # the function that ran last
         self._room_bytes = self._outside_bytes = 0  # for the graphs that were compiled last, and allocated beside them
@@ -170,6 +169,10 @@ class CompiledModel:
         self._has_begun = False  # a call with gradients
         self._was_told = self._was_doubted = self._is_limit_told = self._is_removed = False
         set_whole_call(model, _Call(former, self))
+
+    def _new_manager(self, model: nn.Module, **options: Any) -> OffloadActivations:
+        # A context that learns keeps values that are to move, and widens its windows: plans know of neither.
+        return OffloadActivations(model=model, **self._options.moving.as_keywords() | {"learn": False} | options)
 
     @property
     def plans(self) -> tuple[GraphPlan, ...]:
@@ -214,7 +217,7 @@ class CompiledModel:
             recompute_s=sum(piece.again_s for piece in pieces),
             kept_bytes=sum(piece.kept_bytes for piece in pieces),
             moved_bytes=sum(piece.moved_bytes for piece in pieces),
-            window_bytes=max((nbytes for plan in plans for nbytes in plan.windows.values()), default=0),
+            window_bytes=max(plan.reload_bytes for plan in plans),
         )
 
     # ---- calls and steps ----
@@ -368,10 +371,19 @@ class CompiledModel:
     def context(self) -> Any:
         """The context of the present call: one that moves if a plan moves anything, or if a graph may be compiled."""
         plans = self._latest_plans
-        if self._manager is None:
+        if self._manager is None or self._planned_manager is None:
             return contextlib.nullcontext()
-        may_move = self._is_new_size or not plans or any(plan.windows for plan in plans)
-        return self._manager if may_move else contextlib.nullcontext()
+        if self._is_new_size or not plans:
+            return self._manager  # with the options that the user gave, which a plan depends on
+        windows = [plan.reload_bytes for plan in plans if plan.releases]
+        if not windows:
+            return contextlib.nullcontext()
+        model = self.model()
+        if self._options.moving.reload_window_bytes is None and model is not None:
+            window = min(windows)  # all of them fit with the smallest one
+            if self._planned_manager.options.reload_window_bytes != window:
+                self._planned_manager = self._new_manager(model, reload_window_bytes=window)
+        return self._planned_manager
 
     def note_plans(self) -> None:
         """Take notice of the plans that the latest call has made, if it has made any."""
