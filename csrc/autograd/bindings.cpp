@@ -287,6 +287,14 @@ void set_module_windows(const py::handle& context, const std::vector<std::array<
   found->set_windows(std::move(windows));
 }
 
+// From the next call of the module on.
+void change_module_windows(const py::handle& context, uint32_t number, const std::array<uint64_t, 3>& given) {
+  Context* const found = context_of(context.ptr());
+  if (found == nullptr) throw py::error_already_set();
+  const auto& [offload_bytes, after_bytes, reload_bytes] = given;
+  found->change_windows(number, {offload_bytes, after_bytes, reload_bytes});
+}
+
 uint64_t trim() REQUIRES(gil) {
   drop_unheld();
   try {
@@ -424,6 +432,8 @@ void add_input_copies(py::module_& m) {
 void add_planned_blocks(py::module_& m) {
   m.def("block_frontier", frontier, py::arg("groups"), py::arg("draws"), py::pos_only());
   m.def("set_module_windows", set_module_windows, py::arg("context"), py::arg("windows"), py::pos_only());
+  m.def("change_module_windows", change_module_windows, py::arg("context"), py::arg("number"), py::arg("windows"),
+        py::pos_only());
   m.def("joint_plans", joint_plans, py::arg("steps"), py::arg("memory_bytes"), py::pos_only());
   m.def(
       "least_joint_plan",

@@ -49,6 +49,7 @@ class Context {
   uint32_t set_module(uint32_t number) REQUIRES(gil);
   // Each module has windows of its own, by its number. Before it is entered.
   void set_windows(std::vector<ModuleWindows> windows) { state_->module_windows = std::move(windows); }
+  void change_windows(uint32_t number, const ModuleWindows& windows) { state_->module_windows.at(number) = windows; }
   std::vector<ModuleRow> module_rows() const { return state_->modules; }
   void forget_modules() { state_->modules.assign(state_->modules.size(), {}); }
 

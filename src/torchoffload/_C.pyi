@@ -89,6 +89,9 @@ def set_module_windows(context: Context, windows: Sequence[tuple[int, int, int]]
     while backward asks for its saved tensors; in bytes. As a window becomes smaller, copies under way are waited for.
     """
 
+def change_module_windows(context: Context, number: int, windows: tuple[int, int, int], /) -> None:
+    """Change the windows of one module, from its next call on. IndexError: it was given none."""
+
 def reset_stats() -> None: ...
 def live_saves() -> list[tuple[torch.dtype, tuple[int, ...] | None, int, float]]:
     """Return the saved tensors that are alive, the newest first: dtype, shape, bytes, age in seconds.

@@ -202,8 +202,8 @@ def test_nothing_stays_at_the_loss_because_it_was_learned(device_under_test: Dev
         model = nn.Sequential(*(Saves(number + 1) for number in range(4)))
         chosen = [Chosen(str(number), block) for number, block in enumerate(model)]
         following = Following(model, chosen, may_move=True, options=torchoffload.OffloadOptions(min_offload_size=UNIT))
-        windows = {block: BlockWindows(LARGE, 0 if block is model[3] else LARGE, LARGE) for block in model}
-        following.follow({}, list(model), LARGE, windows)
+        windows = {block: [BlockWindows(LARGE, 0 if block is model[3] else LARGE, LARGE)] for block in model}
+        following.follow({}, {block: [True] for block in model}, LARGE, windows)
         for _ in range(6):
             torchoffload.reset_stats()
             loss = model(leaf()).sum()
@@ -211,4 +211,52 @@ def test_nothing_stays_at_the_loss_because_it_was_learned(device_under_test: Dev
             assert (stats.records_offloaded, stats.window_waits) == (4, 4)
             assert stats.records_kept.keys() <= {"small"}
             loss.backward()
+        following.remove()
+
+
+class Twice(nn.Module):
+    """Calls a block twice, without gradients in between as in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = Saves(3), Saves(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(x)
+        with torch.no_grad():
+            self.block(x)
+        return self.block(self.other(x))
+
+
+@pytest.mark.parametrize(
+    ("moves", "windows", "moved", "wanted"),
+    [
+        pytest.param([True, False], [(LARGE, LARGE), (LARGE, LARGE)], 3, 0, id="the first call moves"),
+        pytest.param([False, True], [(LARGE, LARGE), (LARGE, LARGE)], 3, 0, id="the second call moves"),
+        pytest.param([True, True], [(LARGE, LARGE), (LARGE, 0)], 6, 2, id="both are waited for at the end"),
+        pytest.param([True, True], [(0, 0), (LARGE, LARGE)], 6, 1, id="the first one is waited for"),
+        pytest.param([True, False], [(LARGE, LARGE), (0, LARGE)], 3, 1, id="as the second call begins"),
+    ],
+)
+def test_each_call_of_a_block_moves_and_waits_as_it_is_planned(
+    device_under_test: Device, moves: list[bool], windows: list[tuple[int, int]], moved: int, wanted: int
+):
+    with device_under_test.scope():
+        model = Twice()
+        chosen = [Chosen("block", model.block), Chosen("other", model.other)]
+        following = Following(model, chosen, may_move=True, options=torchoffload.OffloadOptions(min_offload_size=UNIT))
+        of_calls = [BlockWindows(*each, LARGE) for each in windows]
+        of_blocks = {model.block: of_calls, model.other: [BlockWindows(LARGE, LARGE, LARGE)]}
+        following.follow({}, {model.block: moves, model.other: [False]}, LARGE, of_blocks)
+        for _ in range(3):
+            following.reset_turns()
+            torchoffload.reset_stats()
+            x = leaf()
+            model(x).sum().backward()
+            stats = torchoffload.stats()
+            assert (stats.bytes_offloaded // UNIT, stats.window_waits) == (moved, wanted)
+            expected = leaf()
+            plain = Twice()
+            plain(expected).sum().backward()
+            assert torch.equal(x.grad, expected.grad)
         following.remove()

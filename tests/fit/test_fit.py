@@ -158,6 +158,40 @@ def test_two_calls_before_a_backward(device_under_test: Device):
     assert_fitted(device_under_test, BLOCKS["transformer"], call=lambda model, x: model(x) + model(x + 1))
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.devices("disk")
+def test_each_of_two_calls_moves_what_is_planned_for_it(device_under_test: Device):
+    """As in preference training: the first forward moves, and part of the second one stays."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual(64) for _ in range(4))), torch.randn(256, 64)
+    options = options_of(device_under_test) | {"recompute": False, "min_offload_size": 0, "margin": 0.0}
+    with torchoffload.fit(model, 1 << 50, blocks=Residual, **options) as handle:
+
+        def moved_bytes() -> int:
+            torchoffload.reset_stats()
+            (model(x) - model(x.flip(0)).tanh()).square().mean().backward()
+            return torchoffload.stats().bytes_offloaded
+
+        for _ in range(STEPS):
+            moved_bytes()
+        points = handle.frontier()
+        handle.replan((points[0].memory_bytes + points[-1].memory_bytes) // 2)
+        while handle.phase != "settled":
+            moved_bytes()
+        plan = handle.plan
+        assert plan.moved_bytes > 0
+        assert plan.kept_bytes >= 4 * 64 * 256 * 4
+        assert plan.moved_bytes - x.nbytes <= moved_bytes() <= plan.moved_bytes  # the first block's input is the loop's
+
+
 def test_evaluation_between_steps(device_under_test: Device):
     def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         model.eval()

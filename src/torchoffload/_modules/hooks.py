@@ -7,11 +7,11 @@ A hook looks up its work by the module that is called. A copy of the module is n
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,10 +28,25 @@ from torchoffload._pytorch.hook_stack import Role
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._warnings import warn_user
 
-__all__ = ["Offloading", "Part", "install", "uninstall"]
+__all__ = ["Offloading", "Part", "Turn", "install", "uninstall"]
 
 _noop_hooks = saved_tensors_hooks(core.noop_pack, core.unpack)
 _lock = threading.RLock()
+
+
+class Turn(NamedTuple):
+    """What one call of a module does, of several calls in a step.
+
+    Attributes
+    ----------
+    moves : bool
+        Whether saved tensors of the call move.
+    windows : tuple of int
+        The windows of the call in bytes, as ``set_module_windows`` of the core takes them.
+    """
+
+    moves: bool
+    windows: tuple[int, int, int]
 
 
 class Offloading:
@@ -60,7 +75,9 @@ class Offloading:
         self.open_calls = 0  # on all threads
         self._on_thread = threading.local()
 
-    def change(self, manager: OffloadActivations, moving: Iterable[int]) -> None:
+    def change(
+        self, manager: OffloadActivations, moving: Iterable[int], turns: Mapping[int, Sequence[Turn]] | None = None
+    ) -> None:
         """Move under another context from the next call of the model on, and in some of the modules only.
 
         Parameters
@@ -69,6 +86,8 @@ class Offloading:
             The context.
         moving : iterable of int
             The numbers of the chosen modules whose saved tensors move, from 1.
+        turns : mapping of int to sequence of Turn, optional
+            By the same numbers, the calls of each module in a step, for modules whose calls differ.
         """
         self.manager = manager
         self.context = manager._context
@@ -76,6 +95,22 @@ class Offloading:
         self.context.set_module(0)
         self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
         self.moving = frozenset(moving)
+        self._turns = turns or {}
+        self.reset_turns()
+
+    def reset_turns(self) -> None:
+        """Begin with the first call of each module again: a step begins."""
+        self._calls = dict.fromkeys(self._turns, 0)
+
+    def take_turn(self, number: int) -> bool:
+        """Begin a call of a module, with its windows if its calls differ; return whether its saved tensors move."""
+        turns = self._turns.get(number)
+        if turns is None:
+            return number in self.moving
+        turn = turns[self._calls[number] % len(turns)]
+        self._calls[number] += 1
+        core.change_module_windows(self.context, number, turn.windows)
+        return turn.moves
 
     @property
     def is_open(self) -> bool:
@@ -185,16 +220,17 @@ class Part:
             if not has_gradients or is_disabled() or not offloading.moving:
                 return None
             undo.append(offloading.open())
+        # Tensors that go to the hooks of others must go on doing so: a checkpoint counts the tensors it gets, and a
+        # NoOpManager was entered on purpose.
+        may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
+        is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        moves = offloading.take_turn(self.number) if is_possible and may_push else False
         if self.number:
             undo.append(partial(offloading.context.set_module, offloading.context.set_module(self.number)))
             if offloading.only_inputs:  # also without gradients, as in the forward of a reentrant checkpoint
                 for tensor in _tensors(inputs):
                     offloading.context.admit(tensor)
-        # Tensors that go to the hooks of others must go on doing so: a checkpoint counts the tensors it gets, and a
-        # NoOpManager was entered on purpose.
-        may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
-        wants = is_first if offloading.only_inputs else self.number in offloading.moving
-        is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        wants = is_first if offloading.only_inputs else moves
         return offloading.hooks if wants and may_push and is_possible else None
 
 

@@ -1,7 +1,7 @@
 """The blocks of a fitted model as they follow a plan: which of them compute again, and which of them move."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +11,7 @@ from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.block.blocks import unplan_block, watch_block
 from torchoffload._fit.block.replay import Watch
-from torchoffload._modules.hooks import Offloading
+from torchoffload._modules.hooks import Offloading, Turn
 from torchoffload._modules.offload_modules import OffloadedModules, install_offloading
 from torchoffload._modules.selection import Chosen, choose
 
@@ -68,9 +68,9 @@ class Following:
     def follow(
         self,
         blocks: Mapping[nn.Module, Callable[[nn.Module, Any], Watch]],
-        moving: list[nn.Module],
+        moving: Mapping[nn.Module, Sequence[bool]],
         window_bytes: int,
-        windows: Mapping[nn.Module, BlockWindows] | None = None,
+        windows: Mapping[nn.Module, Sequence[BlockWindows]] | None = None,
     ) -> None:
         """Change the plans of the blocks from the next call of the model on.
 
@@ -78,12 +78,12 @@ class Following:
         ----------
         blocks : mapping
             The watch of each call of a block, for those that compute something again or are watched.
-        moving : list of nn.Module
-            The blocks of which something moves.
+        moving : mapping of nn.Module to sequence of bool
+            For each block, whether anything of its calls moves, in the order of the calls of a step.
         window_bytes : int
             The size of either window, if blocks have none of their own.
-        windows : mapping of nn.Module to BlockWindows, optional
-            The windows of each block.
+        windows : mapping of nn.Module to sequence of BlockWindows, optional
+            The windows of each call of each block.
         """
         if self._handle is not None:
             # Blocks with windows of their own follow a plan, which has no room for tensors that would stay because of
@@ -91,17 +91,29 @@ class Following:
             size = 0 if windows else window_bytes
             options = self._keywords | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
-            if windows:
-                anywhere = BlockWindows(*(min(sizes) for sizes in zip(*windows.values(), strict=True)))
-                core.set_module_windows(
-                    manager._context, [anywhere, *(windows.get(module, anywhere) for module in self.names)]
-                )
+            turns: dict[int, list[Turn]] = {}
             numbers = {module: number for number, module in enumerate(self.names, start=1)}
-            self._handle._offloading.change(manager, [numbers[module] for module in moving])
+            if windows:
+                all_windows = [each for calls in windows.values() for each in calls]
+                anywhere = BlockWindows(*map(min, zip(*all_windows, strict=True)))
+                first = [windows[module][0] if module in windows else anywhere for module in self.names]
+                core.set_module_windows(manager._context, [anywhere, *first])
+                for module, calls in windows.items():
+                    each = [Turn(*turn) for turn in zip(moving.get(module, [False] * len(calls)), calls, strict=True)]
+                    if len(set(each)) > 1:
+                        turns[numbers[module]] = each
+            self._handle._offloading.change(
+                manager, [numbers[module] for module, moves in moving.items() if any(moves)], turns
+            )
         for module in set(self.names) - set(blocks):
             unplan_block(module)
         for module, watch in blocks.items():
             watch_block(module, watch)
+
+    def reset_turns(self) -> None:
+        """Begin with the first call of each block again: a step begins."""
+        if self._handle is not None:
+            self._handle._offloading.reset_turns()
 
     def remove(self) -> None:
         """Take all hooks away."""

@@ -302,7 +302,8 @@ class FittedModel(abc.ABC):
         """Have the survey watch the blocks."""
         blocks = list(self.names)
         watch = weakly(survey.watch, otherwise=Watch(None))
-        self._following.follow(dict.fromkeys(blocks, watch), blocks if self.may_move else [], window_bytes)
+        moving = {block: [True] for block in blocks} if self.may_move else {}
+        self._following.follow(dict.fromkeys(blocks, watch), moving, window_bytes)
         if not survey.is_timing:  # else the host would have to get memory from the device anew while it is timed
             self.meter.forget_reserved()
 
@@ -475,7 +476,7 @@ class FittedModel(abc.ABC):
     def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
         self._followed = trial
         watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left), weakly(self._refuse_planned))
-        self._reset_counters = [turns.reset for turns in watches.values()]
+        self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
         self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, self.called.modules))

@@ -61,8 +61,8 @@ class Turns:
 
 def turns_of(
     trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
-) -> tuple[dict[nn.Module, Turns], list[nn.Module]]:
-    """Return the turns of each block that computes something again, and the blocks of which something moves.
+) -> tuple[dict[nn.Module, Turns], dict[nn.Module, list[bool]]]:
+    """Return the turns of each block that computes something again, and of each block, which of its calls move.
 
     Parameters
     ----------
@@ -76,26 +76,24 @@ def turns_of(
         Called with the number of a kind and a message if a block cannot be computed again in its backward.
     """
     followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
-    moving: dict[nn.Module, None] = {}
+    moving: defaultdict[nn.Module, list[bool]] = defaultdict(list)
     for module, call, planned in zip(modules, trial.step.calls, trial.plan.calls, strict=True):
         kind = trial.step.kinds[call.kind]
         plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
         followed[module].append(_Followed(plan, tell, partial(refuse, call.kind)))
-        if planned.moves:
-            moving[module] = None
+        moving[module].append(planned.moves)
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
-    return turns, list(moving)
+    return turns, dict(moving)
 
 
-def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, BlockWindows]:
-    """Return the windows of each block; the smallest of its calls, if it is called several times in a step."""
-    windows: dict[nn.Module, BlockWindows] = {}
+def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, list[BlockWindows]]:
+    """Return the windows of each call of each block."""
+    windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
     calls = trial.plan.calls
     for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
         after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
-        own = BlockWindows(call.offload_bytes, after_bytes, call.reload_bytes)
-        windows[module] = BlockWindows(*map(min, own, windows.get(module, own)))
-    return windows
+        windows[module].append(BlockWindows(call.offload_bytes, after_bytes, call.reload_bytes))
+    return dict(windows)
 
 
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
