@@ -15,7 +15,9 @@ def size(rows: int, columns: int = 8) -> CallSize:
 
 
 def plan(peak_bytes: int, *, doubt_bytes: int = 0, other_bytes: int = 0, is_dynamic: bool = False) -> GraphPlan:
-    return GraphPlan((), None, {}, 1.0, peak_bytes, doubt_bytes, 1.0, peak_bytes, 0, other_bytes, 100, 1000, is_dynamic)
+    return GraphPlan(
+        (), None, {}, 0, 1.0, peak_bytes, doubt_bytes, 1.0, peak_bytes, 0, other_bytes, 100, 1000, is_dynamic
+    )
 
 
 def function(made_for: CallSize, *plans: GraphPlan, graphs: int = 1) -> PlannedFunction:

@@ -200,7 +200,7 @@ def _rewrite_forward(graph: fx.Graph, saved: list[_Saved], behind: list[fx.Node 
         packed[each.node] = token
     for number, (each, after) in enumerate(zip(saved, behind, strict=True)):
         token = packed[each.node]
-        if after is not None:
+        if after is not None and order[after] > order[each.node]:
             at = graph.inserting_after(packed.get(after, _behind(after)))
         else:  # behind what comes last, so that no compiler puts it earlier
             later = [node for node in (*returned, saved[-1].node) if order[node] > order[each.node]]

@@ -248,7 +248,7 @@ class Climb:
             return None
         best_s, _, trial = min(found, key=lambda each: each[0])
         wanted_s = fastest_s * (1 - _LEAST_GAIN)
-        believed_s = wanted_s * fastest.plan.timed_as(step).step_s / fastest_s  # for the best belief
+        believed_s = wanted_s * fastest.plan.timed_as(step).step_s / max(fastest_s, 1e-12)  # for the best belief
         if best_s <= wanted_s or self._would_gain(step, believed_s, memory_bytes):
             return trial
         # The likely beliefs may explain the steps so far in several ways. One of them may say that there is much to
