@@ -43,9 +43,7 @@ _LEVELS = 24
 # A compiler fuses operators that are computed again with others, and not always as predicted. On a CPU the peaks of
 # such plans, without the graph's inputs, were up to 14% higher; the one that was measured on an H200 was 6% higher,
 # with its inputs.
-_DOUBT = 0.15
-# If values only move, the peaks on a CPU were up to 4% higher than predicted, and that of the least memory up to 12%.
-_DOUBT_OF_MOVES = 0.1
+_DOUBT = 0.15  # if values only move, the peaks on a CPU were up to 12% higher
 _LEAST_AGAIN_S = 1e-7  # PyTorch's own choice is taken unless another one saves bytes
 # Forward waits for a copy when this part of the time until its end is over. The largest one that fits is the fastest.
 _PARTS = (1.0, 0.5, 0.0)
@@ -482,9 +480,9 @@ class _Planner:
 
     def _doubt_bytes(self, candidate: _Candidate) -> int:
         """Return the bytes by which the peak may be larger than predicted: none by PyTorch's own plan."""
-        is_again = any(choice.again for _, _, choice, _ in self._chosen(candidate.plan))
-        part = _DOUBT if is_again else _DOUBT_OF_MOVES if candidate.releases else 0
-        return int(part * max(0, candidate.peak_bytes - self._joint.input_bytes))
+        if not candidate.releases and not any(choice.again for _, _, choice, _ in self._chosen(candidate.plan)):
+            return 0
+        return int(_DOUBT * max(0, candidate.peak_bytes - self._joint.input_bytes))
 
     # ---- from the plan of a step to values ----
 
