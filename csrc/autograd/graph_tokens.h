@@ -9,7 +9,7 @@
 //   torchoffload::pack(x, index) -> token             saves x by the context that is entered
 //   torchoffload::release(token, x, after) -> token   from here on the graph may reuse the memory of x
 //   torchoffload::unpack(token, device, dtype) -> x   the value, in memory of its own
-//   torchoffload::keep(xs) -> token                   contexts leave these values where they are
+//   torchoffload::keep(xs) -> note                    contexts leave these values where they are
 //
 // Note [Operators of compiled graphs]
 // All are functional, so that data alone orders them, and a compiler needs to know nothing of them. A compiler
@@ -22,8 +22,8 @@
 // same device, dtype and size, so the dtype of a token is one that is of no use on a CPU, and a graph that computes with
 // that one is left alone.
 // `keep` is for what a planned graph saves and does not move: as forward ends, autograd gives it to the hooks of the
-// context, which would move it. Its token stands for nothing. It is saved like the others, so that a compiler does not
-// leave the operator out.
+// context, which would move it. Its result, one byte, stands for nothing: it is saved, so that a compiler does not leave
+// the operator out. It is no token, so that hooks of others may copy it, and a graph may hold the region that made it.
 // `unpack` gives memory that nothing else holds, since compiled backwards write into their inputs: in a backward that
 // retains its graph a copy, and otherwise the bytes, after which the token stands for nothing.
 #pragma once

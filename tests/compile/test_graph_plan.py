@@ -263,6 +263,23 @@ def test_a_context_that_learns_is_warned_of_if_a_plan_moves_values(
     assert any("learn=False" in str(each.message) for each in caught) == learn
 
 
+def test_hooks_of_others_may_copy_what_a_graph_saves_that_moves_nothing(tmp_path: Path):
+    """A context is entered as the graph is compiled. Later the graph runs under other hooks."""
+    model, data = gpt()
+    step = compiled(model, memory=ANY_MEMORY)
+    with torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=0, learn=False):
+        step(*data).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    (plan,) = plans()
+    assert not plan.releases
+    assert torchoffload.stats().bytes_kept["planned"] > 0
+    model.zero_grad(set_to_none=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().numpy(), torch.from_numpy):
+        loss = step(*data)
+    loss.backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected, rtol=0, atol=0)
+
+
 def test_inductor_computes_again_within_the_tolerance_of_fusion():
     model, data = gpt(depth=1)
     stock = step_of(model, *data, backend="inductor")

@@ -33,7 +33,7 @@ def _release(token: torch.Tensor, x: torch.Tensor, after: torch.Tensor | None) -
 
 
 def _keep(xs: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001
-    return torch.empty(1, dtype=TOKEN_TYPE, device="cpu")
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _unpack(token: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

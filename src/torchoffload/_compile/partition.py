@@ -364,11 +364,11 @@ def _partitioner(memory: "Memory | None" = None) -> Callable[..., _Graphs]:
 class _PlannedGraphs:
     """The graphs of a model that ``fit`` compiles; see ``PlannedGraphs`` in ``_contexts/planned_graphs.py``."""
 
-    def __init__(self, nbytes: int, graphs: int) -> None:
+    def __init__(self, nbytes: int, graphs: int, sets_reload_window: bool) -> None:
         from torchoffload._compile.planned import Memory, PlanNotes
 
         self.graphs = graphs
-        self._notes = PlanNotes(Memory(nbytes, graphs, sets_reload_window=True))
+        self._notes = PlanNotes(Memory(nbytes, graphs, sets_reload_window=sets_reload_window))
 
     @property
     def nbytes(self) -> int:

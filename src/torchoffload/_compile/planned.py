@@ -150,7 +150,7 @@ def room(memory: Memory, options: OffloadOptions | None) -> Room:
         options.min_offload_bytes,
         tier_bytes,
         options.offload_window_bytes,
-        options.reload_window_bytes,
+        None if memory.sets_reload_window else options.reload_window_bytes,
         memory.sets_reload_window,
     )
 

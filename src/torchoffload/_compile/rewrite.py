@@ -239,23 +239,23 @@ def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx
 
 
 def _take_kept(backward: fx.Graph, first: fx.Node, value: torch.Tensor) -> None:
-    """Have backward take the token of the values that stay before ``first``, the first saved value of forward."""
+    """Have backward take the note of the values that stay before ``first``, the first saved value of forward."""
     taken = next((node for node in backward.find_nodes(op="placeholder") if node.name == first.name), None)
     if taken is None:
         raise GraphsDiffer(f"backward has no input {first.name}")
     with backward.inserting_before(taken):
-        token = backward.placeholder("kept_token")
-    _set_value(token, taken, value)
+        note = backward.placeholder("kept_note")
+    _set_value(note, taken, value)
 
 
 def _keep(forward: fx.Graph, kept: list[fx.Node], first: fx.Node, num_fwd_outputs: int, value: torch.Tensor) -> None:
-    """Have forward tell contexts that values stay, and save the token of them before all others."""
+    """Have forward tell contexts that values stay, and save the note of it before all others."""
     output = _output(forward)
     with forward.inserting_before(output):
-        token = forward.call_function(operators.keep, (kept,))
-    _set_value(token, first, value)
+        note = forward.call_function(operators.keep, (kept,))
+    _set_value(note, first, value)
     outputs = _returned(forward)
-    outputs.insert(num_fwd_outputs, token)
+    outputs.insert(num_fwd_outputs, note)
     output.args = (tuple(outputs),)
     if (descriptions := output.meta.get("desc")) is not None:
         place = num_fwd_outputs

@@ -81,7 +81,7 @@ class PlannedGraphs(Protocol):
         """Return the lines of a report on the plans, whose graphs have numbers from a first one on."""
 
 
-_Planner = Callable[[int, int], PlannedGraphs]
+_Planner = Callable[[int, int, bool], PlannedGraphs]
 _planners: list[_Planner] = []
 
 
@@ -90,6 +90,9 @@ def register_planner(planner: _Planner) -> None:
     _planners[:] = [planner]
 
 
-def planned_graphs(nbytes: int, graphs: int) -> PlannedGraphs:
-    """Return graphs to be planned for an amount of memory."""
-    return _planners[0](nbytes, graphs)
+def planned_graphs(nbytes: int, graphs: int, *, sets_reload_window: bool) -> PlannedGraphs:
+    """Return graphs to be planned for an amount of memory.
+
+    ``sets_reload_window``: whether their context will be given the reload window that the plan says.
+    """
+    return _planners[0](nbytes, graphs, sets_reload_window)

@@ -302,7 +302,9 @@ class CompiledModel:
             if why is not None:
                 self.notes.append(f"{why}: compiled anew")
             self._room_bytes, self._outside_bytes = room_bytes, outside_bytes
-            function = PlannedFunction(planned_graphs(room_bytes, graph_count), size, room_bytes)
+            sets_window = self._options.moving.reload_window_bytes is None
+            graphs = planned_graphs(room_bytes, graph_count, sets_reload_window=sets_window)
+            function = PlannedFunction(graphs, size, room_bytes)
             call.calls[function] = compile_anew(model, self._arguments, function.graphs.options())
             self._note_compiled(function)
         if len(self._sizes) < _MOST_SIZES:
