@@ -132,7 +132,9 @@ at::Tensor release_value(const at::Tensor& token, const at::Tensor& x, const std
 at::Tensor keep_values(at::TensorList xs) {
   const WithGil with_gil;
   for (const at::Tensor& x : xs) keep_by_plan(x);
-  return at::zeros({1}, at::kByte);
+  at::Tensor note = at::zeros({1}, at::kByte);
+  keep_by_plan(note);
+  return note;
 }
 
 at::Tensor copied_value(const at::Tensor& tensor) { return TensorLayout(tensor).on(copied(tensor.storage())); }
