@@ -30,7 +30,7 @@ MemorySet& marked_storages() {
   return *leaked;
 }
 
-// Of values that compiled graphs keep.
+// Storages of values that a planned compiled graph keeps.
 MemorySet& planned_storages() {
   static auto* const leaked = new MemorySet;
   return *leaked;

@@ -121,7 +121,7 @@ void note_parameter(const at::Tensor& tensor);
 
 // Marks a tensor's storage: no context moves it.
 void never_offload(const at::Tensor& tensor);
-// The same, for a value that a planned graph keeps.
+// Marks the storage of a value that a planned compiled graph keeps. No context moves it, and it counts as `planned`.
 void keep_by_plan(const at::Tensor& tensor);
 
 }  // namespace torchoffload

@@ -21,8 +21,8 @@
 // symbolic sizes of the tensors that backward gets; but it has no memory. A compiler that reuses memory does so for values of the
 // same device, dtype and size, so the dtype of a token is one that is of no use on a CPU, and a graph that computes with
 // that one is left alone.
-// `keep` is for what a planned graph saves and does not move: as forward ends, autograd gives it to the hooks of the
-// context, which would move it. Its result, one byte, stands for nothing: it is saved, so that a compiler does not leave
+// `keep` is for the values that a planned graph saves and does not move: as forward ends, autograd gives them to the
+// hooks of the context, which would move them. Its result, one byte, stands for nothing: it is saved, so that a compiler does not leave
 // the operator out. It is no token, so that hooks of others may copy it, and a graph may hold the region that made it.
 // `unpack` gives memory that nothing else holds, since compiled backwards write into their inputs: in a backward that
 // retains its graph a copy, and otherwise the bytes, after which the token stands for nothing.

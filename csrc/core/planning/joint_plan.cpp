@@ -380,7 +380,8 @@ JointPlan least_plan(const StepOfBlocks& step, uint64_t window_bytes) {
   std::optional<JointPlan> plan = plans.placed(ways, kUnlimited, std::nullopt, BlockPlans::Keeps::AllThatFits);
   if (step.may_move) {
     std::optional<JointPlan> moved = plans.placed(ways, kUnlimited, window_bytes, BlockPlans::Keeps::Nothing);
-    // If the peak is elsewhere, what moves still leaves more free here: memory that is nearly full is in pieces.
+    // If both plans have the same peak, outside of the blocks, the one that moves still leaves more memory free inside of
+    // them, and memory that is nearly full is fragmented.
     if (moved && (!plan || moved->peak_bytes <= plan->peak_bytes)) plan = std::move(moved);
   }
   JointPlan least = plan.value_or(JointPlan{});

@@ -6,7 +6,6 @@ PyTorch's own choice of saved values.
 """
 
 import dataclasses
-import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import fx
 from torchoffload._compile.copies import MovedValue, backward_wait_s, forward_wait_s, release_places
 from torchoffload._compile.joint_graph import Group, JointGraph, Piece
 from torchoffload._compile.lifetimes import Run
+from torchoffload._compile.rewrite import numbers_behind
 from torchoffload._core import core
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, OperatorGroup
 from torchoffload._fit.machine.link import LinkRates
@@ -117,8 +117,8 @@ class GraphPlan:
     saved : list of fx.Node or None
         The values that forward saves; None if they are PyTorch's own choice.
     releases : dict of str to str or None
-        The values that move, by their names: behind the pack of which later value that is saved the graph waits for the
-        copy of each. None: at its end.
+        For each value that moves, by its name: the name of the later saved value behind which the graph waits for the
+        copy. None: it waits at its end.
     reload_bytes : int
         The reload window.
     predicted_s, predicted_peak_bytes : float, int
@@ -413,7 +413,8 @@ class _Planner:
             if room.offload_window_bytes is None:
                 places = release_places(values, stops, forward_s, room.link, part)
             else:
-                places = _places_behind(values, room.offload_window_bytes)
+                later = numbers_behind([each.nbytes for each in values], room.offload_window_bytes)
+                places = [None if number is None else values[number].made for number in later]
             wait_s = forward_wait_s(values, places, forward_s, room.link)
             held = {
                 number: len(forward.nodes) if place is None else place
@@ -538,16 +539,6 @@ class _Planner:
             ]
             for shape, kind, choice, planned in self._chosen(plan)
         ]
-
-
-def _places_behind(moved: Sequence[MovedValue], window_bytes: int) -> list[int | None]:
-    """Return the places behind which forward waits for each copy, if that is so many bytes of later copies on."""
-    found: list[int | None] = []
-    for number in range(len(moved)):
-        passed = itertools.accumulate(later.nbytes for later in moved[number + 1 :])
-        places = zip(moved[number + 1 :], passed, strict=True)
-        found.append(next((later.made for later, nbytes in places if nbytes >= window_bytes), None))
-    return found
 
 
 def plan_graph(joint: JointGraph, room: Room) -> GraphPlan:

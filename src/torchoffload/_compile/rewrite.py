@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload._compile import operators
 
-__all__ = ["GraphsDiffer", "Moves", "hint", "move_saved_values", "storage_of", "value_of"]
+__all__ = ["GraphsDiffer", "Moves", "hint", "move_saved_values", "numbers_behind", "storage_of", "value_of"]
 
 # Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
 # compute themselves have such addresses.
@@ -40,8 +40,8 @@ class Moves:
         If ``window_bytes`` is None: it waits behind as many bytes as this many of the largest value.
     releases : mapping of str to str or None, or None
         The plan of the graph, if it has one. Only these values move, by the names of their nodes: the graph waits for
-        the copy of each behind the later value that is named, which is saved; at its end if none is. Contexts leave all
-        other values where they are.
+        the copy of each behind the later saved value of that name; None: at its end. Contexts leave all other values
+        where they are.
     leaves_images : bool
         In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
         graph says, and decides that after it was partitioned.
@@ -156,6 +156,15 @@ def _fake(example: torch.Tensor, target: Any, *arguments: Any) -> torch.Tensor:
     return made
 
 
+def numbers_behind(sizes: Sequence[int], window_bytes: int) -> list[int | None]:
+    """Return, for each of several values in order, the number of the later one with which a window of bytes is full."""
+    found: list[int | None] = []
+    for number in range(len(sizes)):
+        passed = itertools.accumulate(sizes[number + 1 :])
+        found.append(next((later for later, nbytes in enumerate(passed, number + 1) if nbytes >= window_bytes), None))
+    return found
+
+
 def _released_behind(saved: list[_Saved], moves: Moves, kept: list[fx.Node]) -> list[fx.Node | None]:
     """Return the value behind which the graph waits for the copy of each value; None: at its end.
 
@@ -168,12 +177,8 @@ def _released_behind(saved: list[_Saved], moves: Moves, kept: list[fx.Node]) -> 
     window_bytes = moves.window_bytes
     if window_bytes is None:
         window_bytes = moves.window_values * max((each.nbytes for each in saved), default=0)
-    found: list[fx.Node | None] = []
-    for number in range(len(saved)):
-        passed = itertools.accumulate(later.nbytes for later in saved[number + 1 :])
-        places = zip(saved[number + 1 :], passed, strict=True)
-        found.append(next((later.node for later, nbytes in places if nbytes >= window_bytes), None))
-    return found
+    behind = numbers_behind([each.nbytes for each in saved], window_bytes)
+    return [None if number is None else saved[number].node for number in behind]
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -228,7 +233,7 @@ def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
 
 
 def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx.Node]:
-    """Return the tensors that forward saves and that stay by the plan. What cannot move in the graph goes to hooks."""
+    """Return the saved tensors that stay by the plan. One that is to move, but cannot in the graph, goes to the hooks."""
     kept: dict[fx.Node, None] = {}
     for node in _returned(forward)[num_fwd_outputs:]:
         value = value_of(node)
