@@ -233,7 +233,7 @@ def _rewrite_backward(graph: fx.Graph, saved: list[_Saved]) -> None:
 
 
 def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx.Node]:
-    """Return the saved tensors that stay by the plan. One that is to move, but cannot in the graph, goes to the hooks."""
+    """Return the saved tensors that stay by the plan. Those that are to move and cannot do so here go to hooks."""
     kept: dict[fx.Node, None] = {}
     for node in _returned(forward)[num_fwd_outputs:]:
         value = value_of(node)
