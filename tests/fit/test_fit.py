@@ -171,8 +171,12 @@ class Residual(nn.Module):
 
 
 @pytest.mark.devices("disk")
-def test_each_of_two_calls_moves_what_is_planned_for_it(device_under_test: Device):
-    """As in preference training. By a plan made by hand, what the first forward saves moves; the rest stays."""
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_each_of_two_calls_moves_what_is_planned_for_it(device_under_test: Device, keeps_first: bool):
+    """As in preference training. By a plan made by hand, what one forward saves moves, and the rest stays.
+
+    ``keeps_first``: the first forward runs under a NoOpManager, and it is the one that stays.
+    """
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Residual(64) for _ in range(4))), torch.randn(256, 64)
     options = options_of(device_under_test) | {"recompute": False, "min_offload_size": 0, "margin": 0.0}
@@ -180,21 +184,25 @@ def test_each_of_two_calls_moves_what_is_planned_for_it(device_under_test: Devic
 
         def moved_bytes() -> int:
             torchoffload.reset_stats()
-            (model(x) - model(x.flip(0)).tanh()).square().mean().backward()
+            with torchoffload.NoOpManager() if keeps_first else contextlib.nullcontext():
+                first = model(x)
+            (first - model(x.flip(0)).tanh()).square().mean().backward()
             return torchoffload.stats().bytes_offloaded
 
         for _ in range(STEPS):
             moved_bytes()
         step = handle._driver.step
         all_moved = survey_plan(step)
-        first, second = all_moved.calls[:4], all_moved.calls[4:]
-        assert len(second) == 4
-        assert all(call.moves for call in all_moved.calls)
-        calls = (*first, *(dataclasses.replace(call, moved=(), moves=False) for call in second))
-        handle._driver._follow_settled(Trial(step, dataclasses.replace(all_moved, calls=calls)), 0)
+        moving = slice(4, 8) if keeps_first else slice(4)
+        calls = [dataclasses.replace(call, moved=(), moves=False) for call in all_moved.calls]
+        assert len(calls) == 8
+        calls[moving] = all_moved.calls[moving]
+        assert all(call.moves for call in calls[moving])
+        handle._driver._follow_settled(Trial(step, dataclasses.replace(all_moved, calls=tuple(calls))), 0)
+        half = all_moved.moved_bytes // 2
         for _ in range(2):
             # the first block's input is the loop's, so that it may stay
-            assert all_moved.moved_bytes // 2 - x.nbytes <= moved_bytes() <= all_moved.moved_bytes // 2
+            assert half - x.nbytes <= moved_bytes() <= half
 
 
 def test_evaluation_between_steps(device_under_test: Device):

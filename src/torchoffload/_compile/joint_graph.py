@@ -540,9 +540,8 @@ class JointGraph:
 
     def seconds(self, run: Run) -> list[float]:
         """Return how long each operator of a run takes."""
-        costs = self._costs
         return [
-            costs.kernel_s(nbytes) if costs.is_cheap(node) else self._operator_s(node)
+            self._costs.kernel_s(nbytes) if self._lifetimes.is_cheap(node) else self._operator_s(node)
             for node, nbytes in zip(run.nodes, run.kernel_bytes, strict=True)
         ]
 

@@ -386,9 +386,7 @@ class _Planner:
         choices = [choice for _, _, choice, _ in self._chosen(plan)]
         saved = self._saved(choices)
         moved = joint.in_order(node for nodes in self._moved(plan) for node in nodes)
-        kinds = [each.kind for each in self._step.calls]
-        compute_s = sum(self._step.kinds[number].forward_s + self._step.kinds[number].backward_s for number in kinds)
-        compute_s += sum(choice.way.recompute_s for choice in choices)
+        compute_s = self._compute_s(plan)
         others_bytes = (room.graphs - 1) * self._other_bytes(plan)
         forward, backward = joint.forward(saved, moved), joint.backward(saved, moved)
         if not moved or room.link is None:
@@ -473,11 +471,32 @@ class _Planner:
         (own,) = self._candidates(stock)
         if own.peak_bytes <= memory_bytes:
             return self._carried_out(own, own)
+        found, best = [own], None
         others = {each.calls: each for each in self._others(stock)}.values()  # levels may have the same plan
-        found = [own, *(candidate for plan in others for candidate in self._candidates(plan))]
-        least = min(found, key=lambda each: (each.peak_bytes, *each.order))
-        fitting = [each for each in found if each.peak_bytes + self._doubt_bytes(each) <= memory_bytes]
-        return self._carried_out(min([least, *fitting], key=lambda each: each.order), own)
+        for least_s, plan in sorted(((self._least_s(each), each) for each in others), key=operator.itemgetter(0)):
+            if best is not None and best.step_s < least_s:
+                break
+            candidates = list(self._candidates(plan))
+            found += candidates
+            fitting = [each for each in candidates if each.peak_bytes + self._doubt_bytes(each) <= memory_bytes]
+            best = min(fitting if best is None else [best, *fitting], key=lambda each: each.order, default=None)
+        return self._carried_out(best or min(found, key=lambda each: (each.peak_bytes, *each.order)), own)
+
+    def _least_s(self, plan: StepPlan) -> float:
+        """Return a time that no way to carry out a plan is below: of computing, or of all copies."""
+        forward_s = sum(self._step.kinds[call.kind].forward_s for call in self._step.calls)
+        backward_s = self._compute_s(plan) - forward_s
+        link, moved_bytes = self._room.link, plan.moved_bytes
+        if link is None or not moved_bytes:
+            return forward_s + backward_s
+        out_s, in_s = moved_bytes / link.out_bytes_per_s, moved_bytes / link.in_bytes_per_s
+        return (1 - 1e-9) * (max(forward_s, out_s) + max(backward_s, in_s))
+
+    def _compute_s(self, plan: StepPlan) -> float:
+        """Return how long computing takes by a plan."""
+        kinds = [self._step.kinds[call.kind] for call in self._step.calls]
+        again_s = sum(choice.way.recompute_s for _, _, choice, _ in self._chosen(plan))
+        return sum(kind.forward_s + kind.backward_s for kind in kinds) + again_s
 
     def _doubt_bytes(self, candidate: _Candidate) -> int:
         """Return the bytes by which the peak may be larger than predicted: none by PyTorch's own plan."""

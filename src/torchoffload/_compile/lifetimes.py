@@ -88,7 +88,7 @@ class _Kernels:
         self._made_from: dict[int, set[int]] = {}  # the buffers that a value which is fused away is made from
         self._latest: dict[int, int] = {}  # the latest kernel that reads a buffer
 
-    def add(self, place: int, reads: set[int], makes: list[int], *, is_cheap: bool, is_fused: bool) -> set[int]:
+    def add(self, place: int, reads: Collection[int], makes: list[int], *, is_cheap: bool, is_fused: bool) -> set[int]:
         """Take notice of the next operator, and return the buffers that it reads."""
         behind = made_by = 0
         sources: set[int] = set()
@@ -174,6 +174,8 @@ class Lifetimes:
             if node.op == "call_function":
                 found = [each for each in storages_of(node) if each[0] not in inputs]
                 self._of[node] = tuple(dict.fromkeys(self._number(*each) for each in found))
+        self._inputs = {node: tuple(node.all_input_nodes) for node in self._of}
+        self._reads = {node: frozenset(self.buffers(inputs)) for node, inputs in self._inputs.items()}
         self._is_cheap = {node: is_cheap(node) for node in self._of}
 
     def _number(self, storage: StorageWeakRef, nbytes: int) -> int:
@@ -185,6 +187,10 @@ class Lifetimes:
     def place(self, node: fx.Node) -> int:
         """Return the place of a node in the joint graph."""
         return self._order[node]
+
+    def is_cheap(self, node: fx.Node) -> bool:
+        """Return whether a compiler fuses an operator with others."""
+        return self._is_cheap[node]
 
     def buffers(self, nodes: Iterable[fx.Node]) -> set[int]:
         """Return the numbers of the buffers that values are in; those of the graph's inputs have none."""
@@ -199,7 +205,7 @@ class Lifetimes:
                 continue
             done.add(node)
             found.append(node)
-            waiting += node.all_input_nodes
+            waiting += self._inputs[node]
         return sorted(found, key=self._order.__getitem__)
 
     def forward(self, saved: Collection[fx.Node], moved: Collection[fx.Node]) -> Run:
@@ -210,16 +216,16 @@ class Lifetimes:
 
     def backward(self, saved: Collection[fx.Node], moved: Collection[fx.Node]) -> Run:
         """Return the run of backward, which is given saved values; those that moved come as they are first read."""
-        saved, done = set(saved), set[fx.Node]()
+        stops, done = self._is_of_backward.union(saved), set[fx.Node]()
         nodes: list[fx.Node] = []
         for node in self._backward:
-            nodes += self._made_from(node.all_input_nodes, saved | self._is_of_backward, done)
+            nodes += self._made_from(self._inputs[node], stops, done)
             nodes.append(node)
-        nodes += self._made_from(self._backward_outputs, saved | self._is_of_backward, done)
+        nodes += self._made_from(self._backward_outputs, stops, done)
         later = self.buffers(moved)
         given = dict.fromkeys(self.buffers(saved) - later, -1)
         for place, node in enumerate(nodes):
-            for number in self.buffers(node.all_input_nodes) & later:
+            for number in self._reads[node] & later:
                 given.setdefault(number, place)
         return self._run(nodes, self.buffers(self._backward_outputs), given, set())
 
@@ -241,8 +247,7 @@ class Lifetimes:
             makes.append(made)
             for number in made:
                 begins[number] = maker[number] = place
-            own = set(self._of[node])
-            for number in self.buffers(node.all_input_nodes) - own:
+            for number in self._reads[node].difference(self._of[node]):
                 readers.setdefault(number, []).append(place)
         is_cheap = [self._is_cheap[node] for node in nodes]
         ends: dict[int, int] = {}
@@ -278,7 +283,7 @@ class Lifetimes:
         passed: set[int] = set()  # the buffers that cheap operators have read or written since the last other one
         found = []
         for place, (node, made) in enumerate(zip(nodes, makes, strict=True)):
-            reads = self.buffers(node.all_input_nodes).difference(self._of[node])
+            reads = self._reads[node].difference(self._of[node])
             is_fused = bool(made) and fused.issuperset(made)
             sources = kernels.add(place, reads, made, is_cheap=is_cheap[place], is_fused=is_fused)
             new = {*sources, *made} - passed if is_cheap[place] and made and not is_fused else set()

@@ -197,10 +197,17 @@ def _planned_partition(
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
     from torchoffload._compile.planned import PlansOfCachedGraph, note_plan, room
+    from torchoffload._compile.rewrite import has_tokens
 
     if (difference := _difference_for_plans()) is not None:
         _warn_of(difference)
         return _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords), None
+    if options is not None and has_tokens(joint.graph.nodes):
+        options = None
+        warn_user(
+            "torchoffload: a compiled graph has a region (torch.compiler.nested_compile_region) that moves values by "
+            "a plan of its own. Values outside of such regions stay or are computed again, and none of them move."
+        )
     chooser = _Chooser(room(memory, options), num_fwd_outputs)
     with chooser.entered():
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)

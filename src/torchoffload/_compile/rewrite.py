@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload._compile import operators
 
-__all__ = ["GraphsDiffer", "Moves", "hint", "move_saved_values", "numbers_behind", "storage_of", "value_of"]
+__all__ = ["GraphsDiffer", "Moves", "has_tokens", "hint", "move_saved_values", "numbers_behind", "storage_of", "value_of"]
 
 # Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
 # compute themselves have such addresses.
@@ -73,6 +73,12 @@ def value_of(node: object) -> torch.Tensor | None:
 def hint(number: int | torch.SymInt) -> int | None:
     """Return the number, or the example that it was traced with; None if there is none. Asking adds no guard."""
     return number if isinstance(number, int) else number.node.hint
+
+
+def has_tokens(nodes: Iterable[fx.Node]) -> bool:
+    """Return whether tokens are among values: a region inside of the graph moves values of its own."""
+    values = map(value_of, nodes)
+    return any(value is not None and value.dtype is operators.TOKEN_TYPE for value in values)
 
 
 def storage_of(value: torch.Tensor) -> StorageWeakRef | None:
@@ -238,6 +244,7 @@ def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx
     for node in _returned(forward)[num_fwd_outputs:]:
         value = value_of(node)
         is_plain = value is not None and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+        is_plain = is_plain and not has_tokens([node])
         if is_plain and moves.releases is not None and node.name not in moves.releases:
             kept[node] = None
     return list(kept)
@@ -291,10 +298,9 @@ def move_saved_values(
     GraphsDiffer
         The graphs do not fit together in the known way.
     """
-    values = map(value_of, [*forward.graph.nodes, *backward.graph.nodes])
-    if any(value is not None and value.dtype is operators.TOKEN_TYPE for value in values):
-        return 0, 0  # a compiler might give the memory of a token, which has none, to one of these
-    saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves)
+    # A compiler might give the memory of a token of a region inside, which has none, to a token of this graph.
+    may_move = not has_tokens([*forward.graph.nodes, *backward.graph.nodes])
+    saved = _find_saved(forward.graph, backward.graph, num_fwd_outputs, moves) if may_move else []
     kept = _find_kept(forward.graph, num_fwd_outputs, moves)
     if kept:
         first, example = _returned(forward.graph)[num_fwd_outputs], kept[0].meta["val"]

@@ -224,7 +224,8 @@ class Part:
         # NoOpManager was entered on purpose.
         may_push = top is None or (isinstance(receiver, core.Context) and receiver is not offloading.context)
         is_possible = has_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        moves = offloading.take_turn(self.number) if is_possible and may_push else False
+        takes_turn = is_possible and (may_push or top is core.noop_pack)  # as plans count the calls of a block
+        moves = takes_turn and offloading.take_turn(self.number)
         if self.number:
             undo.append(partial(offloading.context.set_module, offloading.context.set_module(self.number)))
             if offloading.only_inputs:  # also without gradients, as in the forward of a reentrant checkpoint
