@@ -29,6 +29,7 @@ from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
 from torchoffload._compile.planned import Lookup, Memory, PlanNotes, PlansOfCachedGraph, note_lookup
 from torchoffload._fit.machine.link import LinkRates
+from torchoffload._fit.plan.step import plan_step
 
 PROGRAM = Path(__file__).parent.parent / "support" / "planned_graph_program.py"
 ANY_MEMORY = 1 << 40
@@ -170,6 +171,22 @@ def test_more_memory_is_never_slower(joint: JointGraph, rate: float | None, grap
     assert bool(least.releases) == (link is not None)
 
 
+@pytest.mark.parametrize("rate", [None, 1e8, 1e9, 1e12])
+def test_no_plan_takes_less_time_than_its_bound(joint: JointGraph, rate: float | None):
+    """By which the search ends before it has reckoned all plans."""
+    link = None if rate is None else LinkRates(rate, rate, 1e-6)
+    planner = joint_plan._Planner(joint, Room(ANY_MEMORY, link=link, least_moved_bytes=256, sets_reload_window=True))
+    stock = plan_step(planner._step, ANY_MEMORY)
+    assert stock is not None
+    bounds = []
+    for plan in planner._others(stock):
+        candidates = list(planner._candidates(plan))
+        assert candidates
+        bounds += [planner._least_s(plan) / each.step_s for each in candidates]
+    assert max(bounds) <= 1
+    assert max(bounds) > 0.9  # else it would end no search
+
+
 def test_equal_blocks_are_planned_once(monkeypatch: pytest.MonkeyPatch):
     planned_kinds = []
     frontier = joint_plan.core.block_frontier
@@ -261,6 +278,61 @@ def test_a_context_that_learns_is_warned_of_if_a_plan_moves_values(
     (plan,) = plans()
     assert plan.releases
     assert any("learn=False" in str(each.message) for each in caught) == learn
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ThreeRegions(nn.Module):
+    """Dynamo makes one region of the second and third stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.rest = Stack(6), Stack(6), Stack(6), Stack(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        call = torch.compiler.nested_compile_region(lambda stack, x: stack(x))
+        for stack in (self.one, self.two, self.three):
+            x = call(stack, x)
+        return self.rest(x).square().mean()
+
+
+def test_around_a_region_that_moves_values_nothing_moves_and_that_is_told(tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = ThreeRegions(), torch.randn(512, 64)
+    model(x).backward()
+    stock = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    options = {"tier": "disk", "disk_dir": str(tmp_path), "min_offload_size": 0, "learn": False}
+    torchoffload.reset_stats()
+    with torchoffload.OffloadActivations(**options), pytest.warns(UserWarning, match="torchoffload: ") as warned:
+        loss = compiled(model, memory="3.6MiB", link=1e13)(x)
+    inner, outer = plans()
+    kept_bytes = torchoffload.stats().bytes_kept["planned"]
+    loss.backward()
+    assert inner.releases
+    assert not outer.releases
+    kept_values = {piece.name: piece.kept_bytes for piece in outer.pieces}
+    assert kept_bytes >= kept_values["rest.layers.0"] + kept_values["rest.layers.1"] > 0
+    assert sum("a region (torch.compiler.nested_compile_region)" in str(each.message) for each in warned) == 1
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], stock, rtol=0, atol=0)
 
 
 def test_hooks_of_others_may_copy_what_a_graph_saves_that_moves_nothing(tmp_path: Path):

@@ -486,11 +486,10 @@ class _Planner:
         """Return a time that no way to carry out a plan is below: of computing, or of all copies."""
         forward_s = sum(self._step.kinds[call.kind].forward_s for call in self._step.calls)
         backward_s = self._compute_s(plan) - forward_s
-        link, moved_bytes = self._room.link, plan.moved_bytes
-        if link is None or not moved_bytes:
-            return forward_s + backward_s
-        out_s, in_s = moved_bytes / link.out_bytes_per_s, moved_bytes / link.in_bytes_per_s
-        return (1 - 1e-9) * (max(forward_s, out_s) + max(backward_s, in_s))
+        if self._room.link is not None:
+            forward_s = max(forward_s, plan.moved_bytes / self._room.link.out_bytes_per_s)
+            backward_s = max(backward_s, plan.moved_bytes / self._room.link.in_bytes_per_s)
+        return (1 - 1e-9) * (forward_s + backward_s)  # sums are rounded
 
     def _compute_s(self, plan: StepPlan) -> float:
         """Return how long computing takes by a plan."""

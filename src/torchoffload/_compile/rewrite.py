@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchoffload._compile import operators
 
-__all__ = ["GraphsDiffer", "Moves", "has_tokens", "hint", "move_saved_values", "numbers_behind", "storage_of", "value_of"]
+__all__ = [
+    "GraphsDiffer",
+    "Moves",
+    "has_tokens",
+    "hint",
+    "move_saved_values",
+    "numbers_behind",
+    "storage_of",
+    "value_of",
+]
 
 # Compiled kernels may take it that the addresses of their inputs are multiples of this, and that the values which they
 # compute themselves have such addresses.
