@@ -4,16 +4,19 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from functorch.compile import nop
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import torchoffload
-from models import TinyGpt
-from torchoffload._compile import joint_plan, planned
+from models import Block, TinyGpt
+from torchoffload._compile import joint_plan, operators, planned, rewrite
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import Room, plan_graph
 from torchoffload._fit.machine.link import LinkRates
@@ -168,7 +171,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
-    "gpt": (functools.partial(TinyGpt, 3), lambda: (tokens(), tokens())),
+    "gpt": (functools.partial(TinyGpt, 3), lambda: (tokens(batch=16), tokens(batch=16))),
     "gated language model": (GatedLanguageModel, lambda: (tokens(4096, length=128),)),
     "encoder and decoder": (EncoderAndDecoder, lambda: (tokens(), tokens())),
     "convolutions": (Convolutions, images),
@@ -301,11 +304,89 @@ def test_predicted_peaks_hold_if_values_move(name: str, tmp_path: Path, monkeypa
         return plan, peak
 
     least, peak = measured(1)
-    assert peak <= 1.15 * (least.predicted_peak_bytes - fixed)
+    assert peak <= 1.12 * (least.predicted_peak_bytes - fixed)
     plan, peak = measured((least.predicted_peak_bytes + least.stock_peak_bytes) // 2)
     assert plan.releases
     assert plan.predicted_peak_bytes + plan.doubt_bytes <= plan.memory_bytes
     assert peak <= plan.predicted_peak_bytes + plan.doubt_bytes - fixed
+
+
+@pytest.mark.parametrize("name", ["convolutions", "convolutions in their layout", "complex"])
+def test_plans_move_the_values_that_can_move(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not images, if inductor may choose their layout later, nor values that wait for their conjugation."""
+    counts = []
+    move = rewrite.move_saved_values
+    monkeypatch.setattr(rewrite, "move_saved_values", lambda *given: counts.append(move(*given)) or counts[-1])
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    if name == "complex":
+        weight = torch.randn(32, 32, requires_grad=True)
+        function, data = conjugated, (torch.randn(32, 32), weight)
+        backend = functools.partial(torchoffload.partition_fn, memory=1, link_bytes_per_s=1e12)
+        given = {"backend": aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=backend)}
+    else:
+        function, data = made("convolutions")
+        options = torchoffload.compile_options(memory=1, link_bytes_per_s=1e12)
+        given = {"options": options | ({} if name == "convolutions" else {"layout_optimization": False})}
+    torch._dynamo.reset()
+    planned._noted.clear()
+    context = torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=1, learn=False)
+    with context, pytest.warns(UserWarning, match="is too little"):
+        loss = torch.compile(function, **given)(*data)
+    loss.backward()
+    (notes,) = planned._noted.values()
+    (plan,) = notes.plans
+    assert [len(plan.releases)] == [count for count, _ in counts]
+    assert sum(piece.moved_bytes for piece in plan.pieces) == counts[0][1]
+    assert (len(plan.releases) > 0) == (name == "convolutions in their layout")
+
+
+def conjugated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    z = torch.complex(x @ weight, x)
+    z = (z * z.conj() + z.exp()) @ torch.complex(weight, weight)
+    return torch.view_as_real(z).sin().sum()
+
+
+@pytest.mark.filterwarnings("ignore")  # one byte is too little
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_views_of_one_value_move_as_one(
+    backend: str, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Queries, keys and values are parts of one product."""
+    packed: list[fx.Node] = []
+    move = rewrite.move_saved_values
+
+    def moved(forward: fx.GraphModule, *others: Any) -> tuple[int, int]:
+        found = move(forward, *others)
+        packed[:] = [node.args[0] for node in forward.graph.find_nodes(op="call_function", target=operators.pack)]
+        return found
+
+    monkeypatch.setattr(rewrite, "move_saved_values", moved)
+    monkeypatch.setattr(JointGraph, "is_planable", lambda _joint, _piece: False)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block(32) for _ in range(4))), torch.randn(8, 32, 32)
+
+    def gradients(**given: Any) -> list[torch.Tensor | None]:
+        torch._dynamo.reset()
+        model.zero_grad(set_to_none=True)
+        torch.compile(lambda x: model(x).square().mean(), **given)(x).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    options = {} if memory is None else {"memory": memory, "link_bytes_per_s": 1e12}
+    if backend == "inductor":
+        stock, ours = {}, {"options": torchoffload.compile_options(**options)}
+    else:
+        partition_fn = functools.partial(torchoffload.partition_fn, **options)
+        stock = {"backend": aot_autograd(fw_compiler=nop, bw_compiler=nop)}
+        ours = {"backend": aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition_fn)}
+    expected = gradients(**stock)
+    with torchoffload.OffloadActivations(tier="disk", disk_dir=tmp_path, min_offload_size=1, learn=False):
+        found = gradients(**ours)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    storages = [rewrite.storage_of(node.meta["val"]) for node in packed]
+    assert len(set(storages)) == len(storages) > 3
+    product_bytes = 3 * x.nbytes
+    assert product_bytes in [node.meta["val"].untyped_storage().nbytes() for node in packed]
 
 
 def test_logits_are_behind_the_blocks(monkeypatch: pytest.MonkeyPatch):

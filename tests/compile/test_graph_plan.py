@@ -335,6 +335,29 @@ def test_around_a_region_that_moves_values_nothing_moves_and_that_is_told(tmp_pa
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], stock, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore")  # one byte is too little
+@pytest.mark.parametrize("memory", [1, ANY_MEMORY])
+def test_the_inputs_of_graphs_stay_only_if_there_is_room(memory: int, tmp_path: Path):
+    """The input of a layer that is compiled alone is a value of the step, which a context may move."""
+    layers = [Residual() for _ in range(6)]
+    functions = [compiled(layer, link=FAST_LINK, memory=memory, graphs=6) for layer in layers]
+    options = {"tier": "disk", "disk_dir": str(tmp_path), "min_offload_size": 0, "learn": False}
+    windows = {"offload_window_bytes": 0, "reload_window_bytes": 0}
+    x = torch.randn(512, 64)
+    torchoffload.reset_stats()
+    with torchoffload.OffloadActivations(**options, **windows):
+        y = x
+        for function in functions:
+            y = function(y)
+    stats = torchoffload.stats()
+    y.sum().backward()
+    if memory == 1:
+        assert stats.bytes_offloaded >= 4 * x.nbytes
+    else:
+        assert stats.bytes_offloaded == 0
+        assert stats.bytes_kept["planned"] >= 6 * x.nbytes
+
+
 def test_hooks_of_others_may_copy_what_a_graph_saves_that_moves_nothing(tmp_path: Path):
     """A context is entered as the graph is compiled. Later the graph runs under other hooks."""
     model, data = gpt()

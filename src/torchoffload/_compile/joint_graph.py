@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._compile.lifetimes import Lifetimes, Run
-from torchoffload._compile.rewrite import hint, storage_of, value_of
+from torchoffload._compile.rewrite import Movable, hint, storage_of, value_of
 from torchoffload._estimate.cards import Card
 from torchoffload._estimate.operators import Cost, cost_of
 from torchoffload._estimate.rates import seconds_of
@@ -274,6 +274,8 @@ class JointGraph:
         How many of the outputs are those of forward.
     rates : Rates
         Of the device.
+    leaves_images : bool, default False
+        As in ``Moves``.
 
     Attributes
     ----------
@@ -296,9 +298,10 @@ class JointGraph:
     """
 
     def __init__(
-        self, graph: fx.Graph, backward: set[fx.Node], stock: Sequence[fx.Node], num_fwd_outputs: int, rates: Rates
-    ) -> None:
-        self._graph, self._backward = graph, backward
+        self, graph: fx.Graph, backward: set[fx.Node], stock: Sequence[fx.Node], num_fwd_outputs: int, rates: Rates,
+        *, leaves_images: bool = False,
+    ) -> None:  # fmt: skip
+        self._graph, self._backward, self._leaves_images = graph, backward, leaves_images
         self._costs = _Costs(rates)
         flat = tree_leaves(next(iter(graph.find_nodes(op="output"))).args)
         self.forward_outputs = [node for node in flat[:num_fwd_outputs] if isinstance(node, fx.Node)]
@@ -569,13 +572,22 @@ class JointGraph:
                 group.seconds = max(least, of_node.get(group.maker, 0.0))
 
     def may_move(self, group: Group) -> bool:
-        """Return whether saved values of a group may leave the device: nobody outside of the graph has its memory."""
-        return all(storage_of(value) not in self._shared for node in self.values(group) for value in _elements(node))
+        """Return whether saved values of a group may move: it is as one value."""
+        moved = self.moved_values(group)
+        return len(moved) <= 1 and all(self._movable.nbytes(node) is not None for node in (*moved, *self.values(group)))
+
+    def is_stock(self, saved: Iterable[fx.Node]) -> bool:
+        """Return whether values are those that PyTorch saves, beside the graph's inputs."""
+        return set(saved) == {node for node in self.stock if node in self.group_of}
+
+    def moved_values(self, group: Group) -> list[fx.Node]:
+        """Return the values to save in place of PyTorch's own choice if a group moves."""
+        return self._movable.joined(self.saved.get(group.number, ()))
 
     @cached_property
-    def _shared(self) -> set[StorageWeakRef | None]:
-        nodes = [*self.forward_outputs, *self.backward_outputs, *self.placeholders]
-        return {storage_of(value) for node in nodes for value in _elements(node)}
+    def _movable(self) -> Movable:
+        others = [*self.forward_outputs, *self.backward_outputs, *self.placeholders]
+        return Movable(self._graph.nodes, others, leaves_images=self._leaves_images)
 
     @property
     def is_known(self) -> bool:

@@ -7,8 +7,7 @@ PyTorch's own choice of saved values.
 
 import dataclasses
 import operator
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,7 +325,7 @@ class _Planner:
         """
         joint = self._joint
         least = [kind.choices[0] for kind in (self._kinds[number] for number in self._kind_numbers)]
-        ways = joint.bytes_of_pieces(joint.stock), joint.bytes_of_pieces(self._saved(least))
+        ways = joint.bytes_of_pieces(joint.stock), joint.bytes_of_pieces(self._saved(least, [()] * len(least)))
         forward_bytes, backward_bytes = (
             [max(each) for each in zip(*both, strict=True)] for both in zip(*ways, strict=True)
         )
@@ -335,13 +334,16 @@ class _Planner:
             for number, forward, backward in zip(self._kind_numbers, forward_bytes, backward_bytes, strict=True)
         )
 
-    def _saved(self, choices: Iterable[_Choice]) -> list[fx.Node]:
-        """Return the values that are saved beside the graph's inputs, if each piece goes one way."""
+    def _saved(self, choices: Iterable[_Choice], moved: Iterable[Collection[int]]) -> list[fx.Node]:
+        """Return the values that are saved beside the graph's inputs, if each piece goes one way.
+
+        ``moved``: the places of the groups of each piece that move.
+        """
         joint = self._joint
         saved: list[fx.Node] = []
         taken: set[int] = set()
-        for shape, choice in zip(self._shapes, choices, strict=True):
-            saved += [node for place in choice.kept for node in self._values(shape.piece.groups[place], choice)]
+        for shape, choice, places in zip(self._shapes, choices, moved, strict=True):
+            saved += [node for place in choice.kept for node in self._values(shape, place, choice, place in places)]
             taken.update(shape.taken(choice.again))
         more = [node for number in sorted(taken) for node in joint.values(joint.groups[number])]
         return list(dict.fromkeys([*saved, *more]))
@@ -383,9 +385,7 @@ class _Planner:
         The planner times copies by pieces. Here they are timed by values.
         """
         joint, room = self._joint, self._room
-        choices = [choice for _, _, choice, _ in self._chosen(plan)]
-        saved = self._saved(choices)
-        moved = joint.in_order(node for nodes in self._moved(plan) for node in nodes)
+        saved, moved = self._saved_by(plan)
         compute_s = self._compute_s(plan)
         others_bytes = (room.graphs - 1) * self._other_bytes(plan)
         forward, backward = joint.forward(saved, moved), joint.backward(saved, moved)
@@ -437,10 +437,7 @@ class _Planner:
             most = max(most, alive_bytes + min(coming_bytes, window_bytes))
             coming_bytes += begins
         at_loss = joint.buffer_bytes(saved) - joint.buffer_bytes(moved) + min(coming_bytes, window_bytes)
-        # Each view of one piece of memory comes back in memory of its own.
-        views = Counter(joint.group_of[node].number for node in moved)
-        more_bytes = max(((count - 1) * joint.groups[number].nbytes for number, count in views.items()), default=0)
-        return max(most, at_loss) + more_bytes + joint.gradient_bytes
+        return max(most, at_loss) + joint.gradient_bytes
 
     def _other_bytes(self, plan: StepPlan) -> int:
         return self._held_bytes(plan) + self._joint.input_bytes
@@ -510,8 +507,12 @@ class _Planner:
             kind = self._kinds[call.kind]
             yield shape, kind, kind.choices[planned.way], planned
 
-    def _values(self, group: Group, choice: _Choice) -> Sequence[fx.Node]:
-        return self._joint.saved[group.number] if choice.is_stock else self._joint.values(group)
+    def _values(self, shape: _PieceShape, place: int, choice: _Choice, moves: bool) -> Sequence[fx.Node]:
+        """Return the values that are saved of a group: PyTorch's own, but of several views that move their base."""
+        group = shape.piece.groups[place]
+        if not choice.is_stock:
+            return self._joint.values(group)
+        return self._joint.moved_values(group) if moves else self._joint.saved[group.number]
 
     def _carried_out(self, candidate: _Candidate, stock: _Candidate) -> GraphPlan:
         plan = candidate.plan
@@ -529,10 +530,10 @@ class _Planner:
                 tuple(str(group.maker.target).removeprefix("aten.") for group in again),
                 choice.way.recompute_s,
             ))  # fmt: skip
-        choices = [choice for _, _, choice, _ in self._chosen(plan)]
+        saved, _ = self._saved_by(plan)
         return GraphPlan(
             pieces=tuple(pieces),
-            saved=None if all(choice.is_stock for choice in choices) else self._saved(choices),
+            saved=None if self._joint.is_stock(saved) else saved,
             releases={node.name: None if later is None else later.name for node, later in candidate.releases.items()},
             reload_bytes=candidate.reload_bytes,
             predicted_s=candidate.step_s,
@@ -547,16 +548,17 @@ class _Planner:
             is_dynamic=self._joint.is_dynamic,
         )
 
-    def _moved(self, plan: StepPlan) -> list[list[fx.Node]]:
-        """Return the values of each piece that move."""
-        return [
-            [
-                node
-                for place in sorted(kind.output_groups[number] for number in planned.moved)
-                for node in self._values(shape.piece.groups[place], choice)
-            ]
-            for shape, kind, choice, planned in self._chosen(plan)
+    def _saved_by(self, plan: StepPlan) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the values that a plan saves beside the graph's inputs, and those of them that move, in order."""
+        chosen = list(self._chosen(plan))
+        places = [[kind.output_groups[number] for number in planned.moved] for _, kind, _, planned in chosen]
+        moved = [
+            node
+            for (shape, _, choice, _), of_piece in zip(chosen, places, strict=True)
+            for place in of_piece
+            for node in self._values(shape, place, choice, moves=True)
         ]
+        return self._saved([choice for _, _, choice, _ in chosen], places), self._joint.in_order(moved)
 
 
 def plan_graph(joint: JointGraph, room: Room) -> GraphPlan:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.options import OffloadOptions
@@ -32,6 +33,10 @@ _Graphs = tuple[fx.GraphModule, fx.GraphModule]
 # If neither the program nor earlier steps say how large the offload window is: the link of a fast GPU takes about 10 ms
 # for so many bytes.
 _DEFAULT_WINDOW_BYTES = 512 << 20
+
+# Inductor holds a buffer that nobody reads any more until it makes one of the same size, if its own estimate of the
+# peak allows that. It knows nothing of values that are reloaded meanwhile: a GPT's peak was 15% higher.
+_PLANNED_OPTIONS = {"allow_buffer_reuse": False}
 
 
 @functools.cache  # so that each text is given once
@@ -122,29 +127,31 @@ def _captures_cuda_graphs() -> bool:
 _choosing = threading.RLock()  # the function of PyTorch's that is replaced meanwhile is the whole process's
 
 
+@contextlib.contextmanager
+def _choosing_by(choose: Callable[..., list[fx.Node]]) -> Iterator[None]:
+    """Have PyTorch ask a function for the values that are saved; it is given PyTorch's own function first."""
+    from torch._functorch import partitioners
+
+    with _choosing:
+        own = partitioners.choose_saved_values_set
+        partitioners.choose_saved_values_set = functools.partial(choose, own)
+        try:
+            yield
+        finally:
+            partitioners.choose_saved_values_set = own
+
+
 class _Chooser:
     """The plan for one joint graph, made at the moment at which PyTorch chooses the values that are saved."""
 
-    def __init__(self, room: "Room", num_fwd_outputs: int) -> None:
+    def __init__(self, room: "Room", num_fwd_outputs: int, *, leaves_images: bool) -> None:
         self.plan: GraphPlan | None = None
-        self._room, self._num_fwd_outputs = room, num_fwd_outputs
+        self._room, self._num_fwd_outputs, self._leaves_images = room, num_fwd_outputs, leaves_images
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Have PyTorch ask this plan for the values that are saved."""
-        from torch._functorch import partitioners
-
-        with _choosing:
-            own = partitioners.choose_saved_values_set
-            partitioners.choose_saved_values_set = functools.partial(self._choose, own)
-            try:
-                yield
-            finally:
-                partitioners.choose_saved_values_set = own
-
-    def _choose(
+    def choose(
         self, own: Callable[..., list[fx.Node]], joint_graph: fx.Graph, node_info: Any, **_budget: Any
     ) -> list[fx.Node]:
+        """Return the values that the plan saves, and those that cost nothing."""
         from torchoffload._compile.joint_graph import JointGraph
         from torchoffload._compile.joint_plan import plan_graph
         from torchoffload._compile.planned import device_rates
@@ -152,8 +159,10 @@ class _Chooser:
         # The whole budget: PyTorch computes only cheap operators again, and no random ones.
         stock = own(joint_graph, node_info, memory_budget=1)
         device_type = next((value.device.type for value in _values(joint_graph) if value.device.type != "cpu"), "cpu")
-        rates = device_rates(device_type)
-        joint = JointGraph(joint_graph, set(node_info.required_bw_nodes), stock, self._num_fwd_outputs, rates)
+        joint = JointGraph(
+            joint_graph, set(node_info.required_bw_nodes), stock, self._num_fwd_outputs, device_rates(device_type),
+            leaves_images=self._leaves_images,
+        )  # fmt: skip
         if not joint.is_known or not joint.pieces:
             return stock
         self.plan = plan_graph(joint, self._room)
@@ -163,6 +172,18 @@ class _Chooser:
         numbers = [node for node in joint_graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
         numbers = [node for node in numbers if node not in node_info.required_bw_nodes]
         return list(dict.fromkeys([*outside, *node_info.inputs, *numbers, *self.plan.saved]))
+
+
+def _choose_joined(
+    own: Callable[..., list[fx.Node]], joint_graph: fx.Graph, node_info: Any, *, leaves_images: bool, **budget: Any
+) -> list[fx.Node]:
+    """Return the values that PyTorch saves, with one in place of several views of it."""
+    from torchoffload._compile.rewrite import Movable
+
+    outputs = tree_leaves(next(iter(joint_graph.find_nodes(op="output"))).args)
+    others = [*outputs, *joint_graph.find_nodes(op="placeholder")]
+    movable = Movable(joint_graph.nodes, others, leaves_images=leaves_images)
+    return movable.joined(own(joint_graph, node_info, **budget))
 
 
 def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
@@ -193,7 +214,7 @@ def _graph_metadata() -> Any:
 
 def _planned_partition(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, memory: "Memory", options: OffloadOptions | None,
-    notes: "PlanNotes | None", **keywords: Any,
+    notes: "PlanNotes | None", *, by_inductor: bool, **keywords: Any,
 ) -> "tuple[_Graphs, GraphPlan | None]":  # fmt: skip
     """Partition a graph by a plan; ``options``: of the context that values move by, None if none may move."""
     from torchoffload._compile.planned import PlansOfCachedGraph, note_plan, room
@@ -208,8 +229,9 @@ def _planned_partition(
             "torchoffload: a compiled graph has a region (torch.compiler.nested_compile_region) that moves values by "
             "a plan of its own. Values outside of such regions stay or are computed again, and none of them move."
         )
-    chooser = _Chooser(room(memory, options), num_fwd_outputs)
-    with chooser.entered():
+    leaves_images = options is not None and _moves(options, by_inductor=by_inductor).leaves_images
+    chooser = _Chooser(room(memory, options), num_fwd_outputs, leaves_images=leaves_images)
+    with _choosing_by(chooser.choose):
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     if chooser.plan is not None:
         if chooser.plan.releases and options is not None and options.learn:
@@ -231,25 +253,37 @@ def _partition(
     notes: "PlanNotes | None" = None, may_move: bool = True, **keywords: Any,
 ) -> _Graphs:  # fmt: skip
     options = _context_options() if may_move else None
+    moves = None if options is None else _moves(options, by_inductor=by_inductor)
     plan = None
-    if memory is None:
+    if memory is not None:
+        graphs, plan = _planned_partition(
+            joint, inputs, num_fwd_outputs, memory, options, notes, by_inductor=by_inductor, **keywords
+        )
+    elif moves is None or _difference_for_plans() is not None:
         graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
     else:
-        graphs, plan = _planned_partition(joint, inputs, num_fwd_outputs, memory, options, notes, **keywords)
-    if options is None:
+        with _choosing_by(functools.partial(_choose_joined, leaves_images=moves.leaves_images)):
+            graphs = _stock_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **keywords)
+    if moves is None:
         return graphs
     if (difference := _difference()) is not None:
         _warn_of(difference)
         return graphs
     from torchoffload._compile.rewrite import GraphsDiffer, move_saved_values
 
-    moves = _moves(options, by_inductor=by_inductor)
     if plan is not None:
-        moves = replace(moves, releases=plan.releases)
+        moves = replace(moves, releases=plan.releases, keeps_inputs=not plan.is_tight)
     try:
-        move_saved_values(*graphs, num_fwd_outputs, moves)
+        count, _ = move_saved_values(*graphs, num_fwd_outputs, moves)
     except GraphsDiffer as error:
         _warn_of(str(error))
+        return graphs
+    if plan is not None and count < len(plan.releases):
+        warn_user(
+            f"torchoffload: {len(plan.releases) - count} of the {len(plan.releases)} values that a plan moves cannot "
+            "move inside of the compiled graph. They go to the context as forward ends, so that a step may take more "
+            "memory than predicted. Please report this."
+        )
     return graphs
 
 
@@ -403,7 +437,7 @@ class _PlannedGraphs:
             return {}
         from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
 
-        return {"custom_partitioner_fn": _partitioner_class()(None, self._notes)}
+        return {"custom_partitioner_fn": _partitioner_class()(None, self._notes), **_PLANNED_OPTIONS}
 
 
 register_planner(_PlannedGraphs)
@@ -423,7 +457,8 @@ def compile_options(
 
     With ``memory`` each graph is planned as it is compiled: for each value whether it is kept, moved or computed again,
     so that the predicted peak is within the memory and the predicted time is least. Values move if the graph was
-    compiled inside of an ``OffloadActivations``; otherwise they are kept or computed again. ``report()`` tells it.
+    compiled inside of an ``OffloadActivations``; otherwise they are kept or computed again. ``report()`` tells it. The
+    options then turn inductor's ``allow_buffer_reuse`` off: it would hold buffers that nobody reads any more.
 
     Parameters
     ----------
@@ -463,4 +498,4 @@ def compile_options(
         return {}
     from torchoffload._compile import operators  # noqa: F401  (code from a cache calls them)
 
-    return {"custom_partitioner_fn": _partitioner(checked)}
+    return {"custom_partitioner_fn": _partitioner(checked), **({} if checked is None else _PLANNED_OPTIONS)}

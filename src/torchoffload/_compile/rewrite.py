@@ -15,6 +15,7 @@ from torchoffload._compile import operators
 
 __all__ = [
     "GraphsDiffer",
+    "Movable",
     "Moves",
     "has_tokens",
     "hint",
@@ -51,6 +52,8 @@ class Moves:
         The plan of the graph, if it has one. Only these values move, by the names of their nodes: the graph waits for
         the copy of each behind the later saved value of that name; None: at its end. Contexts leave all other values
         where they are.
+    keeps_inputs : bool
+        Whether contexts leave the saved inputs of a planned graph where they are, too.
     leaves_images : bool
         In a graph with convolutions, tensors of four dimensions stay. Inductor may give them other strides than the
         graph says, and decides that after it was partitioned.
@@ -60,6 +63,7 @@ class Moves:
     window_bytes: int | None
     window_values: int = 1
     leaves_images: bool = False
+    keeps_inputs: bool = True
     releases: Mapping[str, str | None] | None = None
 
 
@@ -113,7 +117,7 @@ def _returned(graph: fx.Graph) -> list[Any]:
     return list(_output(graph).args[0])  # type: ignore[arg-type]
 
 
-def _nbytes(value: torch.Tensor) -> int | None:
+def _movable_bytes(value: torch.Tensor) -> int | None:
     """The bytes of a plain tensor that an operator of ours can save; None if it cannot."""
     if value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
         return None
@@ -126,17 +130,76 @@ def _nbytes(value: torch.Tensor) -> int | None:
     return None if count is None else count * value.itemsize
 
 
+def _base_of(node: fx.Node) -> fx.Node | None:
+    """Return the value that a value is a view of; None if an operator on the way reads another tensor as well."""
+    base, storage = node, None if (value := value_of(node)) is None else storage_of(value)
+    while storage is not None and node.op == "call_function":
+        read = [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+        viewed = [each for each in read if storage in _all_storages(each)]
+        if not viewed:
+            return base
+        if len(read) > 1:
+            return None
+        (node,) = viewed
+        if value_of(node) is not None:
+            base = node
+    return None
+
+
+def _all_storages(node: fx.Node) -> set[StorageWeakRef | None]:
+    """Return the memory that each result of an operator is in."""
+    value = node.meta.get("val")
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return {storage_of(each) for each in several if isinstance(each, torch.Tensor)}
+
+
+class Movable:
+    """The values of a graph that may move: for planners and for the rewriting.
+
+    Parameters
+    ----------
+    nodes : iterable of fx.Node
+        All of the graph.
+    others : iterable
+        The inputs and outputs of the graph. Their memory is not the graph's own, so that nothing is freed by moving it.
+    leaves_images : bool
+        As in ``Moves``.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], others: Iterable[object], *, leaves_images: bool) -> None:
+        nodes = list(nodes)
+        self._others = _storages(others)
+        self._leaves_images = leaves_images and any(node.target in _CONVOLUTIONS for node in nodes)
+        devices = {value.device.type for value in map(value_of, nodes) if value is not None}
+        self._leaves_cpu = devices != {"cpu"}
+
+    def nbytes(self, node: fx.Node) -> int | None:
+        """Return the bytes of a value that may move; None if it may not."""
+        value = value_of(node)
+        if value is None or node.op != "call_function" or storage_of(value) in self._others:
+            return None
+        if (self._leaves_images and value.dim() == 4) or (self._leaves_cpu and value.device.type == "cpu"):
+            return None
+        return _movable_bytes(value)
+
+    def joined(self, saved: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return values to save, with one in place of several views of it: its memory would move once for each."""
+        views: dict[fx.Node, list[fx.Node]] = {}
+        for node in saved:
+            if (base := _base_of(node)) is not None and self.nbytes(base) is not None:
+                views.setdefault(base, []).append(node)
+        base_by_view = {view: base for base, several in views.items() if len(several) > 1 for view in several}
+        return list(dict.fromkeys(base_by_view.get(node, node) for node in saved))
+
+
 def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[_Saved]:
     """Return the values that move, in the order in which forward makes them."""
     outputs = _returned(forward)
     received = {node.name: node for node in backward.find_nodes(op="placeholder")}
     order = {node: number for number, node in enumerate(forward.nodes)}
     inputs = forward.find_nodes(op="placeholder")
-    # The memory of these is not the graph's own, so that nothing is freed by moving them.
-    others = _storages([*inputs, *outputs[:num_fwd_outputs], *_output(backward).args[0]])  # type: ignore[misc]
-    values = [value for value in map(value_of, [*order, *backward.nodes]) if value is not None]
-    leaves_images = moves.leaves_images and any(node.target in _CONVOLUTIONS for node in [*order, *backward.nodes])
-    on_cpu_alone = all(value.device.type == "cpu" for value in values)
+    others = [*inputs, *outputs[:num_fwd_outputs], *_output(backward).args[0]]  # type: ignore[misc]
+    movable = Movable([*order, *backward.nodes], others, leaves_images=moves.leaves_images)
     found = []
     for place, node in enumerate(outputs[num_fwd_outputs:], num_fwd_outputs):
         value = value_of(node)
@@ -148,14 +211,12 @@ def _find_saved(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int, mov
         taken_value = value_of(taken)
         if taken_value is None or taken_value.dtype is not value.dtype or taken_value.dim() != value.dim():
             raise GraphsDiffer(f"the input {taken.name} of backward is another value")
-        nbytes = _nbytes(value)
-        if node.op != "call_function" or not taken.users or storage_of(value) in others or nbytes is None:
+        nbytes = movable.nbytes(node)
+        if nbytes is None or not taken.users:
             continue
-        if (leaves_images and value.dim() == 4) or (moves.releases is not None and node.name not in moves.releases):
-            continue
-        if nbytes < max(moves.least_bytes, 1) or (value.device.type == "cpu" and not on_cpu_alone):
-            continue
-        found.append(_Saved(place, node, taken, nbytes))
+        is_chosen = nbytes >= max(moves.least_bytes, 1) if moves.releases is None else node.name in moves.releases
+        if is_chosen:
+            found.append(_Saved(place, node, taken, nbytes))
     return sorted(found, key=lambda saved: order[saved.node])
 
 
@@ -251,6 +312,8 @@ def _find_kept(forward: fx.Graph, num_fwd_outputs: int, moves: Moves) -> list[fx
     """Return the saved tensors that stay by the plan. Those that are to move and cannot do so here go to hooks."""
     kept: dict[fx.Node, None] = {}
     for node in _returned(forward)[num_fwd_outputs:]:
+        if not moves.keeps_inputs and isinstance(node, fx.Node) and node.op == "placeholder":
+            continue
         value = value_of(node)
         is_plain = value is not None and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
         is_plain = is_plain and not has_tokens([node])
