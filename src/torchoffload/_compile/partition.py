@@ -169,9 +169,7 @@ class _Chooser:
         if self.plan.saved is None:
             return stock
         outside = [node for node in stock if node not in joint.group_of]
-        numbers = [node for node in joint_graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
-        numbers = [node for node in numbers if node not in node_info.required_bw_nodes]
-        return list(dict.fromkeys([*outside, *node_info.inputs, *numbers, *self.plan.saved]))
+        return list(dict.fromkeys([*outside, *node_info.inputs, *_numbers(joint_graph, node_info), *self.plan.saved]))
 
 
 def _choose_joined(
@@ -182,8 +180,15 @@ def _choose_joined(
 
     outputs = tree_leaves(next(iter(joint_graph.find_nodes(op="output"))).args)
     others = [*outputs, *joint_graph.find_nodes(op="placeholder")]
-    movable = Movable(joint_graph.nodes, others, leaves_images=leaves_images)
-    return movable.joined(own(joint_graph, node_info, **budget))
+    saved = own(joint_graph, node_info, **budget)
+    joined = Movable(joint_graph.nodes, others, leaves_images=leaves_images).joined(saved)
+    return saved if joined == saved else list(dict.fromkeys([*joined, *_numbers(joint_graph, node_info)]))
+
+
+def _numbers(joint_graph: fx.Graph, node_info: Any) -> list[fx.Node]:
+    """Return the sizes that forward knows: backward may need them to make views of what is saved."""
+    numbers = [node for node in joint_graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+    return [node for node in numbers if node not in node_info.required_bw_nodes]
 
 
 def _values(graph: fx.Graph) -> Iterator[torch.Tensor]:
