@@ -324,10 +324,10 @@ def test_around_a_region_that_moves_values_nothing_moves_and_that_is_told(tmp_pa
     torchoffload.reset_stats()
     with torchoffload.OffloadActivations(**options), pytest.warns(UserWarning, match="torchoffload: ") as warned:
         loss = compiled(model, memory="3.6MiB", link=1e13)(x)
-    inner, outer = plans()
+    *inner, outer = plans()  # PyTorch 2.9 makes a region of each stack
     kept_bytes = torchoffload.stats().bytes_kept["planned"]
     loss.backward()
-    assert inner.releases
+    assert any(plan.releases for plan in inner)
     assert not outer.releases
     kept_values = {piece.name: piece.kept_bytes for piece in outer.pieces}
     assert kept_bytes >= kept_values["rest.layers.0"] + kept_values["rest.layers.1"] > 0
