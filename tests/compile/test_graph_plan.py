@@ -23,7 +23,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 import torchoffload
 from devices import Device
 from gradients import Run, assert_same_gradients
-from models import Block, TinyGpt, tokens_and_labels, update
+from models import Block, Residual, TinyGpt, tokens_and_labels, update
 from torchoffload._compile import joint_plan, planned
 from torchoffload._compile.joint_graph import JointGraph
 from torchoffload._compile.joint_plan import GraphPlan, Room, plan_graph
@@ -280,19 +280,10 @@ def test_a_context_that_learns_is_warned_of_if_a_plan_moves_values(
     assert any("learn=False" in str(each.message) for each in caught) == learn
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Stack(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(depth))
+        self.layers = nn.ModuleList(Residual(64) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -339,7 +330,7 @@ def test_around_a_region_that_moves_values_nothing_moves_and_that_is_told(tmp_pa
 @pytest.mark.parametrize("memory", [1, ANY_MEMORY])
 def test_the_inputs_of_graphs_stay_only_if_there_is_room(memory: int, tmp_path: Path):
     """The input of a layer that is compiled alone is a value of the step, which a context may move."""
-    layers = [Residual() for _ in range(6)]
+    layers = [Residual(64) for _ in range(6)]
     functions = [compiled(layer, link=FAST_LINK, memory=memory, graphs=6) for layer in layers]
     options = {"tier": "disk", "disk_dir": str(tmp_path), "min_offload_size": 0, "learn": False}
     windows = {"offload_window_bytes": 0, "reload_window_bytes": 0}

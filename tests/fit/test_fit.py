@@ -16,6 +16,7 @@ import torchoffload
 from devices import Device
 from fitted_models import Model, options_of
 from gradients import Run, assert_same_gradients, execute
+from models import Residual
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.plan.step import survey_plan
 from torchoffload._fit.plan.trials import Trial
@@ -159,15 +160,6 @@ def test_under_autocast(device_under_test: Device):
 
 def test_two_calls_before_a_backward(device_under_test: Device):
     assert_fitted(device_under_test, BLOCKS["transformer"], call=lambda model, x: model(x) + model(x + 1))
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 @pytest.mark.devices("disk")

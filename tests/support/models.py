@@ -31,6 +31,17 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm_mlp(x))))
 
 
+class Residual(nn.Module):
+    """An MLP around which its input is added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class TinyGpt(nn.Module):
     """Embedding, `depth` blocks, a tied head and the loss."""
 

@@ -572,7 +572,7 @@ class JointGraph:
                 group.seconds = max(least, of_node.get(group.maker, 0.0))
 
     def may_move(self, group: Group) -> bool:
-        """Return whether saved values of a group may move: it is as one value."""
+        """Return whether the saved values of a group may move, all of them as one value."""
         moved = self.moved_values(group)
         return len(moved) <= 1 and all(self._movable.nbytes(node) is not None for node in (*moved, *self.values(group)))
 
@@ -586,8 +586,7 @@ class JointGraph:
 
     @cached_property
     def _movable(self) -> Movable:
-        others = [*self.forward_outputs, *self.backward_outputs, *self.placeholders]
-        return Movable(self._graph.nodes, others, leaves_images=self._leaves_images)
+        return Movable.of_joint_graph(self._graph, leaves_images=self._leaves_images)
 
     @property
     def is_known(self) -> bool:

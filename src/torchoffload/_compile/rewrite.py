@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._compile import operators
 
@@ -172,6 +173,12 @@ class Movable:
         self._leaves_images = leaves_images and any(node.target in _CONVOLUTIONS for node in nodes)
         devices = {value.device.type for value in map(value_of, nodes) if value is not None}
         self._leaves_cpu = devices != {"cpu"}
+
+    @classmethod
+    def of_joint_graph(cls, graph: fx.Graph, *, leaves_images: bool) -> "Movable":
+        """Return the values of a graph that was not partitioned yet."""
+        others = [*tree_leaves(_output(graph).args), *graph.find_nodes(op="placeholder")]
+        return cls(graph.nodes, others, leaves_images=leaves_images)
 
     def nbytes(self, node: fx.Node) -> int | None:
         """Return the bytes of a value that may move; None if it may not."""
