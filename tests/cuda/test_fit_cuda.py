@@ -155,12 +155,19 @@ del cached
 kept = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 """
 
+# Small segments with room for one small tensor each.
+_SMALL_HOLES = """
+small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(40)]
+del small[::2]
+"""
+
 
 @pytest.mark.parametrize(
     ("before", "more", "environment", "told", "is_expandable"),
     [
         ("", "", {}, "segments are expandable", True),
         (_HALF_FREE, "", {}, "segments are expandable", False),
+        (_SMALL_HOLES, "", {}, "segments are expandable", True),
         ("", ", allocator='as it is'", {}, "as it was", False),
         ("", "", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "PYTORCH_CUDA_ALLOC_CONF is set", False),
         ("", "", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "", True),
@@ -176,6 +183,31 @@ def test_segments_are_expandable_where_nothing_else_was_chosen(before, more, env
     report, segments = found.stdout.splitlines()[-2:]
     assert told in report
     assert segments == f"[{is_expandable}]"
+
+
+_TAKEN_BY_FIT = """
+import torch, torchoffload
+from torch import nn
+def beside_pytorch():
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))).cuda()
+before = beside_pytorch()
+handle = torchoffload.fit(model, "4GiB")
+assert "segments are expandable" in handle.report(), handle.report()
+print((beside_pytorch() - before) / 2**20)
+"""
+
+
+def test_fit_takes_no_memory_of_the_device_for_a_look_at_the_allocator():
+    """PyTorch's first side stream makes 32, for which a context took 70 MiB."""
+    kept = {name: value for name, value in environment_with_support().items() if "ALLOC_CONF" not in name}
+    found = subprocess.run(
+        [sys.executable, "-c", _TAKEN_BY_FIT], env=kept, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout.splitlines()[-1]) <= 16
 
 
 def test_plans_are_settled_on_soon_and_no_step_is_lost_where_the_device_is_full():

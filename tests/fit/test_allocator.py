@@ -10,7 +10,7 @@ from devices import Device
 from fitted_models import Model, options_of
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.machine import allocator
-from torchoffload._fit.machine.allocator import prepare_allocator
+from torchoffload._fit.machine.allocator import prepare_allocator, stuck_bytes
 
 CUDA = torch.device("cuda", 0)
 
@@ -78,6 +78,30 @@ def test_a_cpu_has_no_such_allocator(monkeypatch: pytest.MonkeyPatch):
     of_torch = Allocator(monkeypatch)
     assert prepare_allocator(torch.device("cpu"), "expandable") == ""
     assert not of_torch.told
+
+
+def segment(total: int, allocated: int, *, is_expandable: bool) -> dict[str, Any]:
+    return {"device": 0, "total_size": total, "allocated_size": allocated, "is_expandable": is_expandable}
+
+
+def test_what_cannot_be_given_back_is_what_is_free_beside_something_in_a_segment_that_is_not_expandable(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    of_torch = Allocator(monkeypatch)
+    monkeypatch.setattr(allocator, "_is_pluggable", lambda: False)
+    segments = [segment(100, 60, is_expandable=False), segment(50, 0, is_expandable=False)]
+    monkeypatch.setattr(allocator, "_segments", lambda _device: segments)
+    assert stuck_bytes(CUDA) is None  # segments are not expandable
+    of_torch.settings = "expandable_segments:True"
+    assert stuck_bytes(CUDA) is None  # the platform has none
+    segments.append(segment(1000, 10, is_expandable=True))
+    assert stuck_bytes(CUDA) == 40
+    of_torch.backend = "cudaMallocAsync"
+    assert stuck_bytes(CUDA) is None
+    of_torch.backend, of_torch.settings = "native", ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    assert stuck_bytes(CUDA) == 40
+    assert stuck_bytes(torch.device("cpu")) is None
 
 
 @pytest.mark.devices("disk")

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["ALLOCATORS", "prepare_allocator"]
+__all__ = ["ALLOCATORS", "prepare_allocator", "stuck_bytes"]
 
 ALLOCATORS = ("expandable", "as it is")
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _EXPANDABLE = "expandable_segments:True"
 _IS_EXPANDABLE = "the allocator's segments are expandable"
-_PROBE_BYTES = 2 << 20  # in a segment of 20 MiB
-_PROBED_STREAMS = 8
+_PROBE_BYTES = 1 << 20  # the most that PyTorch puts into a segment of small tensors, which has 2 MiB
 
 
 def prepare_allocator(device: torch.device, wanted: str) -> str:
@@ -47,6 +46,27 @@ def prepare_allocator(device: torch.device, wanted: str) -> str:
         return _IS_EXPANDABLE
     _set("expandable_segments:False")
     return "the allocator is as it was: this platform has no expandable segments"
+
+
+def stuck_bytes(device: torch.device) -> int | None:
+    """Return the bytes that the allocator cannot give back to the device, though nothing is in them.
+
+    Pages of expandable segments are given back one by one as the device runs out of memory. Another segment is given
+    back only if nothing at all is in it.
+
+    Returns
+    -------
+    int or None
+        The free bytes of segments that are not expandable and hold something; None if new segments are not expandable.
+    """
+    if device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "native" or _is_pluggable():
+        return None
+    chosen = (_settings(), *(os.environ.get(name, "") for name in _VARIABLES))
+    segments = _segments(device) if any(_EXPANDABLE in each for each in chosen) else []
+    if not any(each.get("is_expandable") for each in segments):  # or the platform has none
+        return None
+    kept = (each for each in segments if each["allocated_size"] and not each.get("is_expandable"))
+    return sum(each["total_size"] - each["allocated_size"] for each in kept)
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -91,26 +111,27 @@ def _set(settings: str) -> None:
 def _makes_expandable(device: torch.device) -> bool:
     """Return whether a new segment is expandable, which a driver or a platform may not have.
 
-    A tensor on the program's stream may fit into a segment that is there already. The allocator never puts it into a
-    segment of another stream, so the tensor is made on side streams, until one of them needs a new segment.
+    Small tensors are made until one needs a new segment: each segment that is there has room for at most one or two of
+    them. A side stream would need a new segment at once, but the first of PyTorch's side streams makes 32, which took
+    70 MiB of an H200.
     """
     torch.cuda.empty_cache()
     known = {segment["address"] for segment in _segments(device)}
     found = False
-    for _ in range(_PROBED_STREAMS):
+    probes = []
+    for _ in range(2 * len(known) + 1):
         try:
-            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+            probes.append(torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device))
         except RuntimeError:  # out of memory as well, which tells nothing
             break
-        address = probe.data_ptr()
+        address = probes[-1].data_ptr()
         holder = next(
             each for each in _segments(device) if each["address"] <= address < each["address"] + each["total_size"]
         )
-        del probe
         if holder["address"] not in known:
             found = bool(holder.get("is_expandable"))
             break
+    probes.clear()
     torch.cuda.empty_cache()
     return found
 
