@@ -219,6 +219,7 @@ class Bench:
                 continue
             yield row
             if self.options.reports is not None:
+                self.options.reports.mkdir(parents=True, exist_ok=True)
                 name = f"{self.options.workload.partition(':')[0]}-{memory / GIB:.1f}"
                 (self.options.reports / f"report-{name}.txt").write_text(f"{fitted.report()}\n")
                 fitted.save(self.options.reports / f"plan-{name}.json")

@@ -4,8 +4,9 @@
 # PYTHON: an interpreter with a CUDA torch and pytest. SITE: the package, as make site lays it out. LOGS: a folder for the
 # output of each part, part-1.log and so on. Prints each part's last line as it ends, and what failed at the end; exits with
 # 1 if anything failed. The random programs are a part of their own: they take longest. So are the tests that destroy
-# streams: in their process PyTorch may fail later, as it gives back memory of such a stream. The tests that take the rest
-# of the device away run last and alone, since others would run out of memory beside them.
+# streams: in their process PyTorch may fail later, as it gives back memory of such a stream. So are those that count the
+# threads and the bytes of their process, which compilers in the same process change. The tests that take the rest of the
+# device away run last and alone, since others would run out of memory beside them.
 set -u
 python=$1 site=$2 logs=$3 parts=$4
 shift 4
@@ -14,10 +15,11 @@ rm -f "$logs"/part-*
 export PYTHONPATH=$site TORCHOFFLOAD_REQUIRE_CUDA=1
 
 find tests -name 'test_*.py' ! -path 'tests/gradients/test_programs.py' ! -path 'tests/cuda/test_cuda_streams.py' \
-  ! -path 'tests/cuda/test_fit_cuda.py' | sort \
+  ! -path 'tests/cuda/test_cuda_growth.py' ! -path 'tests/cuda/test_fit_cuda.py' | LC_ALL=C sort \
   | awk -v parts="$parts" -v logs="$logs" '{ print > (logs "/part-" (NR % parts + 1) ".files") }'
 echo tests/gradients/test_programs.py > "$logs/part-programs.files"
 echo tests/cuda/test_cuda_streams.py > "$logs/part-streams.files"
+echo tests/cuda/test_cuda_growth.py > "$logs/part-growth.files"
 
 run_part() {
   local files=$1 part log
@@ -36,5 +38,5 @@ wait
 echo tests/cuda/test_fit_cuda.py > "$logs/part-alone.files"
 run_part "$logs/part-alone.files" "$@"
 [ -e "$logs/part-failures" ] || exit 0
-grep -h '^FAILED\|^ERROR' "$logs"/part-*.log
+grep -ah '^FAILED\|^ERROR' "$logs"/part-*.log
 exit 1

@@ -1,5 +1,6 @@
 """The climb: from the survey's own plan to the fastest one that the memory holds, in few steps and without failures."""
 
+import dataclasses
 import random
 
 import pytest
@@ -17,12 +18,13 @@ class Climbed:
     """What came of a climb on a simulated device."""
 
     def __init__(
-        self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool, first_step: float = 1.0
-    ) -> None:
+        self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool, first_step: float = 1.0,
+        stuck_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         if is_capped:
             device.cap_bytes = reserved_bytes
         own = survey_plan(device.step)
-        self.room = Room(reserved_bytes, int(reserved_bytes * 0.96), is_measured=True)
+        self.room = Room(reserved_bytes, int(reserved_bytes * 0.96), is_measured=True, stuck_bytes=stuck_bytes)
         self.climb = Climb(device.step, own, self.room, STEPS)
         self.own = self.climb.own
         self.slowest, self.steps, self.over = 0.0, 0, 0
@@ -110,6 +112,27 @@ def test_on_a_larger_device_no_plan_is_settled_on_that_reserves_more_than_given(
         assert climbed.steps <= STEPS
 
 
+def test_on_a_full_device_that_gets_pages_back_more_is_tried(monkeypatch: pytest.MonkeyPatch):
+    """Where there is room the allocator reserves up to 1.43 times what is allocated, and 1.08 times would do."""
+    monkeypatch.setattr("torchoffload._fit.plan.climb._PIECES_BYTES", 64 * MIB)  # of steps of some hundred MiB
+    ratios = []
+    for seed in range(40):
+        found = []
+        for stuck_bytes in (None, 0):
+            device = SimulatedDevice.random(random.Random(5000 + seed))
+            device.pieces = 0.08
+            own = Trial(device.step, survey_plan(device.step))
+            needed_bytes = int(device.allocated_bytes(own) * (1 + device.pieces)) + device.offset_bytes
+            for part in (1.001, 1.15, 1.3):
+                climbed = Climbed(device, int(part * needed_bytes), is_capped=True, stuck_bytes=stuck_bytes)
+                assert device.ooms == 0
+                assert climbed.slowest <= 1.3
+                found.append(device.true_s(climbed.best))
+        ratios += [with_pages / without for without, with_pages in zip(found[:3], found[3:], strict=True)]
+    assert max(ratios) <= 1.06, ratios
+    assert sum(ratios) / len(ratios) <= 0.95, ratios
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_time_that_it_takes_to_reserve_memory_changes_nothing(seed: int):
     found = []
@@ -160,6 +183,24 @@ def test_behind_a_plan_that_failed_the_next_takes_half_of_what_was_added():
     assert allowed_bytes(ROOM, ran) == 650 * MIB
     ran = [of_bytes(500 * MIB, 500 * MIB), of_bytes(800 * MIB, 1001 * MIB)]
     assert allowed_bytes(ROOM, ran) == 650 * MIB
+
+
+def test_on_a_full_device_a_plan_needs_no_more_than_it_allocates_and_some_pieces():
+    full = dataclasses.replace(ROOM, stuck_bytes=20 * MIB)
+    ran = [of_bytes(500 * MIB, 900 * MIB)]
+    needed_bytes = int(500 * MIB * 1.06) + (256 + 20) * MIB
+    assert full.needed_bytes(ran[0]) == needed_bytes < ROOM.needed_bytes(ran[0]) == 900 * MIB
+    assert allowed_bytes(full, ran) == pytest.approx(500 * MIB + (1000 * MIB - needed_bytes * 1.04) / 1.5, rel=1e-6)
+    assert full.needed_bytes(of_bytes(500 * MIB, 510 * MIB)) == 510 * MIB
+    assert full.needed_bytes(of_bytes(0, 900 * MIB)) == 900 * MIB  # what it allocates is not known
+
+
+def test_a_plan_that_reserved_more_where_there_was_more_may_still_be_held():
+    """As after a replan() for less memory, for which the rest of the device was taken away."""
+    ran = of_bytes(500 * MIB, 1100 * MIB)
+    assert not ROOM.holds(ran)
+    assert dataclasses.replace(ROOM, stuck_bytes=0).holds(ran)
+    assert not dataclasses.replace(ROOM, stuck_bytes=0).holds(of_bytes(800 * MIB, 1100 * MIB))
 
 
 def test_a_plan_that_waited_for_memory_is_followed_by_one_that_takes_less():

@@ -67,6 +67,9 @@ class SimulatedDevice:
         How many times as much is allocated as predicted.
     cap_bytes : int
         What the device has.
+    pieces : float or None
+        If the allocator gives pages back as the device runs out of them: the part of what is allocated that it cannot
+        give back besides.
     """
 
     step: Step
@@ -79,6 +82,7 @@ class SimulatedDevice:
     rng: random.Random
     cap_bytes: int = 1 << 60
     ooms: int = 0
+    pieces: float | None = None
 
     @classmethod
     def random(cls, rng: random.Random, *, jitter: float = 0.01) -> "SimulatedDevice":
@@ -99,7 +103,11 @@ class SimulatedDevice:
     def reserved_bytes(self, trial: Trial) -> int:
         """Return what is reserved for a plan, which is the same each time."""
         own = random.Random(hash(trial.plan.calls)).uniform(1 - self.jitter, 1 + self.jitter)
-        return int((self.allocated_bytes(trial) * self.growth) * own) + self.offset_bytes
+        reserved_bytes = int((self.allocated_bytes(trial) * self.growth) * own) + self.offset_bytes
+        if self.pieces is None:
+            return reserved_bytes
+        least_bytes = int(self.allocated_bytes(trial) * (1 + self.pieces)) + self.offset_bytes
+        return max(least_bytes, min(reserved_bytes, self.cap_bytes))
 
     def true_s(self, trial: Trial) -> float:
         """Return what a step takes under a plan."""

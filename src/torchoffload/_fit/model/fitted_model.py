@@ -13,6 +13,7 @@ from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.machine.agreement import Agreement
+from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.options import FitOptions
@@ -47,6 +48,7 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
+_SPARE_BYTES = 64 << 20  # a device that has so much more than was given counts as full
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
@@ -377,9 +379,13 @@ class FittedModel(abc.ABC):
 
     def _room(self, step: Step) -> Room:
         budget = self.budget
+        has_more = budget.device_bytes > budget.memory_bytes + _SPARE_BYTES
+        stuck = None if has_more else stuck_bytes(self.meter.device)
+        is_unknown, most_stuck = self._largest(stuck is None, stuck or 0)
         return Room(
-            budget.reservable_bytes, budget.room_bytes(step), self.meter.measures_memory, max(1, budget.sharer_count)
-        )
+            budget.reservable_bytes, budget.room_bytes(step), self.meter.measures_memory, max(1, budget.sharer_count),
+            None if is_unknown else int(most_stuck),
+        )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:
         """Find plans for the surveyed step, and try them. ``raises``: if none fits, and if the user wants it."""
