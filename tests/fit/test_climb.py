@@ -208,7 +208,13 @@ def test_a_plan_that_waited_for_memory_is_followed_by_one_that_takes_less():
     assert allowed_bytes(ROOM, ran) <= int(900 * MIB * 0.94)
 
 
-def test_a_plan_that_waits_for_memory_in_its_first_step_gets_no_second_one():
+@pytest.mark.parametrize(
+    ("stuck_bytes", "least_room", "steps"), [(None, 1.5, 1), (0, 1.0, 1), (0, 1.5, 2)], ids=["never", "scarce", "ample"]
+)
+def test_a_plan_that_waits_for_memory_in_its_first_step_gets_a_second_one_if_there_is_ample(
+    monkeypatch: pytest.MonkeyPatch, stuck_bytes: int | None, least_room: float, steps: int
+):
+    monkeypatch.setattr("torchoffload._fit.plan.climb._PIECES_BYTES", 0)
     device = SimulatedDevice.random(random.Random(3))
     room = Room(1 << 60, 1 << 60, is_measured=True)
     climb = Climb(device.step, survey_plan(device.step), room, STEPS)
@@ -224,7 +230,9 @@ def test_a_plan_that_waits_for_memory_in_its_first_step_gets_no_second_one():
     assert [note(own), note(own)] == [False, True]  # the survey's own plan is known to run
     other = climb.take_next()
     assert other is not None
-    assert note(other)
+    full = int(device.allocated_bytes(other) * least_room)
+    climb.room = Room(full, full, is_measured=True, stuck_bytes=stuck_bytes)
+    assert [note(other) for _ in range(steps)] == [*[False] * (steps - 1), True]
     assert other.waits_for_memory
 
 

@@ -77,6 +77,11 @@ class Room:
         pieces_bytes = int(_PIECES_PART * trial.allocated_bytes) + _PIECES_BYTES
         return min(trial.reserved_bytes, trial.allocated_bytes + self.stuck_bytes + pieces_bytes)
 
+    def is_ample_for(self, trial: Trial) -> bool:
+        """Return whether the next step of a plan runs as well, although the allocator gave pages back in the last."""
+        needed_bytes = self.needed_bytes(trial)
+        return self.stuck_bytes is not None and needed_bytes + int(_SAFE_PART * needed_bytes) <= self.reserved_bytes
+
 
 def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     """Return how many bytes the next plan may be predicted to allocate, after those that were tried.
@@ -331,7 +336,7 @@ class Climb:
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
         # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
-        is_at_risk = waits_for_memory and trial is not self._own
+        is_at_risk = waits_for_memory and trial is not self._own and not self.room.is_ample_for(trial)
         least_steps = _MOST_STEPS_OF_PLAN if resizes_host and self._steps > 0 else _STEPS_OF_PLAN
         if self._taken < least_steps and not is_at_risk:
             return False
