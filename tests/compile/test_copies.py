@@ -45,10 +45,18 @@ def test_backward_waits_for_values_that_the_window_has_no_room_for():
     assert backward_wait_s(moved, backward_s, LINK, 0) == pytest.approx(4)
 
 
+def test_backward_waits_for_the_first_value_that_it_reads_however_late_that_is():
+    """Two values of 2 s each are read behind 4 s and 5 s of eight."""
+    backward_s = [1.0] * 8
+    moved = [MovedValue(100, 0, 5), MovedValue(100, 1, 4)]
+    assert backward_wait_s(moved, backward_s, LINK, 200) == pytest.approx(2 + 1)
+    assert backward_wait_s(moved, backward_s, LINK, 0) == pytest.approx(2 + 2)
+
+
 def test_backward_may_read_in_another_order():
     backward_s = [1.0] * 8
     moved = [MovedValue(100, 0, 0), MovedValue(100, 1, 4), MovedValue(100, 2, 4)]
-    assert backward_wait_s(moved, backward_s, LINK, 300) == pytest.approx(6)  # the first one made comes last
+    assert backward_wait_s(moved, backward_s, LINK, 300) == pytest.approx(2)  # the others come meanwhile
     assert backward_wait_s(moved, backward_s, LINK, 0) == pytest.approx(2 + 2 + 2)
 
 

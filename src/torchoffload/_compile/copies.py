@@ -87,7 +87,10 @@ def forward_wait_s(
 def backward_wait_s(
     moved: Sequence[MovedValue], backward_s: Sequence[float], link: LinkRates, window_bytes: int
 ) -> float:
-    """Return how long backward waits for values, if they are reloaded ahead in a window, the one made last first."""
+    """Return how long backward waits for values, if they are reloaded ahead in a window, the one made last first.
+
+    Reloads begin as the first value is asked for. So that one is waited for however late it is.
+    """
     begins = [0.0, *itertools.accumulate(backward_s)]
     waiting = list(range(len(moved)))  # to be reloaded; the next one is the last
     is_asked = [False] * len(moved)
@@ -111,7 +114,6 @@ def backward_wait_s(
                 reload(number, now_s)
             waiting.pop()
 
-    reload_ahead(0.0)
     for place, negative in sorted((each.asked, -number) for number, each in enumerate(moved)):
         number, now_s = -negative, begins[place] + waited_s
         is_asked[number] = True

@@ -66,7 +66,7 @@ def stuck_bytes(device: torch.device) -> int | None:
     if not any(each.get("is_expandable") for each in segments):  # or the platform has none
         return None
     kept = (each for each in segments if each["allocated_size"] and not each.get("is_expandable"))
-    return sum(each["total_size"] - each["allocated_size"] for each in kept)
+    return sum(int(each["total_size"] - each["allocated_size"]) for each in kept)
 
 
 def _why_not(device: torch.device) -> str | None:
