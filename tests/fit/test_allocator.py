@@ -21,6 +21,8 @@ class Allocator:
     def __init__(self, patch: pytest.MonkeyPatch, *, supports: bool = True, fraction: float = 1.0) -> None:
         self.told: list[str] = []
         self.settings, self.backend = "", "native"
+        self.is_expanding = False  # as its snapshots say
+        self.segments: list[dict[str, Any]] = []
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
             patch.delenv(name, raising=False)
         patch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings, raising=False)
@@ -28,6 +30,11 @@ class Allocator:
         patch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: self.backend)
         patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fraction)
         patch.setattr(allocator, "_makes_expandable", lambda _device: supports)
+        patch.setattr(allocator, "_is_pluggable", lambda: False)
+        patch.setattr(allocator, "_snapshot", self.snapshot)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"segments": self.segments, "allocator_settings": {"expandable_segments": self.is_expanding}}
 
 
 def test_segments_are_made_expandable(monkeypatch: pytest.MonkeyPatch):
@@ -80,28 +87,45 @@ def test_a_cpu_has_no_such_allocator(monkeypatch: pytest.MonkeyPatch):
     assert not of_torch.told
 
 
-def segment(total: int, allocated: int, *, is_expandable: bool) -> dict[str, Any]:
-    return {"device": 0, "total_size": total, "allocated_size": allocated, "is_expandable": is_expandable}
+def segment(total: int, allocated: int, *, is_expandable: bool, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    return {
+        "device": 0, "address": 0, "total_size": total, "allocated_size": allocated, "is_expandable": is_expandable,
+        "segment_pool_id": pool,
+    }  # fmt: skip
 
 
-def test_what_cannot_be_given_back_is_what_is_free_beside_something_in_a_segment_that_is_not_expandable(
+def test_what_cannot_be_given_back_is_what_is_free_beside_something_and_in_the_pools_of_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ):
     of_torch = Allocator(monkeypatch)
-    monkeypatch.setattr(allocator, "_is_pluggable", lambda: False)
-    segments = [segment(100, 60, is_expandable=False), segment(50, 0, is_expandable=False)]
-    monkeypatch.setattr(allocator, "_segments", lambda _device: segments)
+    of_torch.segments = [segment(100, 60, is_expandable=False), segment(50, 0, is_expandable=False)]
     assert stuck_bytes(CUDA) is None  # segments are not expandable
-    of_torch.settings = "expandable_segments:True"
+    of_torch.is_expanding = True
     assert stuck_bytes(CUDA) is None  # the platform has none
-    segments.append(segment(1000, 10, is_expandable=True))
+    of_torch.segments.append(segment(1000, 10, is_expandable=True))
     assert stuck_bytes(CUDA) == 40
-    of_torch.backend = "cudaMallocAsync"
+    of_torch.segments += [
+        segment(300, 0, is_expandable=True, pool=(0, 1)), segment(20, 5, is_expandable=False, pool=(0, 1))
+    ]  # fmt: skip
+    assert stuck_bytes(CUDA) == 40 + 300 + 15
+    of_torch.is_expanding = False  # the program has switched it off
     assert stuck_bytes(CUDA) is None
-    of_torch.backend, of_torch.settings = "native", ""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
-    assert stuck_bytes(CUDA) == 40
+    of_torch.is_expanding, of_torch.backend = True, "cudaMallocAsync"
+    assert stuck_bytes(CUDA) is None
     assert stuck_bytes(torch.device("cpu")) is None
+
+
+def test_a_second_fit_finds_what_the_first_has_set_though_settings_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Before torch 2.13 nothing tells the settings of run time but a snapshot."""
+    of_torch = Allocator(monkeypatch)
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    for _ in range(2):
+        assert prepare_allocator(CUDA, "expandable") == "the allocator's segments are expandable"
+        of_torch.is_expanding = True
+        monkeypatch.setattr(allocator, "_makes_expandable", lambda _device: False)  # its tensors find holes
+    assert of_torch.told == ["expandable_segments:True"]
 
 
 @pytest.mark.devices("disk")

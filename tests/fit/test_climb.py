@@ -112,15 +112,16 @@ def test_on_a_larger_device_no_plan_is_settled_on_that_reserves_more_than_given(
         assert climbed.steps <= STEPS
 
 
-def test_on_a_full_device_that_gets_pages_back_more_is_tried(monkeypatch: pytest.MonkeyPatch):
-    """Where there is room the allocator reserves up to 1.43 times what is allocated, and 1.08 times would do."""
+@pytest.mark.parametrize("pieces", [0.02, 0.08, 0.12])
+def test_on_a_full_device_that_gets_pages_back_more_is_tried(monkeypatch: pytest.MonkeyPatch, pieces: float):
+    """Where there is room the allocator reserves up to 1.43 times what is allocated, and less would do."""
     monkeypatch.setattr("torchoffload._fit.plan.climb._PIECES_BYTES", 64 * MIB)  # of steps of some hundred MiB
     ratios = []
     for seed in range(40):
         found = []
         for stuck_bytes in (None, 0):
             device = SimulatedDevice.random(random.Random(5000 + seed))
-            device.pieces = 0.08
+            device.pieces = pieces
             own = Trial(device.step, survey_plan(device.step))
             needed_bytes = int(device.allocated_bytes(own) * (1 + device.pieces)) + device.offset_bytes
             for part in (1.001, 1.15, 1.3):
@@ -130,7 +131,7 @@ def test_on_a_full_device_that_gets_pages_back_more_is_tried(monkeypatch: pytest
                 found.append(device.true_s(climbed.best))
         ratios += [with_pages / without for without, with_pages in zip(found[:3], found[3:], strict=True)]
     assert max(ratios) <= 1.06, ratios
-    assert sum(ratios) / len(ratios) <= 0.95, ratios
+    assert sum(ratios) / len(ratios) <= 0.97, ratios
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -188,19 +189,52 @@ def test_behind_a_plan_that_failed_the_next_takes_half_of_what_was_added():
 def test_on_a_full_device_a_plan_needs_no_more_than_it_allocates_and_some_pieces():
     full = dataclasses.replace(ROOM, stuck_bytes=20 * MIB)
     ran = [of_bytes(500 * MIB, 900 * MIB)]
-    needed_bytes = int(500 * MIB * 1.06) + (256 + 20) * MIB
+    needed_bytes = int(500 * MIB * 1.1) + (256 + 20) * MIB
     assert full.needed_bytes(ran[0]) == needed_bytes < ROOM.needed_bytes(ran[0]) == 900 * MIB
     assert allowed_bytes(full, ran) == pytest.approx(500 * MIB + (1000 * MIB - needed_bytes * 1.04) / 1.5, rel=1e-6)
     assert full.needed_bytes(of_bytes(500 * MIB, 510 * MIB)) == 510 * MIB
     assert full.needed_bytes(of_bytes(0, 900 * MIB)) == 900 * MIB  # what it allocates is not known
 
 
-def test_a_plan_that_reserved_more_where_there_was_more_may_still_be_held():
+def test_an_estimate_says_nothing_about_how_fast_reserved_bytes_grow():
+    full = dataclasses.replace(ROOM, stuck_bytes=0)
+    ran = [of_bytes(100 * MIB, 200 * MIB), of_bytes(500 * MIB, 900 * MIB)]
+    needed_bytes = int(500 * MIB * 1.1) + 256 * MIB
+    assert allowed_bytes(full, ran) == pytest.approx(500 * MIB + (1000 * MIB - needed_bytes * 1.04) / 1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("reserved_bytes", "stuck_bytes", "holds", "may_hold"),
+    [
+        (1000 * MIB, 0, True, False),
+        (1100 * MIB, None, False, False),
+        (1100 * MIB, 0, False, True),
+        (1100 * MIB, 300 * MIB, False, False),
+    ],
+)
+def test_a_plan_that_reserved_more_than_there_is_now_may_do_with_less(
+    reserved_bytes: int, stuck_bytes: int | None, holds: bool, may_hold: bool
+):
     """As after a replan() for less memory, for which the rest of the device was taken away."""
-    ran = of_bytes(500 * MIB, 1100 * MIB)
-    assert not ROOM.holds(ran)
-    assert dataclasses.replace(ROOM, stuck_bytes=0).holds(ran)
-    assert not dataclasses.replace(ROOM, stuck_bytes=0).holds(of_bytes(800 * MIB, 1100 * MIB))
+    room = dataclasses.replace(ROOM, stuck_bytes=stuck_bytes)
+    ran = of_bytes(500 * MIB, reserved_bytes)
+    assert (room.holds(ran), room.may_hold(ran)) == (holds, may_hold)
+    failed = of_bytes(500 * MIB, reserved_bytes, has_failed=True)
+    assert (room.holds(failed), room.may_hold(failed)) == (False, False)
+
+
+def test_a_plan_that_may_do_with_less_is_tried_anew():
+    device = SimulatedDevice.random(random.Random(7))
+    own = Trial(device.step, survey_plan(device.step))
+    allocated_bytes = device.allocated_bytes(own)
+    ran = dataclasses.replace(own, step_s=2.0, allocated_bytes=allocated_bytes, reserved_bytes=4 * allocated_bytes)
+    room = Room(3 * allocated_bytes, 3 * allocated_bytes, is_measured=True, stuck_bytes=0)
+    climb = Climb(device.step, own.plan, room, STEPS, [ran], own_reserved_bytes=4 * allocated_bytes)
+    assert climb.own.step_s is None
+    assert climb.take_next() is climb.own
+    assert climb.own.reserved_bytes == 0  # of what it takes in this room nothing is known
+    without = dataclasses.replace(room, stuck_bytes=None)
+    assert Climb(device.step, own.plan, without, STEPS, [ran], own_reserved_bytes=4 * allocated_bytes).own is ran
 
 
 def test_a_plan_that_waited_for_memory_is_followed_by_one_that_takes_less():

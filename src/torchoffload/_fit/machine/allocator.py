@@ -41,6 +41,8 @@ def prepare_allocator(device: torch.device, wanted: str) -> str:
     why = _why_not(device)
     if why is not None:
         return f"the allocator is as it was: {why}"
+    if _is_expanding():  # as another fit has made it: before torch 2.13, settings of run time cannot be asked for
+        return _IS_EXPANDABLE
     _set(_EXPANDABLE)
     if _makes_expandable(device):
         return _IS_EXPANDABLE
@@ -52,21 +54,26 @@ def stuck_bytes(device: torch.device) -> int | None:
     """Return the bytes that the allocator cannot give back to the device, though nothing is in them.
 
     Pages of expandable segments are given back one by one as the device runs out of memory. Another segment is given
-    back only if nothing at all is in it.
+    back only if nothing at all is in it, and what belongs to the pool of a CUDA graph is not given back.
 
     Returns
     -------
     int or None
-        The free bytes of segments that are not expandable and hold something; None if new segments are not expandable.
+        The bytes; None if new segments are not expandable, or if the allocator is not PyTorch's native one.
     """
     if device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "native" or _is_pluggable():
         return None
-    chosen = (_settings(), *(os.environ.get(name, "") for name in _VARIABLES))
-    segments = _segments(device) if any(_EXPANDABLE in each for each in chosen) else []
-    if not any(each.get("is_expandable") for each in segments):  # or the platform has none
+    segments = _segments(device)
+    if not _is_expanding() or not any(each.get("is_expandable") for each in segments):
         return None
-    kept = (each for each in segments if each["allocated_size"] and not each.get("is_expandable"))
-    return sum(int(each["total_size"] - each["allocated_size"]) for each in kept)
+    return sum(int(each["total_size"] - each["allocated_size"]) for each in segments if _is_stuck(each))
+
+
+def _is_stuck(segment: dict[str, Any]) -> bool:
+    """Return whether what is free in a segment stays there while the device runs out of memory."""
+    if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+        return True
+    return segment["allocated_size"] > 0 and not segment.get("is_expandable")
 
 
 def _why_not(device: torch.device) -> str | None:
@@ -136,7 +143,17 @@ def _makes_expandable(device: torch.device) -> bool:
     return found
 
 
+def _is_expanding() -> bool:
+    """Return whether the allocator is set to make segments expandable, as it says itself."""
+    told: dict[str, Any] = _snapshot().get("allocator_settings", {})
+    return bool(told.get("expandable_segments"))
+
+
 def _segments(device: torch.device) -> list[dict[str, Any]]:
-    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
-    return [each for each in snapshot if each["device"] == index]
+    return [each for each in _snapshot()["segments"] if each["device"] == index]
+
+
+def _snapshot() -> dict[str, Any]:
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found

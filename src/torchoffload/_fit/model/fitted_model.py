@@ -1,6 +1,7 @@
 """A fitted model: the phase that it is at, and the work of going from one phase to the next."""
 
 import abc
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -26,7 +27,15 @@ from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.turns import turns_of, weakly, windows_of
 from torchoffload._fit.model.unseen import unseen_blocks
 from torchoffload._fit.plan.budget import Budget
-from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes, disagreement, first_plan, next_below
+from torchoffload._fit.plan.climb import (
+    SPARE_BYTES,
+    Climb,
+    Room,
+    allowed_bytes,
+    disagreement,
+    first_plan,
+    next_below,
+)
 from torchoffload._fit.plan.scaling import OtherSizes, scaled
 from torchoffload._fit.plan.step import Step, StepPlan, least_plan, survey_plan
 from torchoffload._fit.plan.trials import (
@@ -48,7 +57,6 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
-_SPARE_BYTES = 64 << 20  # a device that has so much more than was given counts as full
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
@@ -379,7 +387,7 @@ class FittedModel(abc.ABC):
 
     def _room(self, step: Step) -> Room:
         budget = self.budget
-        has_more = budget.device_bytes > budget.memory_bytes + _SPARE_BYTES
+        has_more = budget.device_bytes > budget.memory_bytes + SPARE_BYTES
         stuck = None if has_more else stuck_bytes(self.meter.device)
         is_unknown, most_stuck = self._largest(stuck is None, stuck or 0)
         return Room(
@@ -439,7 +447,9 @@ class FittedModel(abc.ABC):
         """Follow the best plan of a climb; the one of the least memory if even the survey's own has failed."""
         step = self.step = climb.step
         trial = climb.best or Trial(step, least_plan(step))
-        plan_bytes = allowed_bytes(climb.room, climb.trials) if climb.best is not None else 0
+        # Plans for calls of other sizes are not tried: they go by what was reserved, and not by an estimate.
+        room = dataclasses.replace(climb.room, stuck_bytes=None)
+        plan_bytes = allowed_bytes(room, climb.trials) if climb.best is not None else 0
         told = disagreement(climb)
         self.notes += [each for each in told if each not in self.notes]
         self._follow_settled(trial.with_times(step), max(plan_bytes, trial.peak_bytes))

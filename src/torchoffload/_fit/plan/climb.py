@@ -9,7 +9,7 @@ from torchoffload._fit.plan.scaling import scaled
 from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, plan_steps, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
+__all__ = ["SPARE_BYTES", "Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
 
 # Memory is reserved in the first one, which took 2 to 7 times as long as the second one on H100s: that one is timed.
 _STEPS_OF_PLAN = 2
@@ -29,10 +29,11 @@ _LEAST_GROWTH = 1.05
 _SAFE_GROWTH = 0.15
 _SAFE_PART = 0.04  # reserved bytes differ by this part between plans that are predicted to allocate as much
 _AFTER_WAITING = 0.94  # of the bytes of a plan under which the allocator had too little room
-# Expandable segments that are given back page by page leave pieces of pages. In full memory these took 1.4 to 4.3% of
-# what Llamas had allocated on H200s, and 186 MiB, or 6%, as a video DiT ran out of memory.
-_PIECES_PART = 0.06
+# Expandable segments that are given back page by page leave pieces of pages. In full memory Llamas reserved 1.4 to 4.3%
+# more than they had allocated on H200s, and 186 MiB, or 6%, were in pieces as a video DiT ran out of memory.
+_PIECES_PART = 0.1
 _PIECES_BYTES = 256 << 20
+SPARE_BYTES = 64 << 20  # a device that has no more than this beside what was given counts as full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,16 @@ class Room:
 
     def holds(self, trial: Trial) -> bool:
         """Return whether a plan that was tried keeps within the room, as far as that is measured."""
-        if self.is_measured:
-            return not trial.has_failed and self.needed_bytes(trial) <= self.reserved_bytes
-        return not trial.has_failed and trial.peak_bytes <= self.allocated_bytes
+        if not self.is_measured:
+            return not trial.has_failed and trial.peak_bytes <= self.allocated_bytes
+        has_kept = trial.reserved_bytes <= self.reserved_bytes + SPARE_BYTES
+        return not trial.has_failed and has_kept and self.needed_bytes(trial) <= self.reserved_bytes
+
+    def may_hold(self, trial: Trial) -> bool:
+        """Return whether a plan that was tried where there was more room, and reserved more, may do with this room."""
+        if not self.is_measured or trial.has_failed or self.holds(trial):
+            return False
+        return self.needed_bytes(trial) <= self.reserved_bytes
 
     def needed_bytes(self, trial: Trial) -> int:
         """Return how many reserved bytes a plan that was tried needs at most; 0 if they are not known.
@@ -120,7 +128,9 @@ def _growth(room: Room, ran: list[Trial]) -> float:
     allocated = _taken_bytes(last) - _taken_bytes(first)
     if allocated <= 0.02 * _taken_bytes(last):
         return _MOST_GROWTH
-    seen = (room.needed_bytes(last) - room.needed_bytes(first)) / allocated
+    if room.needed_bytes(last) < last.reserved_bytes:  # it is an estimate, and so would the growth be
+        return _MOST_GROWTH
+    seen = (last.reserved_bytes - first.reserved_bytes) / allocated
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
 
 
@@ -209,11 +219,15 @@ class Climb:
         own_reserved_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.room = room
-        self.trials = list(known)
+        # A plan that reserved more where there was more is to be tried anew in this room. Its time tells nonetheless.
+        known = list(known)
+        self._elsewhere = [each for each in known if room.may_hold(each)]
+        self.trials = [each for each in known if not room.may_hold(each)]
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
-        own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes)
+        is_of_this_room = room.stuck_bytes is None or own_reserved_bytes <= room.reserved_bytes
+        own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes if is_of_this_room else 0)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
         self._steps = steps
         self._taken = self._others = 0  # steps of the current plan, and steps of other sizes
@@ -351,7 +365,8 @@ class Climb:
         self.current.has_failed = True
 
     def _learn(self) -> None:
-        timed = [each for each in self.trials if each.step_s is not None and 0 < each.step_s < math.inf]
+        ran = [*self._elsewhere, *self.trials]
+        timed = [each for each in ran if each.step_s is not None and 0 < each.step_s < math.inf]
         telling = [each for each in timed if not each.waits_for_memory] or timed
         if telling:
             self._beliefs.learn([(each.plan, each.step_s or 0.0) for each in telling])
