@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -39,7 +40,7 @@ from devices import (  # noqa: E402
 # The suites that also run on the simulated device as one of PyTorch's: each so many-th of their tests, or all of them.
 PRIVATE_SHARES = {"gradients": 4, "engine": 1, "faults": 1}
 PRIVATE_IN_FULL = bool(os.environ.get("TORCHOFFLOAD_TEST_LONG"))
-HALF = os.environ.get("TORCHOFFLOAD_TEST_HALF")  # "0" or "1": one half of the slow tests and of the integrations' tests
+PART = os.environ.get("TORCHOFFLOAD_TEST_PART")  # as "2/4": one of four parts of the slow and the integrations' tests
 SPILLED_SUITES = {"gradients"}  # in which slots on one of the simulated devices go on to a disk
 
 
@@ -60,14 +61,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     if torch.cuda.device_count() == 1:
         left_out |= {item for item in items if item.get_closest_marker("two_gpus")}
-    if HALF is not None:
-        if HALF not in ("0", "1"):
-            raise pytest.UsageError(f"TORCHOFFLOAD_TEST_HALF is 0 or 1, got {HALF!r}")
-        other = 1 - int(HALF)
+    if PART is not None:
+        part, parts = _chosen_part(PART)
         long = (item for item in items if item.get_closest_marker("slow") or item.path.parent.name == "integrations")
-        left_out |= {item for item in long if zlib.crc32(item.nodeid.encode()) % 2 == other}
+        left_out |= {item for item in long if zlib.crc32(item.nodeid.encode()) % parts != part - 1}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _chosen_part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError(f"TORCHOFFLOAD_TEST_PART is a text such as 2/4, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 @pytest.fixture(autouse=True, scope="module")
