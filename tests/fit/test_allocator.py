@@ -1,5 +1,6 @@
 """What fit does about PyTorch's CUDA allocator."""
 
+import types
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torchoffload._fit.machine import allocator
 from torchoffload._fit.machine.allocator import prepare_allocator, stuck_bytes
 
 CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
 
 
 class Allocator:
@@ -87,10 +89,12 @@ def test_a_cpu_has_no_such_allocator(monkeypatch: pytest.MonkeyPatch):
     assert not of_torch.told
 
 
-def segment(total: int, allocated: int, *, is_expandable: bool, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def segment(
+    total: int, allocated: int, *, is_expandable: bool, pool: tuple[int, int] = (0, 0), address: int = 0
+) -> dict[str, Any]:
     return {
-        "device": 0, "address": 0, "total_size": total, "allocated_size": allocated, "is_expandable": is_expandable,
-        "segment_pool_id": pool,
+        "device": 0, "address": address, "total_size": total, "allocated_size": allocated,
+        "is_expandable": is_expandable, "segment_pool_id": pool,
     }  # fmt: skip
 
 
@@ -126,6 +130,51 @@ def test_a_second_fit_finds_what_the_first_has_set_though_settings_cannot_be_ask
         of_torch.is_expanding = True
         monkeypatch.setattr(allocator, "_makes_expandable", lambda _device: False)  # its tensors find holes
     assert of_torch.told == ["expandable_segments:True"]
+
+
+class Memory:
+    """Stands for the memory of small tensors: holes in segments that are there, and then a new segment."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, holes: int, is_expandable: bool, room: int = 9) -> None:
+        self.segments = [segment(2 * MIB, MIB, is_expandable=False, address=(2 * number + 1) * MIB)
+                         for number in range(holes)]  # fmt: skip
+        self.places = [each["address"] for each in self.segments]
+        self.is_expandable, self.room = is_expandable, room
+        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        patch.setattr(torch, "empty", self.empty)
+        patch.setattr(allocator, "_snapshot", lambda: {"segments": self.segments})
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Any:
+        assert (nbytes, dtype, device) == (MIB, torch.uint8, CUDA)
+        if self.room == 0:
+            raise torch.OutOfMemoryError
+        self.room -= 1
+        if not self.places:
+            self.segments.append(segment(2 * MIB, MIB, is_expandable=self.is_expandable, address=1 << 40))
+            self.places.append(1 << 40)
+        address = self.places.pop(0)
+        return types.SimpleNamespace(data_ptr=lambda: address)
+
+
+@pytest.mark.parametrize("holes", [0, 3])
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_a_new_segment_tells_whether_segments_are_expandable(
+    monkeypatch: pytest.MonkeyPatch, holes: int, is_expandable: bool
+):
+    memory = Memory(monkeypatch, holes=holes, is_expandable=is_expandable)
+    assert allocator._makes_expandable(CUDA) == is_expandable
+    assert len(memory.segments) == holes + 1
+
+
+def test_without_memory_for_a_new_segment_segments_do_not_count_as_expandable(monkeypatch: pytest.MonkeyPatch):
+    Memory(monkeypatch, holes=3, is_expandable=True, room=2)
+    assert not allocator._makes_expandable(CUDA)
+
+
+def test_an_expandable_segment_that_is_there_tells_it_as_well(monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(monkeypatch, holes=0, is_expandable=True, room=0)
+    memory.segments.append(segment(2 * MIB, MIB, is_expandable=True))
+    assert allocator._makes_expandable(CUDA)
 
 
 @pytest.mark.devices("disk")

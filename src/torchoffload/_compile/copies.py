@@ -89,7 +89,7 @@ def backward_wait_s(
 ) -> float:
     """Return how long backward waits for values, if they are reloaded ahead in a window, the one made last first.
 
-    Reloads begin as the first value is asked for. So that one is waited for however late it is.
+    Reloads begin as backward asks for its first value. So it waits for all of that copy, however late it asks.
     """
     begins = [0.0, *itertools.accumulate(backward_s)]
     waiting = list(range(len(moved)))  # to be reloaded; the next one is the last

@@ -54,7 +54,7 @@ def stuck_bytes(device: torch.device) -> int | None:
     """Return the bytes that the allocator cannot give back to the device, though nothing is in them.
 
     Pages of expandable segments are given back one by one as the device runs out of memory. Another segment is given
-    back only if nothing at all is in it, and what belongs to the pool of a CUDA graph is not given back.
+    back only if nothing at all is in it. Segments in the pool of a CUDA graph are not given back.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def stuck_bytes(device: torch.device) -> int | None:
 
 
 def _is_stuck(segment: dict[str, Any]) -> bool:
-    """Return whether what is free in a segment stays there while the device runs out of memory."""
+    """Return whether the free bytes of a segment stay in it as the device runs out of memory."""
     if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
         return True
     return segment["allocated_size"] > 0 and not segment.get("is_expandable")
@@ -118,15 +118,18 @@ def _set(settings: str) -> None:
 def _makes_expandable(device: torch.device) -> bool:
     """Return whether a new segment is expandable, which a driver or a platform may not have.
 
-    Small tensors are made until one needs a new segment: each segment that is there has room for at most one or two of
+    Small tensors are made until one needs a new segment: each segment that holds something has room for at most one of
     them. A side stream would need a new segment at once, but the first of PyTorch's side streams makes 32, which took
     70 MiB of an H200.
     """
     torch.cuda.empty_cache()
-    known = {segment["address"] for segment in _segments(device)}
+    segments = _segments(device)
+    if any(each.get("is_expandable") for each in segments):  # new pages of it would not be a new segment
+        return True
+    known = {segment["address"] for segment in segments}
     found = False
     probes = []
-    for _ in range(2 * len(known) + 1):
+    for _ in range(len(known) + 1):
         try:
             probes.append(torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device))
         except RuntimeError:  # out of memory as well, which tells nothing

@@ -447,7 +447,7 @@ class FittedModel(abc.ABC):
         """Follow the best plan of a climb; the one of the least memory if even the survey's own has failed."""
         step = self.step = climb.step
         trial = climb.best or Trial(step, least_plan(step))
-        # Plans for calls of other sizes are not tried: they go by what was reserved, and not by an estimate.
+        # Plans for calls of other sizes are not tried: they go by the reserved bytes, and not by an estimate.
         room = dataclasses.replace(climb.room, stuck_bytes=None)
         plan_bytes = allowed_bytes(room, climb.trials) if climb.best is not None else 0
         told = disagreement(climb)

@@ -77,8 +77,8 @@ class Room:
     def needed_bytes(self, trial: Trial) -> int:
         """Return how many reserved bytes a plan that was tried needs at most; 0 if they are not known.
 
-        It ran with what it has reserved. If the allocator gives pages back, it may need less: an allocator that has
-        room reserves more than it has to.
+        It ran with the bytes that it has reserved. If the allocator gives pages back, fewer bytes may do: an allocator
+        that has room reserves more than it has to.
         """
         if self.stuck_bytes is None or not trial.allocated_bytes:
             return trial.reserved_bytes
@@ -226,6 +226,7 @@ class Climb:
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
+        # The bytes that the survey has reserved where there was more say nothing of a full device.
         is_of_this_room = room.stuck_bytes is None or own_reserved_bytes <= room.reserved_bytes
         own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes if is_of_this_room else 0)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
