@@ -105,6 +105,8 @@ def test_what_cannot_be_given_back_is_what_is_free_beside_something_and_in_the_p
     of_torch.segments = [segment(100, 60, is_expandable=False), segment(50, 0, is_expandable=False)]
     assert stuck_bytes(CUDA) is None  # segments are not expandable
     of_torch.is_expanding = True
+    assert stuck_bytes(CUDA) == 40  # there is none at the moment, and a new one would be expandable
+    monkeypatch.setattr(allocator, "_makes_expandable", lambda _device: False)
     assert stuck_bytes(CUDA) is None  # the platform has none
     of_torch.segments.append(segment(1000, 10, is_expandable=True))
     assert stuck_bytes(CUDA) == 40

@@ -7,8 +7,8 @@ import pytest
 
 from simulated_steps import MIB, SimulatedDevice
 from torchoffload._fit.plan.beliefs import Beliefs
-from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes
-from torchoffload._fit.plan.step import plan_step, survey_plan
+from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes, first_plan
+from torchoffload._fit.plan.step import Step, StepPlan, plan_step, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
 STEPS = 9  # of twelve, three are the survey's
@@ -153,6 +153,53 @@ def test_the_first_plan_is_that_of_the_survey():
     assert first.plan.calls == survey_plan(device.step).calls
 
 
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_the_plan_of_the_survey_is_tried_only_if_pieces_have_room_beside_it(is_measured: bool):
+    """A ResNet-50's was predicted to allocate 3.5 GiB, and ran out of memory in 3.7 GiB."""
+    device = SimulatedDevice.random(random.Random(5))
+    own, least = survey_plan(device.step, 64 * MIB), survey_plan(device.step)
+    peak_bytes = device.step.peak_bytes(own)
+    assert device.step.peak_bytes(least) < peak_bytes
+
+    def first(reserved_bytes: int, allocated_bytes: int) -> StepPlan | None:
+        return first_plan(device.step, Room(reserved_bytes, allocated_bytes, is_measured), own, ran_bytes=0)
+
+    assert first(int(peak_bytes * 1.11), peak_bytes) == own
+    assert first(int(peak_bytes * 1.09), peak_bytes) == (least if is_measured else own)
+    assert first(int(peak_bytes * 1.11), peak_bytes - 1) == least
+
+
+def test_the_bytes_that_the_survey_reserved_where_there_was_more_say_nothing():
+    device = SimulatedDevice.random(random.Random(7))
+    for stuck_bytes in (None, 0):
+        room = Room(1000 * MIB, 960 * MIB, is_measured=True, stuck_bytes=stuck_bytes)
+        for reserved_bytes, known_bytes in ((999 * MIB, 999 * MIB), (1001 * MIB, 0)):
+            climb = Climb(device.step, survey_plan(device.step), room, STEPS, own_reserved_bytes=reserved_bytes)
+            assert climb.own.reserved_bytes == known_bytes
+
+
+def test_on_a_full_device_the_last_plan_that_is_tried_spends_no_time_on_large_pieces():
+    """Where pages are given back, a plan that leaves larger pieces at some cost of time is not the last one tried."""
+    asked: list[bool] = []
+
+    class Asked(Climb):
+        def _plans(self, step: Step, memory_bytes: int, *, leaves_room: bool) -> list[StepPlan]:
+            asked.append(leaves_room)
+            return []
+
+    device = SimulatedDevice.random(random.Random(7))
+    for stuck_bytes, expected in ((None, [True]), (0, [True, False])):
+        asked.clear()
+        room = Room(1 << 40, 1 << 40, is_measured=True, stuck_bytes=stuck_bytes)
+        climb = Asked(device.step, survey_plan(device.step), room, STEPS)
+        own = climb.take_next()
+        assert own is not None
+        while not climb.note_step(1.0, allocated_bytes=MIB, reserved_bytes=MIB, waits_for_memory=False):
+            pass
+        assert climb.take_next() is None
+        assert asked == expected
+
+
 class OfBytes(Trial):
     """A trial of which only the bytes are known."""
 
@@ -194,6 +241,15 @@ def test_on_a_full_device_a_plan_needs_no_more_than_it_allocates_and_some_pieces
     assert allowed_bytes(full, ran) == pytest.approx(500 * MIB + (1000 * MIB - needed_bytes * 1.04) / 1.5, rel=1e-6)
     assert full.needed_bytes(of_bytes(500 * MIB, 510 * MIB)) == 510 * MIB
     assert full.needed_bytes(of_bytes(0, 900 * MIB)) == 900 * MIB  # what it allocates is not known
+
+
+def test_on_a_full_device_a_plan_that_has_reserved_all_is_followed_by_one_that_allocates_as_much():
+    """Pages are given back: the bytes that it has reserved do not tell what another plan may allocate."""
+    ran = [of_bytes(600 * MIB, 990 * MIB)]
+    assert allowed_bytes(dataclasses.replace(ROOM, stuck_bytes=60 * MIB), ran) == 600 * MIB
+    assert allowed_bytes(dataclasses.replace(ROOM, stuck_bytes=84 * MIB), ran) == 600 * MIB
+    assert allowed_bytes(dataclasses.replace(ROOM, stuck_bytes=85 * MIB), ran) < 600 * MIB  # pieces have no room
+    assert allowed_bytes(ROOM, ran) < 600 * MIB
 
 
 def test_an_estimate_says_nothing_about_how_fast_reserved_bytes_grow():

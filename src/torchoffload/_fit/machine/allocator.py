@@ -63,10 +63,12 @@ def stuck_bytes(device: torch.device) -> int | None:
     """
     if device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "native" or _is_pluggable():
         return None
-    segments = _segments(device)
-    if not _is_expanding() or not any(each.get("is_expandable") for each in segments):
+    if not _is_expanding():
         return None
-    return sum(int(each["total_size"] - each["allocated_size"]) for each in segments if _is_stuck(each))
+    # There may be none at the moment: an emptied cache has no pages of them.
+    if not any(each.get("is_expandable") for each in _segments(device)) and not _makes_expandable(device):
+        return None
+    return sum(int(each["total_size"] - each["allocated_size"]) for each in _segments(device) if _is_stuck(each))
 
 
 def _is_stuck(segment: dict[str, Any]) -> bool:

@@ -80,10 +80,24 @@ class Room:
         It ran with the bytes that it has reserved. If the allocator gives pages back, fewer bytes may do: an allocator
         that has room reserves more than it has to.
         """
+        estimate = self._estimated_bytes(trial)
+        return trial.reserved_bytes if estimate is None else min(trial.reserved_bytes, estimate)
+
+    def _estimated_bytes(self, trial: Trial) -> int | None:
+        """Return how many reserved bytes do for a plan that was tried, if the allocator gives pages back."""
         if self.stuck_bytes is None or not trial.allocated_bytes:
-            return trial.reserved_bytes
-        pieces_bytes = int(_PIECES_PART * trial.allocated_bytes) + _PIECES_BYTES
-        return min(trial.reserved_bytes, trial.allocated_bytes + self.stuck_bytes + pieces_bytes)
+            return None
+        return trial.allocated_bytes + self.stuck_bytes + int(_PIECES_PART * trial.allocated_bytes) + _PIECES_BYTES
+
+    def has_pages_for(self, trial: Trial) -> bool:
+        """Return whether the room is known to hold plans that allocate about as much as one that was tried."""
+        estimate = self._estimated_bytes(trial)
+        return estimate is not None and estimate <= self.reserved_bytes
+
+    def has_to_spare(self, peak_bytes: int) -> bool:
+        """Return whether a plan that is predicted to allocate so much fits, and leaves a little for pieces."""
+        is_spared = not self.is_measured or peak_bytes + int(_PIECES_PART * peak_bytes) <= self.reserved_bytes
+        return is_spared and peak_bytes <= self.allocated_bytes
 
     def is_ample_for(self, trial: Trial) -> bool:
         """Return whether the next step of a plan runs as well, although the allocator gave pages back in the last."""
@@ -96,7 +110,9 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
 
     The allocated and the reserved bytes are known for the plans that ran. Those of the next plan are predicted no
     better than theirs were. And reserved bytes grow with allocated bytes. So the next plan may take more than the
-    largest of these, but so little more that it fits even if it grows as fast as was ever seen.
+    largest of these, but so little more that it fits even if it grows as fast as was ever seen. If the allocator gives
+    pages back, it may take as much as the largest one even where that one has reserved all: a faster plan may be
+    predicted to allocate no more.
     """
     tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
     ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
@@ -107,8 +123,11 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     if room.is_measured:
         needed_bytes = room.needed_bytes(last)
         left = room.reserved_bytes - needed_bytes - int(_SAFE_PART * needed_bytes)
-        most = min(most, _taken_bytes(last) + int(left / room.sharers / _growth(room, at_ease)))
-        most -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
+        safe = _taken_bytes(last) + int(left / room.sharers / _growth(room, at_ease))
+        safe -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
+        if room.has_pages_for(last):
+            safe = max(safe, last.peak_bytes)
+        most = min(most, safe)
     for each in tried:
         if not room.holds(each) and each.peak_bytes > last.peak_bytes:
             most = min(most, (each.peak_bytes + last.peak_bytes) // 2)
@@ -137,8 +156,9 @@ def _growth(room: Room, ran: list[Trial]) -> float:
 def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
     """Return the plan that is tried first; None if none fits.
 
-    It is the survey's own. If that does not fit, another plan may fit: it has smaller windows, or keeps the outputs
-    that there is room for. Measured bytes count more than predicted ones: steps of the survey did run.
+    It is the survey's own. If that does not fit with some bytes to spare, another plan may fit: it has smaller windows,
+    or keeps the outputs that there is room for. Measured bytes count more than predicted ones: steps of the survey did
+    run.
 
     Parameters
     ----------
@@ -151,10 +171,11 @@ def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) 
     ran_bytes : int
         The bytes that were reserved for that; 0 if they are not known.
     """
+    if own is not None and room.has_to_spare(step.peak_bytes(own)):
+        return own
     least_windows = survey_plan(step)
-    for plan in (own or least_windows, least_windows):
-        if step.peak_bytes(plan) <= room.allocated_bytes:
-            return plan
+    if step.peak_bytes(least_windows) <= room.allocated_bytes:
+        return least_windows
     if room.is_measured and 0 < ran_bytes <= room.reserved_bytes:
         return least_windows
     least = least_plan(step)
@@ -226,8 +247,8 @@ class Climb:
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
-        # The bytes that the survey has reserved where there was more say nothing of a full device.
-        is_of_this_room = room.stuck_bytes is None or own_reserved_bytes <= room.reserved_bytes
+        # The bytes that the survey has reserved where there was more say nothing of this room.
+        is_of_this_room = own_reserved_bytes <= room.reserved_bytes
         own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes if is_of_this_room else 0)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
         self._steps = steps
@@ -274,12 +295,21 @@ class Climb:
             return None
         ran = [each for each in self.trials if each.step_s and self.room.holds(each)]
         fastest = min(ran, key=lambda each: each.step_s or 0.0, default=self._own)
-        fastest_s = fastest.step_s or own_s
         memory_bytes = allowed_bytes(self.room, self.trials)
-        step = self.step
+        trial = self._worth_trying(memory_bytes, own_s, fastest)
+        if trial is None and self.room.is_measured and self.room.stuck_bytes is not None:
+            # Large pieces matter less where the allocator gives pages back: the time for them may be saved.
+            trial = self._worth_trying(memory_bytes, own_s, fastest, leaves_room=False)
+        return trial
+
+    def _worth_trying(
+        self, memory_bytes: int, own_s: float, fastest: Trial, *, leaves_room: bool = True
+    ) -> Trial | None:
+        """Return a plan that may be faster than the fastest one that ran; None if there is none."""
+        step, fastest_s = self.step, fastest.step_s or own_s
         done = [each.does for each in self.trials]
         found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
-        for plan in self._plans(step, memory_bytes):
+        for plan in self._plans(step, memory_bytes, leaves_room=leaves_room):
             least_s, best_s, most_s = self._beliefs.predicted_s(plan, (fastest.plan, fastest_s))
             trial = Trial(step, plan)
             if most_s <= _CAUTIOUS_SLOWNESS * own_s and trial.does not in done:
@@ -296,11 +326,13 @@ class Climb:
         _, least_s, trial = min(found, key=lambda each: each[1])
         return trial if least_s <= fastest_s * (1 - _UNKNOWN_GAIN) else None
 
-    def _plans(self, step: Step, memory_bytes: int) -> list[StepPlan]:
+    def _plans(self, step: Step, memory_bytes: int, *, leaves_room: bool) -> list[StepPlan]:
         """Return plans that are best in a memory: by the best belief, by the slowest likely link, and without moves."""
         steps = [step]
         if step.may_move:
-            if self.room.is_measured:  # large pieces that the allocator can join are worth a little time
+            if (
+                self.room.is_measured and leaves_room
+            ):  # large pieces that the allocator can join are worth a little time
                 steps[0] = dataclasses.replace(step, leaves_room=True)
             slowest = min(belief.rate for belief in self._beliefs.likely)
             steps.append(step.with_times(rate=slowest / self._beliefs.best.rate))
