@@ -159,7 +159,7 @@ def test_the_plan_of_the_survey_is_tried_only_if_pieces_have_room_beside_it(is_m
     device = SimulatedDevice.random(random.Random(5))
     own, least = survey_plan(device.step, 64 * MIB), survey_plan(device.step)
     peak_bytes = device.step.peak_bytes(own)
-    assert device.step.peak_bytes(least) < peak_bytes
+    assert device.step.peak_bytes(least) < 0.96 * peak_bytes
 
     def first(reserved_bytes: int, allocated_bytes: int) -> StepPlan | None:
         return first_plan(device.step, Room(reserved_bytes, allocated_bytes, is_measured), own, ran_bytes=0)
@@ -167,6 +167,10 @@ def test_the_plan_of_the_survey_is_tried_only_if_pieces_have_room_beside_it(is_m
     assert first(int(peak_bytes * 1.11), peak_bytes) == own
     assert first(int(peak_bytes * 1.09), peak_bytes) == (least if is_measured else own)
     assert first(int(peak_bytes * 1.11), peak_bytes - 1) == least
+    # If windows make no difference, as where the optimizer takes the most, the faster plan is tried.
+    step = dataclasses.replace(device.step, other_bytes=2 * peak_bytes)
+    room = Room(int(peak_bytes * 2.02), 2 * peak_bytes, is_measured)
+    assert first_plan(step, room, own, ran_bytes=0) == own
 
 
 def test_the_bytes_that_the_survey_reserved_where_there_was_more_say_nothing():
@@ -250,6 +254,19 @@ def test_on_a_full_device_a_plan_that_has_reserved_all_is_followed_by_one_that_a
     assert allowed_bytes(dataclasses.replace(ROOM, stuck_bytes=84 * MIB), ran) == 600 * MIB
     assert allowed_bytes(dataclasses.replace(ROOM, stuck_bytes=85 * MIB), ran) < 600 * MIB  # pieces have no room
     assert allowed_bytes(ROOM, ran) < 600 * MIB
+
+
+def test_what_the_largest_plan_was_predicted_to_allocate_beyond_what_it_took_is_not_granted_again():
+    full = dataclasses.replace(ROOM, stuck_bytes=84 * MIB)
+
+    class OverPredicted(OfBytes):
+        @property
+        def peak_bytes(self) -> int:
+            return self.allocated_bytes + 50 * MIB
+
+    ran = OverPredicted(None, None, 1.0, 600 * MIB, 990 * MIB)  # type: ignore[arg-type]
+    assert full.has_pages_for(ran)
+    assert 600 * MIB <= allowed_bytes(full, [ran]) < 640 * MIB < ran.peak_bytes
 
 
 def test_an_estimate_says_nothing_about_how_fast_reserved_bytes_grow():

@@ -204,6 +204,7 @@ FUNCTIONS: dict[str, type[torch.autograd.Function]] = {
     )
 }  # fmt: skip
 FAILING = {"FailsInForward", "FailsInBackward", "Interrupted"}
+WRITES = {"WritesIntoUnpacked", "InPlace"}
 # Autograd takes a wrapper subclass for a leaf's .grad, and adds into inner tensors that the leaf holds too.
 NOT_OF_WRAPPERS = {"ReturnsUnpacked", "ReturnsInput", "ReturnsView"}
 

@@ -180,11 +180,13 @@ class Interpreter:
         self.put(step, operators.VIEWS[step["op"]](self.value(step["x"])))
 
     def do_in_place(self, step: Step) -> None:
-        operators.IN_PLACE[step["op"]](self.value(step["x"]))
+        operators.in_place(step["op"], self.value(step["x"]))
 
     def do_custom(self, step: Step) -> None:
         tensor = self.value(step["x"])
         if step["op"] in custom.NOT_OF_WRAPPERS and isinstance(tensor, TwoTensor):
+            raise Missing
+        if step["op"] in custom.WRITES and operators.is_undefined_in_place(tensor):
             raise Missing
         self.put(step, custom.call(step["op"], tensor, self.kept))
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 SIDE = 16
 Operator = Callable[..., torch.Tensor]
+_TOO_HARD_TO_TELL = 2  # PyTorch refuses to write to a tensor only if its elements surely share memory
 
 
 def fit(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -275,9 +276,25 @@ IN_PLACE: dict[str, Operator] = {
 }
 
 
+def is_undefined_in_place(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, and PyTorch writes to them nonetheless: on CUDA nothing orders these writes."""
+    if tensor.layout is not torch.strided or torch._debug_has_internal_overlap(tensor) != _TOO_HARD_TO_TELL:
+        return False
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places.unique().numel() < places.numel()
+
+
+def in_place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Write to a tensor, unless what comes of it is undefined."""
+    return tensor if is_undefined_in_place(tensor) else IN_PLACE[name](tensor)
+
+
 def apply_chain(names: Sequence[str], tensor: torch.Tensor) -> torch.Tensor:
     for name in names:
-        tensor = (UNARY.get(name) or VIEWS.get(name) or IN_PLACE[name])(tensor)
+        change = UNARY.get(name) or VIEWS.get(name)
+        tensor = in_place(name, tensor) if change is None else change(tensor)
     return tensor
 
 

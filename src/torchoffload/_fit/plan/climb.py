@@ -95,9 +95,8 @@ class Room:
         return estimate is not None and estimate <= self.reserved_bytes
 
     def has_to_spare(self, peak_bytes: int) -> bool:
-        """Return whether a plan that is predicted to allocate so much fits, and leaves a little for pieces."""
-        is_spared = not self.is_measured or peak_bytes + int(_PIECES_PART * peak_bytes) <= self.reserved_bytes
-        return is_spared and peak_bytes <= self.allocated_bytes
+        """Return whether a plan that is predicted to allocate so much leaves a little for pieces."""
+        return not self.is_measured or peak_bytes + int(_PIECES_PART * peak_bytes) <= self.reserved_bytes
 
     def is_ample_for(self, trial: Trial) -> bool:
         """Return whether the next step of a plan runs as well, although the allocator gave pages back in the last."""
@@ -123,11 +122,10 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     if room.is_measured:
         needed_bytes = room.needed_bytes(last)
         left = room.reserved_bytes - needed_bytes - int(_SAFE_PART * needed_bytes)
-        safe = _taken_bytes(last) + int(left / room.sharers / _growth(room, at_ease))
-        safe -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
+        most = min(most, _taken_bytes(last) + int(left / room.sharers / _growth(room, at_ease)))
+        most -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
         if room.has_pages_for(last):
-            safe = max(safe, last.peak_bytes)
-        most = min(most, safe)
+            most = max(most, min(room.allocated_bytes, last.peak_bytes, _taken_bytes(last)))
     for each in tried:
         if not room.holds(each) and each.peak_bytes > last.peak_bytes:
             most = min(most, (each.peak_bytes + last.peak_bytes) // 2)
@@ -171,9 +169,11 @@ def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) 
     ran_bytes : int
         The bytes that were reserved for that; 0 if they are not known.
     """
-    if own is not None and room.has_to_spare(step.peak_bytes(own)):
-        return own
     least_windows = survey_plan(step)
+    if own is not None and step.peak_bytes(own) <= room.allocated_bytes:
+        saved_bytes = step.peak_bytes(own) - step.peak_bytes(least_windows)
+        if room.has_to_spare(step.peak_bytes(own)) or saved_bytes <= _SAFE_PART * step.peak_bytes(own):
+            return own
     if step.peak_bytes(least_windows) <= room.allocated_bytes:
         return least_windows
     if room.is_measured and 0 < ran_bytes <= room.reserved_bytes:
@@ -209,8 +209,9 @@ def disagreement(climb: "Climb") -> list[str]:
 class Climb:
     """The trials of plans for one surveyed step.
 
-    The first plan is the survey's own, which is known to run; no plan that is slower is ever settled on. Each later one
-    takes as much memory as ``allowed_bytes`` says, and it is the fastest by the times of the plans before it.
+    The first plan is what ``first_plan`` returns, in most cases the survey's own, which is known to run; no plan
+    that is slower than it is ever settled on. Each later one takes as much memory as ``allowed_bytes`` says, and it is
+    the fastest by the times of the plans before it.
 
     Parameters
     ----------
