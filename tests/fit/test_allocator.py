@@ -173,6 +173,12 @@ def test_without_memory_for_a_new_segment_segments_do_not_count_as_expandable(mo
     assert not allocator._makes_expandable(CUDA)
 
 
+def test_if_nothing_is_cached_segments_do_not_count_as_expandable(monkeypatch: pytest.MonkeyPatch):
+    memory = Memory(monkeypatch, holes=1, is_expandable=True)
+    memory.places = [1 << 50]  # in no segment, as with PYTORCH_NO_CUDA_MEMORY_CACHING
+    assert not allocator._makes_expandable(CUDA)
+
+
 def test_an_expandable_segment_that_is_there_tells_it_as_well(monkeypatch: pytest.MonkeyPatch):
     memory = Memory(monkeypatch, holes=0, is_expandable=True, room=0)
     memory.segments.append(segment(2 * MIB, MIB, is_expandable=True))

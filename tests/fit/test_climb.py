@@ -183,7 +183,7 @@ def test_the_bytes_that_the_survey_reserved_where_there_was_more_say_nothing():
 
 
 def test_on_a_full_device_the_last_plan_that_is_tried_spends_no_time_on_large_pieces():
-    """Where pages are given back, a plan that leaves larger pieces at some cost of time is not the last one tried."""
+    """If pages are given back, a plan that spends no time on large pieces is tried after those that do."""
     asked: list[bool] = []
 
     class Asked(Climb):

@@ -138,8 +138,11 @@ def _makes_expandable(device: torch.device) -> bool:
             break
         address = probes[-1].data_ptr()
         holder = next(
-            each for each in _segments(device) if each["address"] <= address < each["address"] + each["total_size"]
+            (each for each in _segments(device) if each["address"] <= address < each["address"] + each["total_size"]),
+            None,
         )
+        if holder is None:  # the allocator caches nothing, as under PYTORCH_NO_CUDA_MEMORY_CACHING
+            break
         if holder["address"] not in known:
             found = bool(holder.get("is_expandable"))
             break

@@ -406,6 +406,8 @@ class FittedModel(abc.ABC):
                 "is left over, as from a cell of a notebook that ran before, remove() what fit returned for it"
             )
         room = self._room(step)
+        # Ranks that decide together try the same plans, and each has counted its own reserved bytes.
+        self._survey_reserved_bytes = int(self._largest(self._survey_reserved_bytes)[0])
         own = first_plan(step, room, self._own, ran_bytes=self._survey_reserved_bytes)
         if own is None:
             self._follow_least(step, raises=raises)

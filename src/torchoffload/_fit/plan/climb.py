@@ -84,7 +84,7 @@ class Room:
         return trial.reserved_bytes if estimate is None else min(trial.reserved_bytes, estimate)
 
     def _estimated_bytes(self, trial: Trial) -> int | None:
-        """Return how many reserved bytes do for a plan that was tried, if the allocator gives pages back."""
+        """Return how many reserved bytes are enough for a plan that was tried; None if there is no estimate."""
         if self.stuck_bytes is None or not trial.allocated_bytes:
             return None
         return trial.allocated_bytes + self.stuck_bytes + int(_PIECES_PART * trial.allocated_bytes) + _PIECES_BYTES
@@ -110,8 +110,8 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     The allocated and the reserved bytes are known for the plans that ran. Those of the next plan are predicted no
     better than theirs were. And reserved bytes grow with allocated bytes. So the next plan may take more than the
     largest of these, but so little more that it fits even if it grows as fast as was ever seen. If the allocator gives
-    pages back, it may take as much as the largest one even where that one has reserved all: a faster plan may be
-    predicted to allocate no more.
+    pages back, it may take as many bytes as the largest one took, even if that one has reserved the whole room: a
+    faster plan may be predicted to allocate no more.
     """
     tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
     ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
@@ -248,7 +248,7 @@ class Climb:
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
-        # The bytes that the survey has reserved where there was more say nothing of this room.
+        # If the survey has reserved more than the room has, its reserved bytes tell nothing about this room.
         is_of_this_room = own_reserved_bytes <= room.reserved_bytes
         own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes if is_of_this_room else 0)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
@@ -297,17 +297,16 @@ class Climb:
         ran = [each for each in self.trials if each.step_s and self.room.holds(each)]
         fastest = min(ran, key=lambda each: each.step_s or 0.0, default=self._own)
         memory_bytes = allowed_bytes(self.room, self.trials)
-        trial = self._worth_trying(memory_bytes, own_s, fastest)
-        if trial is None and self.room.is_measured and self.room.stuck_bytes is not None:
-            # Large pieces matter less where the allocator gives pages back: the time for them may be saved.
-            trial = self._worth_trying(memory_bytes, own_s, fastest, leaves_room=False)
+        trial = self._worth_trying(memory_bytes, fastest)
+        if trial is None and self.room.stuck_bytes is not None:
+            # If the allocator gives pages back, large pieces matter less: the time for them may be saved.
+            trial = self._worth_trying(memory_bytes, fastest, leaves_room=False)
         return trial
 
-    def _worth_trying(
-        self, memory_bytes: int, own_s: float, fastest: Trial, *, leaves_room: bool = True
-    ) -> Trial | None:
+    def _worth_trying(self, memory_bytes: int, fastest: Trial, *, leaves_room: bool = True) -> Trial | None:
         """Return a plan that may be faster than the fastest one that ran; None if there is none."""
-        step, fastest_s = self.step, fastest.step_s or own_s
+        step, own_s = self.step, self._own.step_s or 0.0
+        fastest_s = fastest.step_s or own_s
         done = [each.does for each in self.trials]
         found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
         for plan in self._plans(step, memory_bytes, leaves_room=leaves_room):
@@ -331,9 +330,8 @@ class Climb:
         """Return plans that are best in a memory: by the best belief, by the slowest likely link, and without moves."""
         steps = [step]
         if step.may_move:
-            if (
-                self.room.is_measured and leaves_room
-            ):  # large pieces that the allocator can join are worth a little time
+            if self.room.is_measured and leaves_room:
+                # Large pieces that the allocator can join are worth a little time.
                 steps[0] = dataclasses.replace(step, leaves_room=True)
             slowest = min(belief.rate for belief in self._beliefs.likely)
             steps.append(step.with_times(rate=slowest / self._beliefs.best.rate))
