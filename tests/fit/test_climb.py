@@ -7,10 +7,16 @@ import pytest
 
 from simulated_steps import MIB, SimulatedDevice
 from torchoffload._fit.plan.beliefs import Beliefs
-from torchoffload._fit.plan.climb import Climb, Room, allowed_bytes, first_plan
+from torchoffload._fit.plan.climb import SPARE_BYTES, Climb, Room, allowed_bytes, first_plan
 from torchoffload._fit.plan.step import Step, StepPlan, plan_step, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
+TOLD = {
+    "allocated_bytes": MIB,
+    "reserved_bytes": MIB,
+    "backward_reserved_bytes": MIB,
+    "waits_for_memory": False,
+}
 STEPS = 9  # of twelve, three are the survey's
 
 
@@ -43,7 +49,8 @@ class Climbed:
                 taken_s, factor = factor * step_s, 1.0
                 if self.climb.note_step(
                     taken_s, allocated_bytes=device.allocated_bytes(trial),
-                    reserved_bytes=device.reserved_bytes(trial), waits_for_memory=False,
+                    reserved_bytes=device.reserved_bytes(trial),
+                    backward_reserved_bytes=device.backward_reserved_bytes(trial), waits_for_memory=False,
                 ):  # fmt: skip
                     break
         best = self.climb.best
@@ -173,6 +180,110 @@ def test_the_plan_of_the_survey_is_tried_only_if_pieces_have_room_beside_it(is_m
     assert first_plan(step, room, own, ran_bytes=0) == own
 
 
+def test_a_plan_of_the_survey_that_is_known_to_fit_is_the_first_one_again():
+    """As after a replan(): whether pieces have room beside it was seen."""
+    device = SimulatedDevice.random(random.Random(5))
+    own = survey_plan(device.step, 64 * MIB)
+    peak_bytes = device.step.peak_bytes(own)
+    room = Room(int(peak_bytes * 1.05), peak_bytes, is_measured=True)
+    ran = Trial(device.step, own, 2.0, peak_bytes, int(peak_bytes * 1.04))
+    less = dataclasses.replace(room, reserved_bytes=int(peak_bytes * 1.03) - SPARE_BYTES)
+    assert first_plan(device.step, room, own, ran_bytes=0, known=[ran]) == own
+    assert first_plan(device.step, less, own, ran_bytes=0, known=[ran]) != own
+    for unknown in (
+        dataclasses.replace(ran, step_s=None), dataclasses.replace(ran, has_failed=True),
+        dataclasses.replace(ran, allocated_bytes=0), dataclasses.replace(ran, plan=survey_plan(device.step)),
+    ):  # fmt: skip
+        assert first_plan(device.step, room, own, ran_bytes=0, known=[unknown]) != own
+
+
+@pytest.mark.parametrize("pieces", [None, 0.05])
+def test_the_peak_of_an_optimizer_is_not_what_blocks_may_allocate(
+    monkeypatch: pytest.MonkeyPatch, pieces: float | None
+):
+    """Allocated bytes are measured until the end of backward, and an optimizer may allocate more than that."""
+    monkeypatch.setattr("torchoffload._fit.plan.climb._PIECES_BYTES", 64 * MIB)  # of steps of some hundred MiB
+
+    class WithOptimizer(SimulatedDevice):
+        def allocated_bytes(self, trial: Trial) -> int:
+            return int(trial.plan.peak_bytes * self.peak_error)
+
+        def reserved_bytes(self, trial: Trial) -> int:
+            return max(super().reserved_bytes(trial), self.step.other_bytes)
+
+        def backward_reserved_bytes(self, trial: Trial) -> int:
+            return super().reserved_bytes(trial)
+
+    ratios = []
+    for seed in range(40):
+        for part in (1.04, 1.2, 1.5, 2.0):
+            device = WithOptimizer.random(random.Random(6000 + seed))
+            device.pieces = pieces
+            blocks_bytes = device.reserved_bytes(Trial(device.step, survey_plan(device.step)))
+            device.step = dataclasses.replace(device.step, other_bytes=int(1.5 * blocks_bytes))
+            room_bytes = int(part * device.step.other_bytes)
+            climbed = Climbed(device, room_bytes, is_capped=True, stuck_bytes=None if pieces is None else 0)
+            assert device.ooms == 0
+            assert climbed.slowest <= 1.3
+            # What was reserved for the optimizer is used.
+            ratio = device.growth if pieces is None else 1 + pieces
+            best = plan_step(device.true.of_blocks, int((room_bytes - device.offset_bytes) / ratio / 1.04))
+            assert best is not None
+            ratios.append(device.true_s(climbed.best) / best.step_s)
+    ratios.sort()
+    assert ratios[len(ratios) // 2] <= 1.02, ratios
+    assert ratios[int(len(ratios) * 0.9)] <= 1.1, ratios
+
+
+def test_a_climb_ends_if_all_steps_are_too_small_to_tell_anything():
+    device = SimulatedDevice.random(random.Random(3))
+    climb = Climb(device.step, survey_plan(device.step), Room(1 << 60, 1 << 60, is_measured=True), STEPS)
+    steps = 0
+    while climb.take_next() is not None:
+        while not climb.note_step(0.1, **TOLD, share=0.4):
+            steps += 1
+        assert steps <= 20
+    assert climb.met_small_steps
+    assert climb.best is climb.own
+
+
+def test_a_plan_that_met_small_steps_alone_tells_nothing_of_bytes():
+    ran = of_bytes(600 * MIB, 700 * MIB)
+    small = dataclasses.replace(of_bytes(0, 100 * MIB, beyond=650 * MIB), step_s=None)
+    assert allowed_bytes(ROOM, [ran, small]) == allowed_bytes(ROOM, [ran])
+
+
+@pytest.mark.parametrize(("times", "is_tried"), [(1.0, False), (1.05, False), (0.95, False), (1.2, True), (4.0, True)])
+def test_a_plan_that_failed_ends_the_trials_only_of_a_room_that_is_about_as_large(times: float, is_tried: bool):
+    device = SimulatedDevice.random(random.Random(3))
+    own = survey_plan(device.step)
+    peak_bytes = device.step.peak_bytes(own)
+    more = plan_step(device.step, int(1.2 * peak_bytes))
+    assert more is not None
+    room = Room(2 * peak_bytes, 2 * peak_bytes, is_measured=True)
+    ran = Trial(device.step, own, 1.0, peak_bytes, peak_bytes, room_bytes=room.reserved_bytes)
+    failed = Trial(device.step, more, has_failed=True, room_bytes=room.reserved_bytes)
+    other = Room(int(times * room.reserved_bytes), int(times * room.reserved_bytes), is_measured=True)
+    climb = Climb(device.step, own, other, STEPS, [ran, failed], own_reserved_bytes=peak_bytes)
+    assert climb.own is ran
+    assert (climb.take_next() is not None) == is_tried
+    assert (failed in climb.trials) != is_tried
+
+
+def test_a_plan_that_failed_where_there_was_much_more_ends_no_trials():
+    device = SimulatedDevice.random(random.Random(3))
+    own = survey_plan(device.step)
+    peak_bytes = device.step.peak_bytes(own)
+    full = plan_step(device.step, 1 << 60)
+    assert full is not None
+    failed = Trial(device.step, full, has_failed=True, room_bytes=10 * peak_bytes)
+    ran = Trial(device.step, own, 1.0, peak_bytes, peak_bytes, room_bytes=10 * peak_bytes)
+    room = Room(int(1.5 * peak_bytes), int(1.5 * peak_bytes), is_measured=True)
+    climb = Climb(device.step, own, room, STEPS, [ran, failed], own_reserved_bytes=peak_bytes)
+    assert failed in climb.trials
+    assert climb.take_next() is not None
+
+
 def test_the_bytes_that_the_survey_reserved_where_there_was_more_say_nothing():
     device = SimulatedDevice.random(random.Random(7))
     for stuck_bytes in (None, 0):
@@ -198,22 +309,24 @@ def test_on_a_full_device_the_last_plan_that_is_tried_spends_no_time_on_large_pi
         climb = Asked(device.step, survey_plan(device.step), room, STEPS)
         own = climb.take_next()
         assert own is not None
-        while not climb.note_step(1.0, allocated_bytes=MIB, reserved_bytes=MIB, waits_for_memory=False):
+        while not climb.note_step(1.0, **TOLD):
             pass
         assert climb.take_next() is None
         assert asked == expected
 
 
-class OfBytes(Trial):
-    """A trial of which only the bytes are known."""
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.allocated_bytes
+NO_BLOCKS = Step(kinds=(), calls=(), fixed={"weights": 50 * MIB})
 
 
-def of_bytes(peak_bytes: int, reserved_bytes: int, **more: bool) -> Trial:
-    return OfBytes(None, None, 1.0, peak_bytes, reserved_bytes, **more)  # type: ignore[arg-type]
+def of_bytes(
+    allocated_bytes: int, reserved_bytes: int, *, beyond: int = 0, step: Step = NO_BLOCKS, has_failed: bool = False,
+    waits_for_memory: bool = False,
+) -> Trial:  # fmt: skip
+    """Return a trial of which only the bytes are known: it was predicted to take so many beyond those that it took."""
+    plan = dataclasses.replace(survey_plan(NO_BLOCKS), peak_bytes=allocated_bytes + beyond)
+    return Trial(
+        step, plan, 1.0, allocated_bytes, reserved_bytes, has_failed=has_failed, waits_for_memory=waits_for_memory
+    )
 
 
 ROOM = Room(1000 * MIB, 960 * MIB, is_measured=True)
@@ -258,13 +371,7 @@ def test_on_a_full_device_a_plan_that_has_reserved_all_is_followed_by_one_that_a
 
 def test_what_the_largest_plan_was_predicted_to_allocate_beyond_what_it_took_is_not_granted_again():
     full = dataclasses.replace(ROOM, stuck_bytes=84 * MIB)
-
-    class OverPredicted(OfBytes):
-        @property
-        def peak_bytes(self) -> int:
-            return self.allocated_bytes + 50 * MIB
-
-    ran = OverPredicted(None, None, 1.0, 600 * MIB, 990 * MIB)  # type: ignore[arg-type]
+    ran = of_bytes(600 * MIB, 990 * MIB, beyond=50 * MIB)
     assert full.has_pages_for(ran)
     assert 600 * MIB <= allowed_bytes(full, [ran]) < 640 * MIB < ran.peak_bytes
 
@@ -277,7 +384,7 @@ def test_an_estimate_says_nothing_about_how_fast_reserved_bytes_grow():
 
 
 @pytest.mark.parametrize(
-    ("reserved_bytes", "stuck_bytes", "holds", "may_hold"),
+    ("reserved_bytes", "stuck_bytes", "holds", "is_to_try_anew"),
     [
         (1000 * MIB, 0, True, False),
         (1100 * MIB, None, False, False),
@@ -286,14 +393,14 @@ def test_an_estimate_says_nothing_about_how_fast_reserved_bytes_grow():
     ],
 )
 def test_a_plan_that_reserved_more_than_there_is_now_may_do_with_less(
-    reserved_bytes: int, stuck_bytes: int | None, holds: bool, may_hold: bool
+    reserved_bytes: int, stuck_bytes: int | None, holds: bool, is_to_try_anew: bool
 ):
     """As after a replan() for less memory, for which the rest of the device was taken away."""
     room = dataclasses.replace(ROOM, stuck_bytes=stuck_bytes)
     ran = of_bytes(500 * MIB, reserved_bytes)
-    assert (room.holds(ran), room.may_hold(ran)) == (holds, may_hold)
+    assert (room.holds(ran), room.is_to_try_anew(ran)) == (holds, is_to_try_anew)
     failed = of_bytes(500 * MIB, reserved_bytes, has_failed=True)
-    assert (room.holds(failed), room.may_hold(failed)) == (False, False)
+    assert (room.holds(failed), room.is_to_try_anew(failed)) == (False, False)
 
 
 def test_a_plan_that_may_do_with_less_is_tried_anew():
@@ -329,7 +436,7 @@ def test_a_plan_that_waits_for_memory_in_its_first_step_gets_a_second_one_if_the
     def note(trial: Trial) -> bool:
         return climb.note_step(
             device.step_s(trial), allocated_bytes=device.allocated_bytes(trial),
-            reserved_bytes=device.reserved_bytes(trial), waits_for_memory=True,
+            reserved_bytes=device.reserved_bytes(trial), backward_reserved_bytes=0, waits_for_memory=True,
         )  # fmt: skip
 
     own = climb.take_next()
@@ -352,12 +459,8 @@ def test_a_step_in_which_pinned_memory_is_resized_is_not_timed():
         own = climb.take_next()
         assert own is not None
         done = [
-            climb.note_step(
-                3.0 if resizes_host else 1.0, allocated_bytes=MIB, reserved_bytes=MIB, waits_for_memory=False,
-                resizes_host=resizes_host,
-            )
-            for resizes_host in resizes
-        ]  # fmt: skip
+            climb.note_step(3.0 if resizes_host else 1.0, **TOLD, resizes_host=resizes_host) for resizes_host in resizes
+        ]
         return done, own.step_s
 
     assert taken([False, False]) == ([False, True], 1.0)

@@ -8,6 +8,7 @@ import torch
 import torchoffload
 from devices import Device
 from simulated_allocator import SimulatedAllocator, SimulatedMeter
+from torchoffload._devices import Counts
 from torchoffload._fit.model.clock import Clock, FinishedStep
 
 pytestmark = pytest.mark.devices("simulated-late")
@@ -33,6 +34,49 @@ class Listener:
 
     def note_stuck(self) -> None:
         pass
+
+
+class Meter(SimulatedMeter):
+    """A meter of a device on which as many bytes are reserved as the test says."""
+
+    reserved_bytes = 0
+
+    def counts(self) -> Counts:
+        return super().counts()._replace(reserved_bytes=self.reserved_bytes)
+
+
+@pytest.mark.parametrize("own_bytes", [1010, 990])
+def test_ranks_agree_on_the_bytes_that_were_reserved_as_backward_ended(own_bytes: int):
+    """The loop may empty the cache behind backward: what the next call sees is not what the ranks needed."""
+    listener, meter = Listener(), Meter(SimulatedAllocator())
+    clock = Clock(listener, meter, lambda *values: (*values[:3], max(values[3], 1010)))
+    clock.call_begins(1)
+    weight = torch.ones(1, requires_grad=True)
+    loss = weight.exp().sum()
+    clock.call_ends(loss)
+    meter.reserved_bytes = own_bytes
+    loss.backward()
+    del loss
+    meter.reserved_bytes = 500
+    clock.call_begins(1)
+    assert [each.reserved_bytes for each in listener.finished] == [1010]
+    assert [each.backward_reserved_bytes for each in listener.finished] == [own_bytes]
+
+
+def test_a_rank_tells_the_others_what_was_reserved_as_its_backward_ended():
+    told = []
+    meter = Meter(SimulatedAllocator())
+    clock = Clock(Listener(), meter, lambda *values: told.append(values[3]) or values)
+    clock.call_begins(1)
+    weight = torch.ones(1, requires_grad=True)
+    loss = weight.exp().sum()
+    clock.call_ends(loss)
+    meter.reserved_bytes = 1010
+    loss.backward()
+    del loss
+    meter.reserved_bytes = 500
+    clock.call_begins(1)
+    assert told == [0, 1010]
 
 
 def test_a_step_tells_whether_pinned_memory_was_taken_or_given_back(device_under_test: Device):

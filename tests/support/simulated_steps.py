@@ -109,6 +109,10 @@ class SimulatedDevice:
         least_bytes = int(self.allocated_bytes(trial) * (1 + self.pieces)) + self.offset_bytes
         return max(least_bytes, min(reserved_bytes, self.cap_bytes))
 
+    def backward_reserved_bytes(self, trial: Trial) -> int:
+        """Return what is reserved for a plan until its backward ends."""
+        return self.reserved_bytes(trial)
+
     def true_s(self, trial: Trial) -> float:
         """Return what a step takes under a plan."""
         return trial.plan.timed_as(self.true).step_s

@@ -37,6 +37,8 @@ class FinishedStep:
         The most that was allocated on the device until the end of backward, if the clock measures steps.
     reserved_bytes : int
         The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
+    backward_reserved_bytes : int
+        The bytes that were reserved at the end of backward.
     base_bytes : int
         The bytes that were allocated when it began.
     """
@@ -51,6 +53,7 @@ class FinishedStep:
     has_resized_host: bool
     allocated_bytes: int
     reserved_bytes: int
+    backward_reserved_bytes: int
     base_bytes: int
 
 
@@ -81,6 +84,11 @@ class _Step:
     allocated_bytes: int = 0
     pinned_bytes: int = 0  # as it began
     has_resized_host: bool = False
+
+    @property
+    def ended_reserved_bytes(self) -> int:
+        """The bytes that were reserved as its latest backward ended; 0 if none has."""
+        return 0 if self.ended_counts is None else self.ended_counts.reserved_bytes
 
     def has_lost(self, now: Counts) -> bool:
         """Return whether an allocation failed that ended the step.
@@ -146,7 +154,8 @@ class Clock:
             self._listener.note_stuck()
         step = self._step
         lost = step is not None and step.has_lost(counts)
-        agreed = self._agree(size, self._backwards.has_open_calls, lost, counts.reserved_bytes)
+        reserved_bytes = max(counts.reserved_bytes, 0 if step is None else step.ended_reserved_bytes)
+        agreed = self._agree(size, self._backwards.has_open_calls, lost, reserved_bytes)
         size, is_open, is_lost, reserved_bytes = map(int, agreed)
         self.has_open_calls = bool(is_open)
         if step is not None:
@@ -182,7 +191,8 @@ class Clock:
             has_waited=(ended or counts).waits > step.counts.waits,
             has_resized_host=step.has_resized_host,
             allocated_bytes=step.allocated_bytes,
-            reserved_bytes=max(reserved_bytes, 0 if ended is None else ended.reserved_bytes),
+            reserved_bytes=reserved_bytes,
+            backward_reserved_bytes=step.ended_reserved_bytes,
             base_bytes=step.counts.allocated_bytes,
         )
 

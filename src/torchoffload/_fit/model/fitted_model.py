@@ -408,12 +408,13 @@ class FittedModel(abc.ABC):
         room = self._room(step)
         # Ranks that decide together try the same plans, and each has counted its own reserved bytes.
         self._survey_reserved_bytes = int(self._largest(self._survey_reserved_bytes)[0])
-        own = first_plan(step, room, self._own, ran_bytes=self._survey_reserved_bytes)
+        ran_bytes = self._survey_reserved_bytes
+        own = first_plan(step, room, self._own, ran_bytes=ran_bytes, known=self.trials)
         if own is None:
             self._follow_least(step, raises=raises)
             return
         steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
-        climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=self._survey_reserved_bytes)
+        climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=ran_bytes if own is self._own else 0)
         self.trials = climb.trials
         self._enter(Climbing(climb))
         self.clock.measures = True
@@ -454,7 +455,12 @@ class FittedModel(abc.ABC):
         plan_bytes = allowed_bytes(room, climb.trials) if climb.best is not None else 0
         told = disagreement(climb)
         self.notes += [each for each in told if each not in self.notes]
-        self._follow_settled(trial.with_times(step), max(plan_bytes, trial.peak_bytes))
+        if climb.met_small_steps:
+            self._note(
+                "the steps after the survey had less than half of the surveyed step's size: its fastest plan is not "
+                "known. replan() tries plans again"
+            )
+        self._follow_settled(trial.with_times(step), max(plan_bytes, trial.plan.peak_bytes))
 
     def _follow_settled(self, trial: Trial, plan_bytes: int) -> None:
         if self._followed is None or trial.plan.calls != self._followed.plan.calls:
@@ -485,7 +491,7 @@ class FittedModel(abc.ABC):
         self.notes.append(failure_message(trial))
         below = next_below(self.trials, trial)
         if below is not None:
-            self._follow_settled(below, below.peak_bytes)
+            self._follow_settled(below, below.plan.peak_bytes)
             return
         self._enter(LeastMemory(trial))
         self._log("least memory: a step ran out of memory, and no plan takes less")

@@ -27,6 +27,7 @@ _DISAGREEMENT = 1.25  # the survey's times and its plan's may differ by this fac
 _MOST_GROWTH = 1.5
 _LEAST_GROWTH = 1.05
 _SAFE_GROWTH = 0.15
+_MUCH_MORE = 1.1  # a plan that failed in one room may be tried in another that has so many times its bytes
 _SAFE_PART = 0.04  # reserved bytes differ by this part between plans that are predicted to allocate as much
 _AFTER_WAITING = 0.94  # of the bytes of a plan under which the allocator had too little room
 # Expandable segments that are given back page by page leave pieces of pages. In full memory Llamas reserved 1.4 to 4.3%
@@ -68,11 +69,21 @@ class Room:
         has_kept = trial.reserved_bytes <= self.reserved_bytes + SPARE_BYTES
         return not trial.has_failed and has_kept and self.needed_bytes(trial) <= self.reserved_bytes
 
-    def may_hold(self, trial: Trial) -> bool:
-        """Return whether a plan that was tried where there was more room, and reserved more, may do with this room."""
-        if not self.is_measured or trial.has_failed or self.holds(trial):
+    def is_to_try_anew(self, trial: Trial) -> bool:
+        """Return whether it is not known, and possible, that a plan keeps within the room that was tried in another.
+
+        It may have reserved more because there was more, its bytes may not be known, as after it was read from a file,
+        or it has failed where there was much less.
+        """
+        if trial.has_failed:
+            return 0 < trial.room_bytes * _MUCH_MORE < self.reserved_bytes
+        if not self.is_measured:
             return False
-        return self.needed_bytes(trial) <= self.reserved_bytes
+        return not trial.allocated_bytes or (not self.holds(trial) and self.needed_bytes(trial) <= self.reserved_bytes)
+
+    def is_near(self, trial: Trial) -> bool:
+        """Return whether a plan was tried in about as much room as this."""
+        return trial.room_bytes <= self.reserved_bytes * _MUCH_MORE
 
     def needed_bytes(self, trial: Trial) -> int:
         """Return how many reserved bytes a plan that was tried needs at most; 0 if they are not known.
@@ -80,18 +91,27 @@ class Room:
         It ran with the bytes that it has reserved. If the allocator gives pages back, fewer bytes may do: an allocator
         that has room reserves more than it has to.
         """
-        estimate = self._estimated_bytes(trial)
+        estimate = self._estimated_bytes(max(trial.allocated_bytes, trial.step.other_bytes))
         return trial.reserved_bytes if estimate is None else min(trial.reserved_bytes, estimate)
 
-    def _estimated_bytes(self, trial: Trial) -> int | None:
-        """Return how many reserved bytes are enough for a plan that was tried; None if there is no estimate."""
-        if self.stuck_bytes is None or not trial.allocated_bytes:
+    def needed_for_backward(self, trial: Trial) -> int:
+        """Return how many reserved bytes a plan that was tried needs at most until the end of backward.
+
+        An optimizer may need more, and leave it to the next forward and backward.
+        """
+        reserved_bytes = _reserved_for_backward(trial)
+        estimate = self._estimated_bytes(trial.allocated_bytes)
+        return reserved_bytes if estimate is None else min(reserved_bytes, estimate)
+
+    def _estimated_bytes(self, allocated_bytes: int) -> int | None:
+        """Return how many reserved bytes are enough for those that are allocated; None if there is no estimate."""
+        if self.stuck_bytes is None or not allocated_bytes:
             return None
-        return trial.allocated_bytes + self.stuck_bytes + int(_PIECES_PART * trial.allocated_bytes) + _PIECES_BYTES
+        return allocated_bytes + self.stuck_bytes + int(_PIECES_PART * allocated_bytes) + _PIECES_BYTES
 
     def has_pages_for(self, trial: Trial) -> bool:
         """Return whether the room is known to hold plans that allocate about as much as one that was tried."""
-        estimate = self._estimated_bytes(trial)
+        estimate = self._estimated_bytes(trial.allocated_bytes)
         return estimate is not None and estimate <= self.reserved_bytes
 
     def has_to_spare(self, peak_bytes: int) -> bool:
@@ -105,7 +125,7 @@ class Room:
 
 
 def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
-    """Return how many bytes the next plan may be predicted to allocate, after those that were tried.
+    """Return how many bytes the next plan may be predicted to allocate until the end of backward.
 
     The allocated and the reserved bytes are known for the plans that ran. Those of the next plan are predicted no
     better than theirs were. And reserved bytes grow with allocated bytes. So the next plan may take more than the
@@ -113,30 +133,37 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
     pages back, it may take as many bytes as the largest one took, even if that one has reserved the whole room: a
     faster plan may be predicted to allocate no more.
     """
-    tried = [each for each in tried if each.has_failed or each.reserved_bytes or not room.is_measured]
+    tried = [each for each in tried if each.has_failed or each.allocated_bytes or not room.is_measured]
     ran = sorted((each for each in tried if room.holds(each)), key=_taken_bytes)
     at_ease = [each for each in ran if not each.waits_for_memory] or ran[:1]
     if not at_ease:
         return 0
     most, last = room.allocated_bytes, at_ease[-1]
     if room.is_measured:
-        needed_bytes = room.needed_bytes(last)
+        needed_bytes = room.needed_for_backward(last)
         left = room.reserved_bytes - needed_bytes - int(_SAFE_PART * needed_bytes)
         most = min(most, _taken_bytes(last) + int(left / room.sharers / _growth(room, at_ease)))
-        most -= max(_taken_bytes(each) - each.peak_bytes for each in at_ease)
+        most -= max(_taken_bytes(each) - each.plan.peak_bytes for each in at_ease)
         if room.has_pages_for(last):
-            most = max(most, min(room.allocated_bytes, last.peak_bytes, _taken_bytes(last)))
+            most = max(most, min(room.allocated_bytes, last.plan.peak_bytes, _taken_bytes(last)))
     for each in tried:
-        if not room.holds(each) and each.peak_bytes > last.peak_bytes:
-            most = min(most, (each.peak_bytes + last.peak_bytes) // 2)
+        if not room.holds(each) and each.plan.peak_bytes > last.plan.peak_bytes:
+            most = min(most, (each.plan.peak_bytes + last.plan.peak_bytes) // 2)
         elif each.waits_for_memory and each is not last:
-            most = min(most, max(last.peak_bytes, int(each.peak_bytes * _AFTER_WAITING)))
+            most = min(most, max(last.plan.peak_bytes, int(each.plan.peak_bytes * _AFTER_WAITING)))
     return most
 
 
 def _taken_bytes(trial: Trial) -> int:
-    """Return the bytes that a plan allocates, as measured, or else as predicted."""
-    return trial.allocated_bytes or trial.peak_bytes
+    """Return the bytes that a plan allocates until the end of backward, as measured, or else as predicted."""
+    return trial.allocated_bytes or trial.plan.peak_bytes
+
+
+def _reserved_for_backward(trial: Trial) -> int:
+    """Return the bytes that were reserved for a plan, without those for an optimizer that allocates more than it."""
+    if trial.step.other_bytes > _taken_bytes(trial) and trial.backward_reserved_bytes:
+        return trial.backward_reserved_bytes
+    return trial.reserved_bytes
 
 
 def _growth(room: Room, ran: list[Trial]) -> float:
@@ -145,18 +172,20 @@ def _growth(room: Room, ran: list[Trial]) -> float:
     allocated = _taken_bytes(last) - _taken_bytes(first)
     if allocated <= 0.02 * _taken_bytes(last):
         return _MOST_GROWTH
-    if room.needed_bytes(last) < last.reserved_bytes:  # it is an estimate, and so would the growth be
+    if room.needed_for_backward(last) < _reserved_for_backward(last):  # it is an estimate, and so would the growth be
         return _MOST_GROWTH
-    seen = (last.reserved_bytes - first.reserved_bytes) / allocated
+    seen = (_reserved_for_backward(last) - _reserved_for_backward(first)) / allocated
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
 
 
-def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) -> StepPlan | None:
+def first_plan(
+    step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int, known: Iterable[Trial] = ()
+) -> StepPlan | None:
     """Return the plan that is tried first; None if none fits.
 
-    It is the survey's own. If that does not fit with some bytes to spare, another plan may fit: it has smaller windows,
-    or keeps the outputs that there is room for. Measured bytes count more than predicted ones: steps of the survey did
-    run.
+    It is the survey's own if a trial has shown that it fits, or if it is predicted to fit with some bytes to spare.
+    Else another plan may fit: it has smaller windows, or keeps the outputs that there is room for. Measured bytes count
+    more than predicted ones: steps of the survey did run.
 
     Parameters
     ----------
@@ -168,7 +197,14 @@ def first_plan(step: Step, room: Room, own: StepPlan | None, *, ran_bytes: int) 
         The plan by which the survey ran.
     ran_bytes : int
         The bytes that were reserved for that; 0 if they are not known.
+    known : iterable of Trial
+        Plans of the same step that were tried before.
     """
+    if own is not None:
+        does = Trial(step, own).does
+        ran = [each for each in known if each.step_s is not None and not room.is_to_try_anew(each)]
+        if any(room.holds(each) and each.does == does for each in ran):
+            return own
     least_windows = survey_plan(step)
     if own is not None and step.peak_bytes(own) <= room.allocated_bytes:
         saved_bytes = step.peak_bytes(own) - step.peak_bytes(least_windows)
@@ -186,13 +222,13 @@ def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
     """Return the plan to follow once one has failed that had run before: one that takes less; None if none does."""
     ran = []
     for each in trials:
-        each.has_failed |= each.peak_bytes >= failed.peak_bytes
+        each.has_failed |= each.plan.peak_bytes >= failed.plan.peak_bytes
         if each.step_s is not None and not each.has_failed:
             ran.append(each)
     if ran:
         return min(ran, key=lambda each: each.step_s or 0.0).with_times(failed.step)
     least = Trial(failed.step, least_plan(failed.step))
-    return least if least.peak_bytes < failed.peak_bytes else None
+    return least if least.plan.peak_bytes < failed.plan.peak_bytes else None
 
 
 def disagreement(climb: "Climb") -> list[str]:
@@ -234,6 +270,8 @@ class Climb:
         The plans that were tried.
     current : Trial or None
         The one that is tried now.
+    met_small_steps : bool
+        Whether it has ended since all steps under a plan were too small to tell anything.
     """
 
     def __init__(
@@ -243,8 +281,8 @@ class Climb:
         self.room = room
         # A plan that reserved more where there was more is to be tried anew in this room. Its time tells nonetheless.
         known = list(known)
-        self._elsewhere = [each for each in known if room.may_hold(each)]
-        self.trials = [each for each in known if not room.may_hold(each)]
+        self._elsewhere = [each for each in known if room.is_to_try_anew(each)]
+        self.trials = [each for each in known if not room.is_to_try_anew(each)]
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
@@ -254,6 +292,7 @@ class Climb:
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
         self._steps = steps
         self._taken = self._others = 0  # steps of the current plan, and steps of other sizes
+        self.met_small_steps = False
         self._learn()
 
     @property
@@ -284,15 +323,19 @@ class Climb:
         """Go on to the next plan; None if there is none that is worth a trial."""
         self._taken = self._others = 0
         self.current = self._next()
-        if self.current is not None and self.current not in self.trials:
-            self.trials.append(self.current)
+        if self.current is not None:
+            self.current.room_bytes = self.room.reserved_bytes
+            if self.current not in self.trials:
+                self.trials.append(self.current)
         return self.current
 
     def _next(self) -> Trial | None:
         own_s = self._own.step_s
+        if self.met_small_steps:
+            return None
         if own_s is None:
             return None if self._own.has_failed else self._own
-        if self._steps < _STEPS_OF_PLAN or any(each.has_failed for each in self.trials):
+        if self._steps < _STEPS_OF_PLAN or any(each.has_failed and self.room.is_near(each) for each in self.trials):
             return None
         ran = [each for each in self.trials if each.step_s and self.room.holds(each)]
         fastest = min(ran, key=lambda each: each.step_s or 0.0, default=self._own)
@@ -336,18 +379,18 @@ class Climb:
             slowest = min(belief.rate for belief in self._beliefs.likely)
             steps.append(step.with_times(rate=slowest / self._beliefs.best.rate))
             steps.append(dataclasses.replace(step, may_move=False))
-        return [plan.timed_as(step) for plan in plan_steps(steps, memory_bytes)]
+        return [plan.timed_as(step) for plan in plan_steps([each.of_blocks for each in steps], memory_bytes)]
 
     def _would_gain(self, step: Step, wanted_s: float, memory_bytes: int) -> bool:
         """Return whether a plan in more memory would be faster: the next plan is then a part of the way to it."""
         if memory_bytes >= self.room.allocated_bytes:
             return False
-        plan = plan_step(step, self.room.allocated_bytes)
+        plan = plan_step(step.of_blocks, self.room.allocated_bytes)
         return plan is not None and plan.step_s <= wanted_s
 
     def note_step(
-        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, waits_for_memory: bool,
-        resizes_host: bool = False, share: float = 1.0,
+        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, backward_reserved_bytes: int,
+        waits_for_memory: bool, resizes_host: bool = False, share: float = 1.0,
     ) -> bool:  # fmt: skip
         """Note a step of the current plan. Returns whether that was its last one.
 
@@ -355,8 +398,10 @@ class Climb:
         ----------
         step_s : float
             The time of the step.
-        allocated_bytes, reserved_bytes : int
-            The most that was allocated and reserved.
+        allocated_bytes : int
+            The most that was allocated until the end of backward.
+        reserved_bytes, backward_reserved_bytes : int
+            The most that was reserved, and what was reserved as backward ended.
         waits_for_memory : bool
             Whether the allocator had to give back the memory that it caches.
         resizes_host : bool
@@ -369,11 +414,13 @@ class Climb:
         if share < _LEAST_SHARE:  # it says too little
             self._others += 1
             trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
-            return self._others > _STEPS_OF_OTHER_SIZES
+            self.met_small_steps = self._others > _STEPS_OF_OTHER_SIZES
+            return self.met_small_steps
         if share < 1:
             fixed = sum(self._surveyed.fixed.values())
-            allocated_bytes, reserved_bytes = (
-                int(fixed + max(0, each - fixed) / share) if each else 0 for each in (allocated_bytes, reserved_bytes)
+            allocated_bytes, reserved_bytes, backward_reserved_bytes = (
+                int(fixed + max(0, each - fixed) / share) if each else 0
+                for each in (allocated_bytes, reserved_bytes, backward_reserved_bytes)
             )
             less_s = trial.plan.timed_as(scaled(trial.step, share)).step_s
             step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
@@ -381,6 +428,8 @@ class Climb:
         self._taken += 1
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
+        known_bytes = trial.backward_reserved_bytes or backward_reserved_bytes
+        trial.backward_reserved_bytes = min(known_bytes, backward_reserved_bytes)
         # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
         is_at_risk = waits_for_memory and trial is not self._own and not self.room.is_ample_for(trial)
         least_steps = _MOST_STEPS_OF_PLAN if resizes_host and self._steps > 0 else _STEPS_OF_PLAN

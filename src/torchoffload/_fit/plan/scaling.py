@@ -22,7 +22,7 @@ class OtherSizes:
     settled : Trial
         The plan of the largest step that was surveyed.
     plan_bytes : int
-        The bytes that a plan may allocate on the device; 0: all follow the plan of the largest step.
+        The bytes that a plan may allocate until the end of backward; 0: all follow the plan of the largest step.
     """
 
     def __init__(self, settled: Trial, plan_bytes: int) -> None:
@@ -47,7 +47,7 @@ class OtherSizes:
     def _planned(self, part: int) -> Trial | None:
         share = _MORE * part / _PARTS
         step = scaled(self._settled.step, min(1.0, share) if part < _PARTS else share)
-        plan = plan_step(step, self._plan_bytes)
+        plan = plan_step(step.of_blocks, self._plan_bytes)
         return None if plan is None else Trial(step, plan)
 
     def _has_room(self, share: float) -> bool:
@@ -55,7 +55,7 @@ class OtherSizes:
         part = math.ceil(_PARTS * share)
         if part not in self._trials:
             step = scaled(self._settled.step, _MORE * part / _PARTS)
-            plan = plan_step(step, int(self._plan_bytes * _OF_ROOM))
+            plan = plan_step(step.of_blocks, int(self._plan_bytes * _OF_ROOM))
             self._trials[part] = self._settled if plan is not None and Trial(step, plan).is_plain else None
         return self._trials[part] is not None
 

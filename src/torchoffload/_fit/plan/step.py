@@ -183,6 +183,11 @@ class Step:
         """Return the most that is on the device under a plan, outside of forward and backward as well."""
         return max(plan.peak_bytes, self.other_bytes)
 
+    @property
+    def of_blocks(self) -> "Step":
+        """The same step with nothing outside of forward and backward: to find plans by the bytes there alone."""
+        return replace(self, other_bytes=0)
+
     def with_more(self, nbytes: int) -> "Step":
         """Return the same step beside so many bytes that are on the device all the time."""
         name = "other tensors, as the optimizer's"

@@ -43,11 +43,15 @@ class Trial:
     step_s : float or None
         The least time of the steps that were timed; None while there is none.
     allocated_bytes : int
-        The most that was allocated on the device in a step; 0 if this cannot be asked for.
+        The most that was allocated on the device until the end of a backward; 0 if this is not known.
     reserved_bytes : int
-        The most that was reserved on the device at the end of a step; likewise.
+        The most that was reserved on the device at the end of a step, with its optimizer; likewise.
+    backward_reserved_bytes : int
+        The least that was reserved as a backward of it ended: in the first step, the optimizer comes later.
     has_failed : bool
         Whether a step under the plan ran out of memory.
+    room_bytes : int
+        The most bytes that might be reserved as it was tried; 0 if it was not.
     waits_for_memory : bool
         Whether PyTorch's allocator had to give back cached memory in the step that was timed, which takes time.
     """
@@ -57,7 +61,9 @@ class Trial:
     step_s: float | None = None
     allocated_bytes: int = 0
     reserved_bytes: int = 0
+    backward_reserved_bytes: int = 0
     has_failed: bool = False
+    room_bytes: int = 0
     waits_for_memory: bool = False
 
     @property
