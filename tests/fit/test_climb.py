@@ -14,7 +14,8 @@ from torchoffload._fit.plan.trials import Trial
 TOLD = {
     "allocated_bytes": MIB,
     "reserved_bytes": MIB,
-    "backward_reserved_bytes": MIB,
+    "ended_bytes": MIB,
+    "grown_bytes": 0,
     "waits_for_memory": False,
 }
 STEPS = 9  # of twelve, three are the survey's
@@ -41,6 +42,7 @@ class Climbed:
                 break
             self.over += device.reserved_bytes(trial) > reserved_bytes
             factor = first_step  # of the time, as memory is reserved in it
+            ended_bytes = device.backward_reserved_bytes(trial)
             while True:
                 self.steps += 1
                 step_s = device.step_s(trial)
@@ -50,9 +52,10 @@ class Climbed:
                 if self.climb.note_step(
                     taken_s, allocated_bytes=device.allocated_bytes(trial),
                     reserved_bytes=device.reserved_bytes(trial),
-                    backward_reserved_bytes=device.backward_reserved_bytes(trial), waits_for_memory=False,
+                    ended_bytes=ended_bytes, grown_bytes=0, waits_for_memory=False,
                 ):  # fmt: skip
                     break
+                ended_bytes = device.reserved_bytes(trial)  # with what was reserved behind backward
         best = self.climb.best
         assert best is not None
         self.best: Trial = best
@@ -198,18 +201,21 @@ def test_a_plan_of_the_survey_that_is_known_to_fit_is_the_first_one_again():
 
 
 @pytest.mark.parametrize("pieces", [None, 0.05])
-def test_the_peak_of_an_optimizer_is_not_what_blocks_may_allocate(
-    monkeypatch: pytest.MonkeyPatch, pieces: float | None
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_an_optimizer_reserves_is_there_for_blocks(
+    monkeypatch: pytest.MonkeyPatch, pieces: float | None, is_known: bool
 ):
-    """Allocated bytes are measured until the end of backward, and an optimizer may allocate more than that."""
+    """What an optimizer allocates is not known if the loop resets PyTorch's peaks, and is no plan's in any case."""
     monkeypatch.setattr("torchoffload._fit.plan.climb._PIECES_BYTES", 64 * MIB)  # of steps of some hundred MiB
 
     class WithOptimizer(SimulatedDevice):
         def allocated_bytes(self, trial: Trial) -> int:
             return int(trial.plan.peak_bytes * self.peak_error)
 
+        optimizer_bytes = 0
+
         def reserved_bytes(self, trial: Trial) -> int:
-            return max(super().reserved_bytes(trial), self.step.other_bytes)
+            return max(super().reserved_bytes(trial), self.optimizer_bytes)
 
         def backward_reserved_bytes(self, trial: Trial) -> int:
             return super().reserved_bytes(trial)
@@ -220,8 +226,10 @@ def test_the_peak_of_an_optimizer_is_not_what_blocks_may_allocate(
             device = WithOptimizer.random(random.Random(6000 + seed))
             device.pieces = pieces
             blocks_bytes = device.reserved_bytes(Trial(device.step, survey_plan(device.step)))
-            device.step = dataclasses.replace(device.step, other_bytes=int(1.5 * blocks_bytes))
-            room_bytes = int(part * device.step.other_bytes)
+            device.optimizer_bytes = int(1.5 * blocks_bytes)
+            if is_known:
+                device.step = dataclasses.replace(device.step, other_bytes=device.optimizer_bytes)
+            room_bytes = int(part * device.optimizer_bytes)
             climbed = Climbed(device, room_bytes, is_capped=True, stuck_bytes=None if pieces is None else 0)
             assert device.ooms == 0
             assert climbed.slowest <= 1.3
@@ -233,6 +241,26 @@ def test_the_peak_of_an_optimizer_is_not_what_blocks_may_allocate(
     ratios.sort()
     assert ratios[len(ratios) // 2] <= 1.02, ratios
     assert ratios[int(len(ratios) * 0.9)] <= 1.1, ratios
+
+
+@pytest.mark.parametrize(
+    ("second", "found_bytes"),
+    [
+        ({"ended_bytes": 900 * MIB, "grown_bytes": 0}, 500 * MIB),
+        ({"ended_bytes": 900 * MIB, "grown_bytes": 30 * MIB}, 530 * MIB),
+        ({"ended_bytes": 500 * MIB, "grown_bytes": -30 * MIB}, 500 * MIB),
+        ({"ended_bytes": 510 * MIB, "grown_bytes": 400 * MIB}, 900 * MIB),
+    ],
+    ids=["optimizer", "pieces", "given back", "emptied in the loop"],
+)
+def test_what_was_reserved_behind_backward_is_not_reserved_for_backward(second: dict[str, int], found_bytes: int):
+    device = SimulatedDevice.random(random.Random(3))
+    climb = Climb(device.step, survey_plan(device.step), Room(1 << 60, 1 << 60, is_measured=True), STEPS)
+    own = climb.take_next()
+    assert own is not None
+    for told in ({"ended_bytes": 500 * MIB, "grown_bytes": 400 * MIB}, second):
+        climb.note_step(1.0, **{**TOLD, "reserved_bytes": 900 * MIB, **told})
+    assert (own.backward_reserved_bytes, own.reserved_bytes) == (found_bytes, 900 * MIB)
 
 
 def test_a_climb_ends_if_all_steps_are_too_small_to_tell_anything():
@@ -325,8 +353,9 @@ def of_bytes(
     """Return a trial of which only the bytes are known: it was predicted to take so many beyond those that it took."""
     plan = dataclasses.replace(survey_plan(NO_BLOCKS), peak_bytes=allocated_bytes + beyond)
     return Trial(
-        step, plan, 1.0, allocated_bytes, reserved_bytes, has_failed=has_failed, waits_for_memory=waits_for_memory
-    )
+        step, plan, 1.0, allocated_bytes, reserved_bytes, reserved_bytes, has_failed=has_failed,
+        waits_for_memory=waits_for_memory,
+    )  # fmt: skip
 
 
 ROOM = Room(1000 * MIB, 960 * MIB, is_measured=True)
@@ -436,7 +465,7 @@ def test_a_plan_that_waits_for_memory_in_its_first_step_gets_a_second_one_if_the
     def note(trial: Trial) -> bool:
         return climb.note_step(
             device.step_s(trial), allocated_bytes=device.allocated_bytes(trial),
-            reserved_bytes=device.reserved_bytes(trial), backward_reserved_bytes=0, waits_for_memory=True,
+            reserved_bytes=device.reserved_bytes(trial), ended_bytes=0, grown_bytes=0, waits_for_memory=True,
         )  # fmt: skip
 
     own = climb.take_next()

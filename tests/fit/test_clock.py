@@ -60,7 +60,7 @@ def test_ranks_agree_on_the_bytes_that_were_reserved_as_backward_ended(own_bytes
     meter.reserved_bytes = 500
     clock.call_begins(1)
     assert [each.reserved_bytes for each in listener.finished] == [1010]
-    assert [each.backward_reserved_bytes for each in listener.finished] == [own_bytes]
+    assert [(each.began_reserved_bytes, each.ended_reserved_bytes) for each in listener.finished] == [(0, own_bytes)]
 
 
 def test_a_rank_tells_the_others_what_was_reserved_as_its_backward_ended():

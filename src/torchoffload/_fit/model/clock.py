@@ -37,8 +37,8 @@ class FinishedStep:
         The most that was allocated on the device until the end of backward, if the clock measures steps.
     reserved_bytes : int
         The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
-    backward_reserved_bytes : int
-        The bytes that were reserved at the end of backward.
+    began_reserved_bytes, ended_reserved_bytes : int
+        The bytes that were reserved when it began, and at the end of its backward; 0 if that did not end.
     base_bytes : int
         The bytes that were allocated when it began.
     """
@@ -53,7 +53,8 @@ class FinishedStep:
     has_resized_host: bool
     allocated_bytes: int
     reserved_bytes: int
-    backward_reserved_bytes: int
+    began_reserved_bytes: int
+    ended_reserved_bytes: int
     base_bytes: int
 
 
@@ -192,7 +193,8 @@ class Clock:
             has_resized_host=step.has_resized_host,
             allocated_bytes=step.allocated_bytes,
             reserved_bytes=reserved_bytes,
-            backward_reserved_bytes=step.ended_reserved_bytes,
+            began_reserved_bytes=step.counts.reserved_bytes,
+            ended_reserved_bytes=step.ended_reserved_bytes,
             base_bytes=step.counts.allocated_bytes,
         )
 

@@ -142,15 +142,15 @@ class Driver(FittedModel):
         elif self._largest(self._differs(step))[0]:
             self._survey_again(step)
         else:
-            taken_s, allocated_bytes, reserved_bytes, ended_bytes, has_waited, has_resized_host, share = self._largest(
+            taken_s, allocated, reserved, ended, grown, has_waited, has_resized_host, share = self._largest(
                 self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
-                step.backward_reserved_bytes, step.has_waited, step.has_resized_host,
-                min(1.0, self._seen.share_of(step)),
+                step.ended_reserved_bytes, step.ended_reserved_bytes - step.began_reserved_bytes,
+                step.has_waited, step.has_resized_host, min(1.0, self._seen.share_of(step)),
             )  # fmt: skip
             is_done = climb.note_step(
-                taken_s, allocated_bytes=int(allocated_bytes), reserved_bytes=int(reserved_bytes),
-                backward_reserved_bytes=int(ended_bytes), waits_for_memory=bool(has_waited),
-                resizes_host=bool(has_resized_host), share=share,
+                taken_s, allocated_bytes=int(allocated), reserved_bytes=int(reserved), ended_bytes=int(ended),
+                grown_bytes=int(grown), waits_for_memory=bool(has_waited), resizes_host=bool(has_resized_host),
+                share=share,
             )  # fmt: skip
             if is_done and not self._next_trial(climb):
                 self._settle(climb)

@@ -99,9 +99,8 @@ class Room:
 
         An optimizer may need more, and leave it to the next forward and backward.
         """
-        reserved_bytes = _reserved_for_backward(trial)
         estimate = self._estimated_bytes(trial.allocated_bytes)
-        return reserved_bytes if estimate is None else min(reserved_bytes, estimate)
+        return trial.backward_reserved_bytes if estimate is None else min(trial.backward_reserved_bytes, estimate)
 
     def _estimated_bytes(self, allocated_bytes: int) -> int | None:
         """Return how many reserved bytes are enough for those that are allocated; None if there is no estimate."""
@@ -159,22 +158,15 @@ def _taken_bytes(trial: Trial) -> int:
     return trial.allocated_bytes or trial.plan.peak_bytes
 
 
-def _reserved_for_backward(trial: Trial) -> int:
-    """Return the bytes that were reserved for a plan, without those for an optimizer that allocates more than it."""
-    if trial.step.other_bytes > _taken_bytes(trial) and trial.backward_reserved_bytes:
-        return trial.backward_reserved_bytes
-    return trial.reserved_bytes
-
-
 def _growth(room: Room, ran: list[Trial]) -> float:
     """Return how fast reserved bytes may grow with allocated bytes, by the plans that ran, the smallest first."""
     first, last = ran[0], ran[-1]
     allocated = _taken_bytes(last) - _taken_bytes(first)
     if allocated <= 0.02 * _taken_bytes(last):
         return _MOST_GROWTH
-    if room.needed_for_backward(last) < _reserved_for_backward(last):  # it is an estimate, and so would the growth be
+    if room.needed_for_backward(last) < last.backward_reserved_bytes:  # it is an estimate, and so would the growth be
         return _MOST_GROWTH
-    seen = (_reserved_for_backward(last) - _reserved_for_backward(first)) / allocated
+    seen = (last.backward_reserved_bytes - first.backward_reserved_bytes) / allocated
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
 
 
@@ -389,7 +381,7 @@ class Climb:
         return plan is not None and plan.step_s <= wanted_s
 
     def note_step(
-        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, backward_reserved_bytes: int,
+        self, step_s: float, *, allocated_bytes: int, reserved_bytes: int, ended_bytes: int, grown_bytes: int,
         waits_for_memory: bool, resizes_host: bool = False, share: float = 1.0,
     ) -> bool:  # fmt: skip
         """Note a step of the current plan. Returns whether that was its last one.
@@ -400,8 +392,9 @@ class Climb:
             The time of the step.
         allocated_bytes : int
             The most that was allocated until the end of backward.
-        reserved_bytes, backward_reserved_bytes : int
-            The most that was reserved, and what was reserved as backward ended.
+        reserved_bytes, ended_bytes, grown_bytes : int
+            The most that was reserved, what was reserved as backward ended, and how much more that was than as the step
+            began.
         waits_for_memory : bool
             Whether the allocator had to give back the memory that it caches.
         resizes_host : bool
@@ -418,18 +411,20 @@ class Climb:
             return self.met_small_steps
         if share < 1:
             fixed = sum(self._surveyed.fixed.values())
-            allocated_bytes, reserved_bytes, backward_reserved_bytes = (
+            allocated_bytes, reserved_bytes, ended_bytes = (
                 int(fixed + max(0, each - fixed) / share) if each else 0
-                for each in (allocated_bytes, reserved_bytes, backward_reserved_bytes)
+                for each in (allocated_bytes, reserved_bytes, ended_bytes)
             )
+            grown_bytes = int(grown_bytes / share)
             less_s = trial.plan.timed_as(scaled(trial.step, share)).step_s
             step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
         self._steps -= 1
         self._taken += 1
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
-        known_bytes = trial.backward_reserved_bytes or backward_reserved_bytes
-        trial.backward_reserved_bytes = min(known_bytes, backward_reserved_bytes)
+        # The cache was emptied before the first step. Later, what an optimizer has reserved is there as a step begins.
+        backward_bytes = ended_bytes if self._taken == 1 else trial.backward_reserved_bytes + max(0, grown_bytes)
+        trial.backward_reserved_bytes = min(backward_bytes, trial.reserved_bytes)
         # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
         is_at_risk = waits_for_memory and trial is not self._own and not self.room.is_ample_for(trial)
         least_steps = _MOST_STEPS_OF_PLAN if resizes_host and self._steps > 0 else _STEPS_OF_PLAN
