@@ -357,6 +357,20 @@ def test_a_copied_recurrent_layer_fills_no_table_of_cudnns(device: str, dropout:
     assert model[1].dropout == 0.5
 
 
+def test_a_model_of_transformers_that_was_called_before_gives_its_hidden_states_to_its_head():
+    """Hooks collect them, which transformers registers in the first call, and which are not copied."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], decoder_hidden_size=16
+    )
+    model = transformers.SegformerForSemanticSegmentation(config).train()
+    x = torch.randn(1, 3, 64, 64)
+    before = dry_saves(model, pixel_values=x)
+    model(pixel_values=x)
+    assert dry_saves(model, pixel_values=x) == before > 0
+    assert model(pixel_values=x, output_hidden_states=True).hidden_states is not None
+
+
 class RunsFakes(nn.Module):
     """Calls an operator that fails on fake tensors, and one of the program's own fakes that fails as well."""
 

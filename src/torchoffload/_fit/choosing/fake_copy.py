@@ -38,6 +38,9 @@ _GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+# transformers registers hooks once that collect the hidden states of a model, and remembers it here. They are not
+# copied, so it has to register them on the copy: some models give the hidden states to a head of their own.
+_COLLECTS = "_output_capturing_hooks_installed"
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -136,6 +139,7 @@ class FakeCopy:
         for module in modules:
             _take_compiled_away(memo[id(module)])
             _take_cudnn_dropout_away(memo[id(module)])
+            vars(memo[id(module)]).pop(_COLLECTS, None)
         self.model = getattr(copied, COMPILED) if COMPILED in copied._modules else copied
         self.originals = {
             memo[id(getattr(each, COMPILED) if COMPILED in each._modules else each)]: each
