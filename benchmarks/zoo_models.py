@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import zoo_vision  # noqa: F401  (its models register themselves)
+import zoo_held_out  # noqa: F401  (its models register themselves)
+import zoo_vision  # noqa: F401  (likewise)
 from zoo_registry import (
     ZOO,
     Size,
