@@ -7,7 +7,7 @@ import pytest
 
 from simulated_steps import MIB, SimulatedDevice
 from torchoffload._fit.plan.beliefs import Beliefs
-from torchoffload._fit.plan.climb import SPARE_BYTES, Climb, Room, allowed_bytes, first_plan
+from torchoffload._fit.plan.climb import SPARE_BYTES, Climb, Room, allowed_bytes, first_plan, next_below
 from torchoffload._fit.plan.step import Step, StepPlan, plan_step, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
@@ -200,6 +200,17 @@ def test_a_plan_of_the_survey_that_is_known_to_fit_is_the_first_one_again():
         assert first_plan(device.step, room, own, ran_bytes=0, known=[unknown]) != own
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_plan_of_the_survey_that_is_known_not_to_fit_is_not_the_first_one_again(has_failed: bool):
+    device = SimulatedDevice.random(random.Random(5))
+    own = survey_plan(device.step, 64 * MIB)
+    peak_bytes = device.step.peak_bytes(own)
+    room = Room(int(peak_bytes * 1.2), int(peak_bytes * 1.15), is_measured=True)
+    assert first_plan(device.step, room, own, ran_bytes=0) == own
+    ran = Trial(device.step, own, None if has_failed else 2.0, peak_bytes, int(peak_bytes * 1.4), has_failed=has_failed)
+    assert first_plan(device.step, room, own, ran_bytes=0, known=[ran]) == survey_plan(device.step)
+
+
 @pytest.mark.parametrize("pieces", [None, 0.05])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_an_optimizer_reserves_is_there_for_blocks(
@@ -250,8 +261,9 @@ def test_what_an_optimizer_reserves_is_there_for_blocks(
         ({"ended_bytes": 900 * MIB, "grown_bytes": 30 * MIB}, 530 * MIB),
         ({"ended_bytes": 500 * MIB, "grown_bytes": -30 * MIB}, 500 * MIB),
         ({"ended_bytes": 510 * MIB, "grown_bytes": 400 * MIB}, 900 * MIB),
+        ({"ended_bytes": 900 * MIB, "grown_bytes": 0, "allocated_bytes": 101 * MIB}, 650 * MIB),
     ],
-    ids=["optimizer", "pieces", "given back", "emptied in the loop"],
+    ids=["optimizer", "pieces", "given back", "emptied in the loop", "more is allocated"],
 )
 def test_what_was_reserved_behind_backward_is_not_reserved_for_backward(second: dict[str, int], found_bytes: int):
     device = SimulatedDevice.random(random.Random(3))
@@ -263,15 +275,19 @@ def test_what_was_reserved_behind_backward_is_not_reserved_for_backward(second: 
     assert (own.backward_reserved_bytes, own.reserved_bytes) == (found_bytes, 900 * MIB)
 
 
-def test_a_climb_ends_if_all_steps_are_too_small_to_tell_anything():
+@pytest.mark.parametrize("patience", [1, 8])
+def test_a_climb_ends_if_many_steps_in_a_row_are_too_small_to_tell_anything(patience: int):
     device = SimulatedDevice.random(random.Random(3))
-    climb = Climb(device.step, survey_plan(device.step), Room(1 << 60, 1 << 60, is_measured=True), STEPS)
-    steps = 0
-    while climb.take_next() is not None:
-        while not climb.note_step(0.1, **TOLD, share=0.4):
-            steps += 1
-        assert steps <= 20
+    room = Room(1 << 60, 1 << 60, is_measured=True)
+    climb = Climb(device.step, survey_plan(device.step), room, STEPS, patience=patience)
+    climb.take_next()
+    most = 12 * patience
+    assert not any(climb.note_step(0.1, **TOLD, share=0.4) for _ in range(most))
+    assert not climb.note_step(1.0, **TOLD)
+    assert not any(climb.note_step(0.1, **TOLD, share=0.4) for _ in range(most))
+    assert climb.note_step(0.1, **TOLD, share=0.4)
     assert climb.met_small_steps
+    assert climb.take_next() is None
     assert climb.best is climb.own
 
 
@@ -296,6 +312,52 @@ def test_a_plan_that_failed_ends_the_trials_only_of_a_room_that_is_about_as_larg
     assert climb.own is ran
     assert (climb.take_next() is not None) == is_tried
     assert (failed in climb.trials) != is_tried
+
+
+def test_a_plan_that_failed_in_one_memory_has_failed_there_even_if_it_ran_in_more():
+    """As after a replan() for more memory, and another one for as much as before."""
+    device = SimulatedDevice.random(random.Random(3))
+    own = survey_plan(device.step)
+    peak_bytes = device.step.peak_bytes(own)
+    more = plan_step(device.step, int(1.2 * peak_bytes))
+    assert more is not None
+    small, large = (Room(int(times * peak_bytes), int(times * peak_bytes), is_measured=True) for times in (2.0, 4.0))
+    ran = Trial(device.step, own, 1.0, peak_bytes, peak_bytes, room_bytes=small.reserved_bytes)
+    failed = Trial(device.step, more, has_failed=True, room_bytes=small.reserved_bytes)
+    climb = Climb(device.step, own, large, STEPS, [ran, failed])
+    assert [each is failed for each in climb.elsewhere] == [True]
+    again = Trial(device.step, more, 0.5, peak_bytes, peak_bytes, peak_bytes, room_bytes=large.reserved_bytes)
+    for known in ([ran, again, failed], [failed, again, ran]):
+        climb = Climb(device.step, own, small, STEPS, known)
+        assert climb.take_next() is None
+        assert climb.best is ran
+
+
+def test_a_plan_that_fails_after_it_has_settled_has_failed_in_the_memory_of_then():
+    device = SimulatedDevice.random(random.Random(3))
+    plan = plan_step(device.step, 1 << 60)
+    assert plan is not None
+    settled = Trial(device.step, plan, 1.0, MIB, MIB, room_bytes=1000 * MIB)
+    assert next_below([settled], settled, 2000 * MIB) is not None
+    assert (settled.has_failed, settled.room_bytes) == (True, 2000 * MIB)
+    for times, is_to_try_anew in ((1.0, False), (1.09, False), (1.2, True)):
+        room = Room(int(times * 2000 * MIB), 1 << 60, is_measured=True)
+        assert room.is_to_try_anew(settled) == is_to_try_anew
+
+
+def test_a_plan_whose_step_was_not_timed_is_tried_again():
+    device = SimulatedDevice.random(random.Random(3))
+    room = Room(1 << 60, 1 << 60, is_measured=True)
+    climb = Climb(device.step, survey_plan(device.step), room, STEPS)
+    climb.take_next()
+    assert [climb.note_step(2.0, **TOLD) for _ in range(2)] == [False, True]
+    second = climb.take_next()
+    assert second is not None
+    assert not climb.note_step(1.0, **TOLD)
+    assert any(climb.note_step(0.1, **TOLD, share=0.4) for _ in range(13))
+    anew = Climb(device.step, survey_plan(device.step), room, STEPS, climb.trials).take_next()
+    assert anew is not None
+    assert anew.does == second.does
 
 
 def test_a_plan_that_failed_where_there_was_much_more_ends_no_trials():
@@ -370,6 +432,12 @@ def test_the_growth_between_two_plans_tells_of_the_next():
     assert 930 * MIB <= allowed_bytes(ROOM, ran) <= 960 * MIB
     ran = [of_bytes(100 * MIB, 100 * MIB), of_bytes(600 * MIB, 750 * MIB)]
     assert allowed_bytes(ROOM, ran) == pytest.approx(600 * MIB + (250 - 30) * MIB / 1.45, rel=1e-6)
+
+
+def test_a_growth_that_cannot_be_is_not_believed():
+    """As if the loop has emptied the cache between the steps of the first plan, behind an optimizer."""
+    ran = [of_bytes(100 * MIB, 590 * MIB), of_bytes(600 * MIB, 750 * MIB)]
+    assert allowed_bytes(ROOM, ran) == pytest.approx(600 * MIB + (250 - 30) * MIB / 1.5, rel=1e-6)
 
 
 def test_behind_a_plan_that_failed_the_next_takes_half_of_what_was_added():

@@ -245,6 +245,57 @@ def test_an_optimizers_state_that_comes_later_is_planned_beside():
         del state
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 6, 8, 12, 16, 24])
+def test_no_step_runs_out_of_memory_as_an_optimizer_steps_for_the_first_time(every: int):
+    """Gradients are accumulated, so its state comes in the survey, between trials, or to a plan that has settled."""
+    model = model_of_blocks()
+    least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
+    model.zero_grad()
+    state_bytes = int(0.8 * (stock - least))
+    memory_bytes = int(1.15 * least) + state_bytes  # without the state, nearly nothing would be computed again
+    allocator = SimulatedAllocator(1.0, memory_bytes)
+    with allocator, fitted(model, allocator, memory_bytes) as handle:
+        loop = Loop(model, allocator)
+        state = None
+        for number in range(1, 2 * every + 2 * MOST_STEPS):
+            trained(allocator, loop, 1)
+            if number % every == 0:
+                state = torch.zeros(state_bytes // 4) if state is None else state
+                model.zero_grad()
+        assert not loop.errors
+        assert handle.phase == "settled"
+        assert handle.plan.recompute_s > 0
+        assert ("planned anew" in handle.report()) == (every > 3)
+        plan = handle.plan
+        trained(allocator, loop, 2 * every)
+        assert handle.plan.recompute_s == plan.recompute_s
+        del state
+
+
+def test_plans_are_tried_again_if_a_large_step_comes_after_many_small_ones():
+    model = model_of_blocks()
+    stock = reserved_by_hand(model, 1.0, checkpointed=False)
+    model.zero_grad()
+    allocator = SimulatedAllocator(1.0, 4 * stock)
+    with allocator, fitted(model, allocator, 2 * stock) as handle:
+        loop = Loop(model, allocator)
+        while handle.phase != "trials":
+            trained(allocator, loop, 1)
+        loop.batch = 2
+        trained(allocator, loop, 2 * MOST_STEPS)
+        assert handle.phase == "settled"
+        assert "many steps in a row had less than half" in handle.report()
+        assert handle.plan.recompute_s > 0
+        for _ in range(MOST_STEPS):  # one of ten is large
+            loop.batch = 8
+            trained(allocator, loop, 1)
+            loop.batch = 2
+            trained(allocator, loop, 9)
+        assert handle.phase == "settled"
+        assert handle.plan.recompute_s == 0
+        assert not loop.errors
+
+
 def test_a_survey_goes_on_after_a_step_that_ran_out_of_memory():
     """What that step has recorded is not recorded again."""
     model = nn.Sequential(*(Wide(times, 3) for times in (4, 5, 6, 7) for _ in range(2)))

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._pytorch.collectives import communicates
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["communicates", "has_storage", "storages", "tensors", "to_one_rank", "unique_bytes"]
+__all__ = ["communicates", "gradient_bytes", "has_storage", "storages", "tensors", "to_one_rank", "unique_bytes"]
 
 
 def to_one_rank(operator: Any) -> bool:
@@ -40,3 +41,8 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors, each counted once."""
     seen = {storage._cdata: storage.nbytes() for storage in storages(list(tensors))}
     return sum(seen.values())
+
+
+def gradient_bytes(model: nn.Module | None) -> int:
+    """Return the bytes of the gradients that a model has; 0 if it is gone."""
+    return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)

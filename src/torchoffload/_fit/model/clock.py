@@ -39,8 +39,8 @@ class FinishedStep:
         The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
     began_reserved_bytes, ended_reserved_bytes : int
         The bytes that were reserved when it began, and at the end of its backward; 0 if that did not end.
-    base_bytes : int
-        The bytes that were allocated when it began.
+    left_bytes : int
+        The bytes that are allocated now, behind the optimizer if it has stepped.
     """
 
     size: int
@@ -55,7 +55,7 @@ class FinishedStep:
     reserved_bytes: int
     began_reserved_bytes: int
     ended_reserved_bytes: int
-    base_bytes: int
+    left_bytes: int
 
 
 class _Listener(Protocol):
@@ -195,7 +195,7 @@ class Clock:
             reserved_bytes=reserved_bytes,
             began_reserved_bytes=step.counts.reserved_bytes,
             ended_reserved_bytes=step.ended_reserved_bytes,
-            base_bytes=step.counts.allocated_bytes,
+            left_bytes=counts.allocated_bytes,
         )
 
     def block_begins(self, nbytes: int) -> None:

@@ -10,14 +10,12 @@ from torchoffload._fit.model.clock import FinishedStep
 from torchoffload._fit.model.fitted_model import FittedModel
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Removed, Settled, Surveying
 from torchoffload._fit.model.sizes import argument_bytes
-from torchoffload._fit.plan.climb import Climb
+from torchoffload._fit.plan.climb import LEAST_SHARE, Climb
 from torchoffload._fit.plan.scaling import OtherSizes
 from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message
 from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
-
-_GROWN = 0.01  # of the memory: growth since the survey, before a step, that leads to a new plan
 
 
 class Driver(FittedModel):
@@ -103,7 +101,6 @@ class Driver(FittedModel):
         is_known = is_known and not self.budget.waits_for_others
         self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
         self._survey_reserved_bytes = step.reserved_bytes
-        self._base_bytes = step.base_bytes
         is_unknown, last_windows = self._largest(not is_known, survey.window_bytes)
         if is_unknown:
             self._watch(survey, int(last_windows))
@@ -139,8 +136,12 @@ class Driver(FittedModel):
             climb.note_failure()
             self.notes.append(failure_message(trial))
             self._settle(climb)
-        elif self._largest(self._differs(step))[0]:
+            return
+        differs, grown_bytes = self._largest(self._differs(step), self._grown_bytes(step))
+        if differs:
             self._survey_again(step)
+        elif grown_bytes:  # the next step might run out of memory
+            self._plan_beside(int(grown_bytes))
         else:
             taken_s, allocated, reserved, ended, grown, has_waited, has_resized_host, share = self._largest(
                 self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
@@ -158,15 +159,19 @@ class Driver(FittedModel):
     def _end_settled_step(self, trial: Trial, step: FinishedStep) -> None:
         """See whether the memory and the calls are as planned, after a step of a settled plan."""
         trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
-        grown = step.base_bytes - self._base_bytes
+        grown_bytes = 0 if self._surveyed is None or step.is_lost else self._grown_bytes(step)
         is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
-        has_grown = is_tight and grown > _GROWN * self.budget.memory_bytes and self._surveyed is not None
+        if not is_tight and max(trial.plan.peak_bytes, trial.allocated_bytes) + grown_bytes <= self.budget.usable_bytes:
+            grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None
-        is_lost, has_grown, differs, others = self._largest(step.is_lost, has_grown, self._differs(step), others)
+        is_large = self._awaits_large_step and self._seen.share_of(step) >= LEAST_SHARE
+        is_lost, grown_bytes, differs, others, is_large = self._largest(
+            step.is_lost, grown_bytes, self._differs(step), others, is_large
+        )
         if differs:
             self._survey_again(step)
-        elif has_grown:
-            self._plan_beside(int(self._largest(grown)[0]))
+        elif grown_bytes:
+            self._plan_beside(int(grown_bytes))
         elif is_lost and self._followed is not trial:
             self.notes.append("a smaller call took more than its share: from then on all follow the largest one's plan")
             self._enter(Settled(trial, OtherSizes(trial, 0)))
@@ -175,6 +180,11 @@ class Driver(FittedModel):
             self._step_down(trial)
         elif others:
             self._share_anew()
+        elif is_large:
+            self._climb_again()
+
+    def _grown_bytes(self, step: FinishedStep) -> int:
+        return self._growth.bytes_after(step.left_bytes, self.budget.memory_bytes)
 
     def _survey_again(self, step: FinishedStep) -> None:
         """Begin a survey because of a step, which may have been the largest of several that take turns."""

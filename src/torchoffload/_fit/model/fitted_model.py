@@ -16,7 +16,9 @@ from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
+from torchoffload._fit.machine.operators import gradient_bytes
 from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.growth import Growth
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
 from torchoffload._fit.model.plan_file import SavedPlan
@@ -57,6 +59,7 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
+_MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
@@ -134,7 +137,11 @@ class FittedModel(abc.ABC):
         self._steps = 0  # since the survey began
         self._phase_steps = 0  # that are over, of the present phase
         self._is_survey_logged = False
-        self._base_bytes = 0  # the bytes allocated before a step, in the survey
+        reference = self.model
+        self._growth = Growth(lambda: gradient_bytes(reference()))
+        self._elsewhere: list[Trial] = []  # plans that were tried in other amounts of memory
+        self._patience = 1  # how many times as many small steps as usual do not end a climb
+        self._awaits_large_step = False
         self._seen = Seen()
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
         self._known_shapes: Any = None
@@ -299,7 +306,8 @@ class FittedModel(abc.ABC):
         self._is_survey_logged = False
         self._was_refused = False
         self._known_shapes = None
-        self.trials, self.step, self._surveyed, self._own = [], None, None, None
+        self.trials, self._elsewhere, self.step, self._surveyed, self._own = [], [], None, None, None
+        self._patience, self._awaits_large_step = 1, False
         self._followed = None
         self._seen.forget_sizes()
         self._steps = self._survey_reserved_bytes = 0
@@ -326,8 +334,6 @@ class FittedModel(abc.ABC):
             self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")
             step = scaled(step, 1 / share)
             self._survey_reserved_bytes = int(self._survey_reserved_bytes / share)
-        self._surveyed = self.step = step
-        self._own = survey_plan(step, survey.window_bytes)
         kinds, self._planned_keys = [self._kinds[key] for key in keys], keys
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
@@ -343,7 +349,16 @@ class FittedModel(abc.ABC):
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
         self._saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
         self.is_surveyed = True
+        self._growth.begin(survey.began_bytes)
         survey.forget_tensors()
+        left_bytes = self.meter.counts().allocated_bytes
+        if grown := int(self._largest(self._growth.bytes_after(left_bytes, self.budget.memory_bytes))[0]):
+            # The optimizer has stepped for the first time. Its own peak was measured with these bytes.
+            step = dataclasses.replace(step.with_more(grown), other_bytes=step.other_bytes)
+            self._survey_reserved_bytes += grown
+            self._growth.take(grown)
+        self._surveyed = self.step = step
+        self._own = survey_plan(step, survey.window_bytes)
         self.choose()
 
     @property
@@ -409,13 +424,18 @@ class FittedModel(abc.ABC):
         # Ranks that decide together try the same plans, and each has counted its own reserved bytes.
         self._survey_reserved_bytes = int(self._largest(self._survey_reserved_bytes)[0])
         ran_bytes = self._survey_reserved_bytes
-        own = first_plan(step, room, self._own, ran_bytes=ran_bytes, known=self.trials)
+        known = [*self._elsewhere, *self.trials]
+        own = first_plan(step, room, self._own, ran_bytes=ran_bytes, known=known)
         if own is None:
             self._follow_least(step, raises=raises)
             return
         steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
-        climb = Climb(step, own, room, steps, self.trials, own_reserved_bytes=ran_bytes if own is self._own else 0)
+        climb = Climb(
+            step, own, room, steps, known, own_reserved_bytes=ran_bytes if own is self._own else 0,
+            patience=self._patience,
+        )  # fmt: skip
         self.trials = climb.trials
+        self._elsewhere = [each for each in climb.elsewhere if each.has_failed]
         self._enter(Climbing(climb))
         self.clock.measures = True
         if self._next_trial(climb):
@@ -455,10 +475,11 @@ class FittedModel(abc.ABC):
         plan_bytes = allowed_bytes(room, climb.trials) if climb.best is not None else 0
         told = disagreement(climb)
         self.notes += [each for each in told if each not in self.notes]
+        self._awaits_large_step = climb.met_small_steps
         if climb.met_small_steps:
             self._note(
-                "the steps after the survey had less than half of the surveyed step's size: its fastest plan is not "
-                "known. replan() tries plans again"
+                "many steps in a row had less than half of the surveyed step's size: plans are tried again once a step "
+                "has more"
             )
         self._follow_settled(trial.with_times(step), max(plan_bytes, trial.plan.peak_bytes))
 
@@ -473,11 +494,17 @@ class FittedModel(abc.ABC):
     def _plan_beside(self, nbytes: int) -> None:
         """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
-        self._base_bytes += nbytes
+        self._growth.take(nbytes)
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
         self._survey_reserved_bytes += nbytes
         self._own = None
-        self.trials = []
+        self.trials, self._elsewhere = [], []
+        self._steps = 0
+        self.choose(raises=False)
+
+    def _climb_again(self) -> None:
+        """Try plans again, since a large step came after so many small ones that the climb had ended."""
+        self._patience = _MORE_PATIENCE
         self._steps = 0
         self.choose(raises=False)
 
@@ -489,7 +516,7 @@ class FittedModel(abc.ABC):
     def _step_down(self, trial: Trial) -> None:
         """Follow a plan that takes less, after a step ran out of memory under one that had settled: without trials."""
         self.notes.append(failure_message(trial))
-        below = next_below(self.trials, trial)
+        below = next_below(self.trials, trial, self.budget.reservable_bytes)
         if below is not None:
             self._follow_settled(below, below.plan.peak_bytes)
             return

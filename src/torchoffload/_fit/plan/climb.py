@@ -9,7 +9,7 @@ from torchoffload._fit.plan.scaling import scaled
 from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, plan_steps, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["SPARE_BYTES", "Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
+__all__ = ["LEAST_SHARE", "SPARE_BYTES", "Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
 
 # Memory is reserved in the first one, which took 2 to 7 times as long as the second one on H100s: that one is timed.
 _STEPS_OF_PLAN = 2
@@ -17,7 +17,7 @@ _STEPS_OF_PLAN = 2
 # took 235 ms longer than others of its plan, and one that gave back 10 GiB took 311 ms longer.
 _MOST_STEPS_OF_PLAN = 4
 _STEPS_OF_OTHER_SIZES = 12
-_LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
+LEAST_SHARE = 0.5  # of the surveyed step's size: smaller ones are not timed
 _CAUTIOUS_SLOWNESS = 1.15  # a plan is tried only if no likely belief predicts more than so many times the survey's own
 _LEAST_GAIN = 0.01
 _UNKNOWN_GAIN = 0.1
@@ -26,6 +26,7 @@ _DISAGREEMENT = 1.25  # the survey's times and its plan's may differ by this fac
 # the growth between the plans that ran is known, and something is added to it.
 _MOST_GROWTH = 1.5
 _LEAST_GROWTH = 1.05
+_LEAST_LIKELY_GROWTH = 0.9
 _SAFE_GROWTH = 0.15
 _MUCH_MORE = 1.1  # a plan that failed in one room may be tried in another that has so many times its bytes
 _SAFE_PART = 0.04  # reserved bytes differ by this part between plans that are predicted to allocate as much
@@ -91,6 +92,8 @@ class Room:
         It ran with the bytes that it has reserved. If the allocator gives pages back, fewer bytes may do: an allocator
         that has room reserves more than it has to.
         """
+        if not trial.allocated_bytes:
+            return trial.reserved_bytes
         estimate = self._estimated_bytes(max(trial.allocated_bytes, trial.step.other_bytes))
         return trial.reserved_bytes if estimate is None else min(trial.reserved_bytes, estimate)
 
@@ -167,6 +170,8 @@ def _growth(room: Room, ran: list[Trial]) -> float:
     if room.needed_for_backward(last) < last.backward_reserved_bytes:  # it is an estimate, and so would the growth be
         return _MOST_GROWTH
     seen = (last.backward_reserved_bytes - first.backward_reserved_bytes) / allocated
+    if seen < _LEAST_LIKELY_GROWTH:  # more than the plan's own was counted for the first one
+        return _MOST_GROWTH
     return min(max(seen + _SAFE_GROWTH, _LEAST_GROWTH), _MOST_GROWTH)
 
 
@@ -194,9 +199,12 @@ def first_plan(
     """
     if own is not None:
         does = Trial(step, own).does
-        ran = [each for each in known if each.step_s is not None and not room.is_to_try_anew(each)]
-        if any(room.holds(each) and each.does == does for each in ran):
+        tried = [each for each in known if each.step_s is not None or each.has_failed]
+        held = [room.holds(each) for each in tried if each.does == does and not room.is_to_try_anew(each)]
+        if held and all(held):
             return own
+        if held:
+            own = None
     least_windows = survey_plan(step)
     if own is not None and step.peak_bytes(own) <= room.allocated_bytes:
         saved_bytes = step.peak_bytes(own) - step.peak_bytes(least_windows)
@@ -210,11 +218,22 @@ def first_plan(
     return least if step.peak_bytes(least) <= room.allocated_bytes else None
 
 
-def next_below(trials: Iterable[Trial], failed: Trial) -> Trial | None:
-    """Return the plan to follow once one has failed that had run before: one that takes less; None if none does."""
+def next_below(trials: Iterable[Trial], failed: Trial, room_bytes: int) -> Trial | None:
+    """Return the plan to follow once one has failed that had run before: one that takes less; None if none does.
+
+    Parameters
+    ----------
+    trials : iterable of Trial
+        The plans that were tried: those that take as much are marked as failed.
+    failed : Trial
+        The plan that has failed.
+    room_bytes : int
+        The most bytes that might be reserved as it failed.
+    """
     ran = []
     for each in trials:
-        each.has_failed |= each.plan.peak_bytes >= failed.plan.peak_bytes
+        if each.plan.peak_bytes >= failed.plan.peak_bytes:
+            each.has_failed, each.room_bytes = True, max(each.room_bytes, room_bytes)
         if each.step_s is not None and not each.has_failed:
             ran.append(each)
     if ran:
@@ -255,26 +274,36 @@ class Climb:
         Plans of the same step that were tried before.
     own_reserved_bytes : int
         The bytes that the survey's steps have reserved.
+    patience : int
+        How many times as many small steps in a row as usual do not end it.
 
     Attributes
     ----------
     trials : list of Trial
         The plans that were tried.
+    elsewhere : list of Trial
+        Known plans that tell nothing of the bytes in this room.
     current : Trial or None
         The one that is tried now.
     met_small_steps : bool
-        Whether it has ended since all steps under a plan were too small to tell anything.
+        Whether it has ended since many steps in a row were too small to tell anything.
     """
 
     def __init__(
         self, step: Step, own: StepPlan, room: Room, steps: int, known: Iterable[Trial] = (),
-        own_reserved_bytes: int = 0,
+        own_reserved_bytes: int = 0, patience: int = 1,
     ) -> None:  # fmt: skip
         self.room = room
+        self._most_others = patience * _STEPS_OF_OTHER_SIZES
         # A plan that reserved more where there was more is to be tried anew in this room. Its time tells nonetheless.
-        known = list(known)
-        self._elsewhere = [each for each in known if room.is_to_try_anew(each)]
-        self.trials = [each for each in known if not room.is_to_try_anew(each)]
+        here: list[Trial] = []
+        self.trials: list[Trial] = []
+        self.elsewhere: list[Trial] = []
+        for each in known:
+            (self.elsewhere if room.is_to_try_anew(each) else here).append(each)
+        failed = [each.does for each in here if each.has_failed]
+        for each in here:  # a plan that failed in this memory may have run where there was more
+            (self.trials if each.has_failed or each.does not in failed else self.elsewhere).append(each)
         self.current: Trial | None = None
         self._surveyed = step
         self._beliefs = Beliefs(step)
@@ -283,7 +312,7 @@ class Climb:
         own_trial = Trial(step, own, reserved_bytes=own_reserved_bytes if is_of_this_room else 0)
         self._own = next((each for each in self.trials if each.does == own_trial.does), own_trial)
         self._steps = steps
-        self._taken = self._others = 0  # steps of the current plan, and steps of other sizes
+        self._taken = self._others = 0  # steps of the current plan, and small steps in a row
         self.met_small_steps = False
         self._learn()
 
@@ -342,7 +371,7 @@ class Climb:
         """Return a plan that may be faster than the fastest one that ran; None if there is none."""
         step, own_s = self.step, self._own.step_s or 0.0
         fastest_s = fastest.step_s or own_s
-        done = [each.does for each in self.trials]
+        done = [each.does for each in self.trials if each.step_s is not None or each.has_failed]
         found: list[tuple[float, float, Trial]] = []  # with its time by the best belief, and its least likely time
         for plan in self._plans(step, memory_bytes, leaves_room=leaves_room):
             least_s, best_s, most_s = self._beliefs.predicted_s(plan, (fastest.plan, fastest_s))
@@ -404,11 +433,12 @@ class Climb:
         """
         trial = self.current
         assert trial is not None
-        if share < _LEAST_SHARE:  # it says too little
+        if share < LEAST_SHARE:  # it says too little
             self._others += 1
             trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
-            self.met_small_steps = self._others > _STEPS_OF_OTHER_SIZES
+            self.met_small_steps = self._others > self._most_others
             return self.met_small_steps
+        self._others = 0
         if share < 1:
             fixed = sum(self._surveyed.fixed.values())
             allocated_bytes, reserved_bytes, ended_bytes = (
@@ -420,10 +450,13 @@ class Climb:
             step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
         self._steps -= 1
         self._taken += 1
+        # What it allocates beyond its first step may have found room in the bytes that an optimizer has reserved.
+        hidden_bytes = int(_MOST_GROWTH * max(0, allocated_bytes - trial.allocated_bytes))
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
         # The cache was emptied before the first step. Later, what an optimizer has reserved is there as a step begins.
-        backward_bytes = ended_bytes if self._taken == 1 else trial.backward_reserved_bytes + max(0, grown_bytes)
+        more_bytes = max(0, grown_bytes, hidden_bytes)
+        backward_bytes = ended_bytes if self._taken == 1 else trial.backward_reserved_bytes + more_bytes
         trial.backward_reserved_bytes = min(backward_bytes, trial.reserved_bytes)
         # The next step of a plan that waits for memory may run out of it. The survey's own plan is known to run.
         is_at_risk = waits_for_memory and trial is not self._own and not self.room.is_ample_for(trial)
@@ -441,7 +474,7 @@ class Climb:
         self.current.has_failed = True
 
     def _learn(self) -> None:
-        ran = [*self._elsewhere, *self.trials]
+        ran = [*self.elsewhere, *self.trials]
         timed = [each for each in ran if each.step_s is not None and 0 < each.step_s < math.inf]
         telling = [each for each in timed if not each.waits_for_memory] or timed
         if telling:

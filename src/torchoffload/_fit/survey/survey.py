@@ -17,7 +17,7 @@ from torchoffload._devices import Meter
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.record import BlockRecord
 from torchoffload._fit.block.replay import Watch
-from torchoffload._fit.machine.operators import storages, tensors, unique_bytes
+from torchoffload._fit.machine.operators import gradient_bytes, storages, tensors, unique_bytes
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.survey.kinds import SurveyedKind, kind_of_call
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind
@@ -370,12 +370,8 @@ class Survey:
         """Begin a step."""
         self._clear()
         self._other_bytes = 0
-        self._began_bytes = self.meter.counts().allocated_bytes - self._bytes_of_gradients()
+        self._began_bytes = self.meter.counts().allocated_bytes - gradient_bytes(self._model())
         self._began = self.mark(self._note_other)
-
-    def _bytes_of_gradients(self) -> int:
-        model = self._model()
-        return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
 
     def backward_began(self) -> None:
         """Note that a backward of the step begins."""
@@ -392,6 +388,11 @@ class Survey:
         self._has_no_windows = True
         self._least = None
         return could_take_less
+
+    @property
+    def began_bytes(self) -> int:
+        """The bytes on the device as the latest step began, without gradients."""
+        return self._began_bytes
 
     def stop(self) -> None:
         """Record and measure nothing any more."""

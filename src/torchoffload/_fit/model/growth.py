@@ -1,0 +1,51 @@
+"""The bytes that have come to a device since a survey, and stay, as the state of an optimizer."""
+
+from collections.abc import Callable
+
+__all__ = ["Growth"]
+
+_LEAST_PART = 0.01  # of the memory: less is left to the memory that plans leave free
+
+
+class Growth:
+    """The bytes that were allocated behind a step, beside gradients, over those before the last step of the survey.
+
+    An optimizer makes its state when it steps for the first time. If gradients are accumulated, that may come long
+    after the survey.
+
+    Parameters
+    ----------
+    gradient_bytes : callable
+        Returns the bytes of the gradients that the model has. It is called only after a step that left more than any
+        step before it, since it looks at each parameter.
+    """
+
+    def __init__(self, gradient_bytes: Callable[[], int]) -> None:
+        self._gradient_bytes = gradient_bytes
+        self._surveyed_bytes = self._most_left_bytes = self._grown_bytes = 0
+
+    def begin(self, surveyed_bytes: int) -> None:
+        """Begin with the bytes, without gradients, from before a step of the survey."""
+        self._surveyed_bytes = self._most_left_bytes = surveyed_bytes
+        self._grown_bytes = 0
+
+    def bytes_after(self, left_bytes: int, memory_bytes: int) -> int:
+        """Return by how many bytes the memory has grown behind a step; 0 if that is less than 1% of the memory.
+
+        Parameters
+        ----------
+        left_bytes : int
+            The bytes that are allocated as the next step is about to begin.
+        memory_bytes : int
+            The memory that plans may take.
+        """
+        least_bytes = int(_LEAST_PART * memory_bytes)
+        if left_bytes > self._most_left_bytes + least_bytes:
+            self._most_left_bytes = left_bytes
+            self._grown_bytes = max(self._grown_bytes, left_bytes - self._gradient_bytes() - self._surveyed_bytes)
+        return self._grown_bytes if self._grown_bytes > least_bytes else 0
+
+    def take(self, grown_bytes: int) -> None:
+        """Count bytes as if they had been there in the survey: a plan was made beside them."""
+        self._surveyed_bytes += grown_bytes
+        self._grown_bytes = 0
