@@ -352,7 +352,7 @@ class CompiledModel:
         self._is_limit_told = True
         message = (
             f"{self.model_name} was compiled {self._compile_count} times, and is compiled no more: {why}, so a step "
-            "may run out of memory. replan() begins anew."
+            "may run out of memory. replan(memory) begins anew."
         )
         self.notes.append(message)
         warn_user(f"torchoffload: fit: {message}")
