@@ -26,6 +26,12 @@ def test_gradients_are_no_growth_and_are_looked_at_only_if_more_is_left_than_eve
     assert len(asked) == 2
 
 
+def test_where_the_memory_cannot_be_asked_for_nothing_grows():
+    growth = Growth(lambda: 0)
+    growth.begin(-500)  # gradients are known, and the bytes that are allocated are not
+    assert growth.bytes_after(0, 10_000) == 0
+
+
 def test_less_than_a_hundredth_of_the_memory_is_no_growth():
     growth = Growth(lambda: 0)
     growth.begin(1000)

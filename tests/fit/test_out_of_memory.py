@@ -5,6 +5,7 @@ import copy
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,6 +271,34 @@ def test_no_step_runs_out_of_memory_as_an_optimizer_steps_for_the_first_time(eve
         trained(allocator, loop, 2 * every)
         assert handle.plan.recompute_s == plan.recompute_s
         del state
+
+
+def test_a_plan_from_a_file_is_followed_beside_the_bytes_that_it_was_made_beside(tmp_path: Path):
+    """The optimizer's state of the first process was counted. In the second one it comes with the first step."""
+    model = model_of_blocks()
+    least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
+    model.zero_grad()
+    state_bytes = (stock - least) // 2
+    memory_bytes = int(1.3 * least) + state_bytes
+    allocator = SimulatedAllocator(1.0, memory_bytes)
+    with allocator:
+        state = torch.zeros(state_bytes // 4)
+        with fitted(model, allocator, memory_bytes) as handle:
+            trained(allocator, Loop(model, allocator), MOST_STEPS)
+            assert handle.phase == "settled"
+            handle.save(tmp_path / "plan.json")
+        del state
+    for times in (1, 2):
+        model.zero_grad()
+        allocator = SimulatedAllocator(1.0, memory_bytes + times * state_bytes)
+        with allocator, fitted(model, allocator, memory_bytes, plan=tmp_path / "plan.json") as handle:
+            loop = Loop(model, allocator)
+            trained(allocator, loop, 1)
+            state = torch.zeros(times * state_bytes // 4)
+            trained(allocator, loop, MOST_STEPS)
+            assert not loop.errors
+            assert ("planned anew" in handle.report()) == (times > 1)
+            del state
 
 
 def test_plans_are_tried_again_if_a_large_step_comes_after_many_small_ones():

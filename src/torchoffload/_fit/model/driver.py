@@ -137,7 +137,9 @@ class Driver(FittedModel):
             self.notes.append(failure_message(trial))
             self._settle(climb)
             return
-        differs, grown_bytes = self._largest(self._differs(step), self._grown_bytes(step))
+        # What other fitted models keep changes while they try plans, too.
+        grown_bytes = 0 if self.budget.sharer_count > 1 else self._grown_bytes(step)
+        differs, grown_bytes = self._largest(self._differs(step), grown_bytes)
         if differs:
             self._survey_again(step)
         elif grown_bytes:  # the next step might run out of memory
@@ -161,7 +163,8 @@ class Driver(FittedModel):
         trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
         grown_bytes = 0 if self._surveyed is None or step.is_lost else self._grown_bytes(step)
         is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
-        if not is_tight and max(trial.plan.peak_bytes, trial.allocated_bytes) + grown_bytes <= self.budget.usable_bytes:
+        fits = max(trial.plan.peak_bytes, trial.allocated_bytes) + grown_bytes <= self.budget.usable_bytes
+        if not is_tight and (fits or self.budget.sharer_count > 1):
             grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None
         is_large = self._awaits_large_step and self._seen.share_of(step) >= LEAST_SHARE

@@ -139,7 +139,7 @@ class FittedModel(abc.ABC):
         self._is_survey_logged = False
         reference = self.model
         self._growth = Growth(lambda: gradient_bytes(reference()))
-        self._elsewhere: list[Trial] = []  # plans that were tried in other amounts of memory
+        self._elsewhere: list[Trial] = []  # plans that have failed in other amounts of memory
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
         self._seen = Seen()
@@ -541,6 +541,8 @@ class FittedModel(abc.ABC):
             return
         self.called = CalledBlocks(saved.modules(self.names), self.names)
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
+        fixed = saved.step.fixed
+        self._growth.begin(sum(fixed.values()) - fixed.get("gradients", 0))
         self._seen.size = saved.largest_size
         self.operators, self._planned_keys = [tuple(operators) for operators in saved.operators], []
         if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:

@@ -35,12 +35,12 @@ class Growth:
         Parameters
         ----------
         left_bytes : int
-            The bytes that are allocated as the next step is about to begin.
+            The bytes that are allocated as the next step is about to begin; 0 if this cannot be asked for.
         memory_bytes : int
             The memory that plans may take.
         """
         least_bytes = int(_LEAST_PART * memory_bytes)
-        if left_bytes > self._most_left_bytes + least_bytes:
+        if left_bytes and left_bytes > self._most_left_bytes + least_bytes:
             self._most_left_bytes = left_bytes
             self._grown_bytes = max(self._grown_bytes, left_bytes - self._gradient_bytes() - self._surveyed_bytes)
         return self._grown_bytes if self._grown_bytes > least_bytes else 0
