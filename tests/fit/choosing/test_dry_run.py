@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,6 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from own_process import assert_prints_right
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing.collector import storages_in
 from torchoffload._fit.choosing.dry_run import DryRunError, dry_run
@@ -369,6 +371,23 @@ def test_a_model_of_transformers_that_was_called_before_gives_its_hidden_states_
     model(pixel_values=x)
     assert dry_saves(model, pixel_values=x) == before > 0
     assert model(pixel_values=x, output_hidden_states=True).hidden_states is not None
+
+
+class AsksForTheAddress(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.data_ptr()
+        return torch.exp(self.layer(x))
+
+
+def test_code_that_reads_memory_by_its_address_is_given_none():
+    """Kernels that are called without the dispatcher would read or write at the address 0."""
+    with pytest.raises(DryRunError, match="Cannot access data pointer"):
+        dry_saves(AsksForTheAddress(), inputs())
+
+
+@pytest.mark.parametrize("fused", ["before", "within"])
+def test_fused_kernels_of_torchscript_are_given_no_tensors_without_data(fused: str, tmp_path: Path):
+    assert_prints_right(Path(__file__).parents[2] / "support" / "fused_torchscript.py", fused, tmp_path)
 
 
 class RunsFakes(nn.Module):

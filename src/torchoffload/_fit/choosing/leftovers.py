@@ -60,9 +60,18 @@ def quiet() -> Iterator[None]:
 
 
 class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The mode of a dry run. Once that has ended, an operator on one of its tensors is an error."""
+    """The mode of a dry run. Once that has ended, an operator on one of its tensors is an error.
+
+    So is it to ask one of them for the address of its data, as code does that calls a kernel without PyTorch's
+    dispatcher: TorchScript's fused kernels, and those of other libraries. PyTorch would give them the address 0, unless
+    it is told not to (``torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access``).
+    """
 
     has_ended = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._allow_unsafe_data_ptr_access = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
