@@ -234,7 +234,7 @@ class FittedModel(abc.ABC):
             sharer_count=budget.sharer_count,
             allocator=self.allocator,
             largest_size=self.largest_size,
-            step=self.step,
+            step=None if self.step is None else self.step.with_more(self._growth.grown_bytes),
             settled=self.settled,
             trials=tuple(self.trials),
             names=tuple(self.called.names),
@@ -397,6 +397,8 @@ class FittedModel(abc.ABC):
         """Plan for another amount of memory."""
         self.budget.give(memory_bytes)
         if self._surveyed is not None:
+            if grown := int(self._largest(self._growth.bytes_beside(memory_bytes))[0]):
+                self._count_beside(grown)
             self._steps = 0
             self.choose()
 
@@ -493,14 +495,18 @@ class FittedModel(abc.ABC):
 
     def _plan_beside(self, nbytes: int) -> None:
         """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
+        self._count_beside(nbytes)
+        self._steps = 0
+        self.choose(raises=False)
+
+    def _count_beside(self, nbytes: int) -> None:
+        """Have the next plans leave so many bytes more to others. What plans took before tells nothing any more."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._growth.take(nbytes)
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
         self._survey_reserved_bytes += nbytes
         self._own = None
         self.trials, self._elsewhere = [], []
-        self._steps = 0
-        self.choose(raises=False)
 
     def _climb_again(self) -> None:
         """Try plans again, since a large step came after so many small ones that the climb had ended."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 __all__ = ["Growth"]
 
 _LEAST_PART = 0.01  # of the memory: less is left to the memory that plans leave free
+_MORE = 1.01  # times the most bytes that a step has left: then gradients are looked at
 
 
 class Growth:
@@ -29,6 +30,11 @@ class Growth:
         self._surveyed_bytes = self._most_left_bytes = surveyed_bytes
         self._grown_bytes = 0
 
+    @property
+    def grown_bytes(self) -> int:
+        """The bytes that have come, and beside which no plan was made, however few."""
+        return self._grown_bytes
+
     def bytes_after(self, left_bytes: int, memory_bytes: int) -> int:
         """Return by how many bytes the memory has grown behind a step; 0 if that is less than 1% of the memory.
 
@@ -39,11 +45,14 @@ class Growth:
         memory_bytes : int
             The memory that plans may take.
         """
-        least_bytes = int(_LEAST_PART * memory_bytes)
-        if left_bytes and left_bytes > self._most_left_bytes + least_bytes:
+        if left_bytes and left_bytes > _MORE * self._most_left_bytes:
             self._most_left_bytes = left_bytes
             self._grown_bytes = max(self._grown_bytes, left_bytes - self._gradient_bytes() - self._surveyed_bytes)
-        return self._grown_bytes if self._grown_bytes > least_bytes else 0
+        return self.bytes_beside(memory_bytes)
+
+    def bytes_beside(self, memory_bytes: int) -> int:
+        """Return the bytes that have come, and beside which no plan was made; 0 if less than 1% of the memory."""
+        return self._grown_bytes if self._grown_bytes > _LEAST_PART * memory_bytes else 0
 
     def take(self, grown_bytes: int) -> None:
         """Count bytes as if they had been there in the survey: a plan was made beside them."""
