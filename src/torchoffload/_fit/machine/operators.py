@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._pytorch.collectives import communicates
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 
-__all__ = ["communicates", "gradient_bytes", "has_storage", "storages", "tensors", "to_one_rank", "unique_bytes"]
+__all__ = ["communicates", "gradients", "has_storage", "storages", "tensors", "to_one_rank", "unique_bytes"]
 
 
 def to_one_rank(operator: Any) -> bool:
@@ -43,6 +43,8 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def gradient_bytes(model: nn.Module | None) -> int:
-    """Return the bytes of the gradients that a model has; 0 if it is gone."""
-    return 0 if model is None else unique_bytes(each.grad for each in model.parameters() if each.grad is not None)
+def gradients(model: nn.Module | None) -> Iterator[torch.Tensor]:
+    """Yield the gradients that a model has; none if it is gone."""
+    for parameter in () if model is None else model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad

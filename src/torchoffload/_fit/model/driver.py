@@ -137,7 +137,7 @@ class Driver(FittedModel):
             self.notes.append(failure_message(trial))
             self._settle(climb)
             return
-        # What other fitted models keep changes while they try plans, too.
+        # Other fitted models that share the memory keep more or less while they try plans, too.
         grown_bytes = 0 if self.budget.sharer_count > 1 else self._grown_bytes(step)
         differs, grown_bytes = self._largest(self._differs(step), grown_bytes)
         if differs:

@@ -16,7 +16,7 @@ from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
-from torchoffload._fit.machine.operators import gradient_bytes
+from torchoffload._fit.machine.operators import gradients
 from torchoffload._fit.model.clock import Clock, FinishedStep
 from torchoffload._fit.model.growth import Growth
 from torchoffload._fit.model.options import FitOptions
@@ -138,7 +138,7 @@ class FittedModel(abc.ABC):
         self._phase_steps = 0  # that are over, of the present phase
         self._is_survey_logged = False
         reference = self.model
-        self._growth = Growth(lambda: gradient_bytes(reference()))
+        self._growth = Growth(lambda: gradients(reference()))
         self._elsewhere: list[Trial] = []  # plans that have failed in other amounts of memory
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
@@ -500,7 +500,7 @@ class FittedModel(abc.ABC):
         self.choose(raises=False)
 
     def _count_beside(self, nbytes: int) -> None:
-        """Have the next plans leave so many bytes more to others. What plans took before tells nothing any more."""
+        """Have the next plans leave so many bytes more to others. The bytes of former trials tell nothing any more."""
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._growth.take(nbytes)
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)

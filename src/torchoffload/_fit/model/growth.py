@@ -1,11 +1,15 @@
 """The bytes that have come to a device since a survey, and stay, as the state of an optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
+
+from torchoffload._fit.machine.operators import unique_bytes
 
 __all__ = ["Growth"]
 
 _LEAST_PART = 0.01  # of the memory: less is left to the memory that plans leave free
-_MORE = 1.01  # times the most bytes that a step has left: then gradients are looked at
+_MORE = 1.01  # times the most bytes that a step has left: then the gradients are counted
 
 
 class Growth:
@@ -16,18 +20,19 @@ class Growth:
 
     Parameters
     ----------
-    gradient_bytes : callable
-        Returns the bytes of the gradients that the model has. It is called only after a step that left more than any
-        step before it, since it looks at each parameter.
+    gradients : callable
+        Yields the gradients that the model has. All of them are looked at only after a step that left more bytes than
+        any step before it that left gradients, or any that left none.
     """
 
-    def __init__(self, gradient_bytes: Callable[[], int]) -> None:
-        self._gradient_bytes = gradient_bytes
-        self._surveyed_bytes = self._most_left_bytes = self._grown_bytes = 0
+    def __init__(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._gradients = gradients
+        self.begin(0)
 
     def begin(self, surveyed_bytes: int) -> None:
         """Begin with the bytes, without gradients, from before a step of the survey."""
-        self._surveyed_bytes = self._most_left_bytes = surveyed_bytes
+        self._surveyed_bytes = surveyed_bytes
+        self._most_left_bytes = {False: surveyed_bytes, True: surveyed_bytes}  # by whether there were gradients
         self._grown_bytes = 0
 
     @property
@@ -45,9 +50,12 @@ class Growth:
         memory_bytes : int
             The memory that plans may take.
         """
-        if left_bytes and left_bytes > _MORE * self._most_left_bytes:
-            self._most_left_bytes = left_bytes
-            self._grown_bytes = max(self._grown_bytes, left_bytes - self._gradient_bytes() - self._surveyed_bytes)
+        if left_bytes and left_bytes > _MORE * self._most_left_bytes[False]:
+            has_gradients = next(iter(self._gradients()), None) is not None
+            if left_bytes > _MORE * self._most_left_bytes[has_gradients]:
+                self._most_left_bytes[has_gradients] = left_bytes
+                own_bytes = left_bytes - unique_bytes(self._gradients())
+                self._grown_bytes = max(self._grown_bytes, own_bytes - self._surveyed_bytes)
         return self.bytes_beside(memory_bytes)
 
     def bytes_beside(self, memory_bytes: int) -> int:

@@ -422,8 +422,8 @@ class Climb:
         allocated_bytes : int
             The most that was allocated until the end of backward.
         reserved_bytes, ended_bytes, grown_bytes : int
-            The most that was reserved, what was reserved as backward ended, and how much more that was than as the step
-            began.
+            The most bytes that were reserved, the bytes that were reserved as backward ended, and how many more these
+            were than the bytes reserved as the step began.
         waits_for_memory : bool
             Whether the allocator had to give back the memory that it caches.
         resizes_host : bool
@@ -450,11 +450,11 @@ class Climb:
             step_s *= trial.plan.step_s / less_s if less_s > 0 else 1.0
         self._steps -= 1
         self._taken += 1
-        # What it allocates beyond its first step may have found room in the bytes that an optimizer has reserved.
+        # Bytes that it allocates beyond those of its first step may lie in memory that an optimizer has reserved.
         hidden_bytes = int(_MOST_GROWTH * max(0, allocated_bytes - trial.allocated_bytes))
         trial.allocated_bytes = max(trial.allocated_bytes, allocated_bytes)
         trial.reserved_bytes = max(trial.reserved_bytes, reserved_bytes)
-        # The cache was emptied before the first step. Later, what an optimizer has reserved is there as a step begins.
+        # The cache was emptied before the first step. Later ones begin with the bytes that an optimizer has reserved.
         more_bytes = max(0, grown_bytes, hidden_bytes)
         backward_bytes = ended_bytes if self._taken == 1 else trial.backward_reserved_bytes + more_bytes
         trial.backward_reserved_bytes = min(backward_bytes, trial.reserved_bytes)

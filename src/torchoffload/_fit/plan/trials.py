@@ -47,7 +47,7 @@ class Trial:
     reserved_bytes : int
         The most that was reserved on the device at the end of a step, with its optimizer; likewise.
     backward_reserved_bytes : int
-        Likewise, for forward and backward alone: without what was reserved between its steps, as by an optimizer.
+        Likewise, for forward and backward alone: without the bytes reserved between its steps, as by an optimizer.
     has_failed : bool
         Whether a step under the plan ran out of memory.
     room_bytes : int

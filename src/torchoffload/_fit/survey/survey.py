@@ -17,7 +17,7 @@ from torchoffload._devices import Meter
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.record import BlockRecord
 from torchoffload._fit.block.replay import Watch
-from torchoffload._fit.machine.operators import gradient_bytes, storages, tensors, unique_bytes
+from torchoffload._fit.machine.operators import gradients, storages, tensors, unique_bytes
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.survey.kinds import SurveyedKind, kind_of_call
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind
@@ -370,7 +370,7 @@ class Survey:
         """Begin a step."""
         self._clear()
         self._other_bytes = 0
-        self._began_bytes = self.meter.counts().allocated_bytes - gradient_bytes(self._model())
+        self._began_bytes = self.meter.counts().allocated_bytes - unique_bytes(gradients(self._model()))
         self._began = self.mark(self._note_other)
 
     def backward_began(self) -> None:
