@@ -330,7 +330,17 @@ uint32_t Context::set_module(uint32_t number) {
     const WindowBytes changed = entry.windows;
     const Engine::Part part = number != 0 ? Engine::Part::Begins : Engine::Part::GoesOn;
     const Operation operation;
-    for (const auto& [engine, tape] : Tapes(entry.tapes)) engine->change_windows(tape, changed, part);
+    const Tapes tapes = entry.tapes;
+    for (const std::shared_ptr<Engine>& engine : std::vector(engines_)) {
+      const auto is_open = [&](const Tapes::value_type& known)
+                               REQUIRES(gil) { return known.first == engine.get() && engine->is_open(known.second); };
+      const auto open = std::ranges::find_if(tapes, is_open);
+      if (open != tapes.end()) {
+        engine->change_windows(open->second, changed, part);
+      } else {  // no save has opened a tape in this forward, but sources of earlier ones may be on their way out
+        engine->drain_offloads(changed.offload_bytes);
+      }
+    }
   }
   return before;
 }

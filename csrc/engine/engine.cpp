@@ -111,6 +111,12 @@ void Engine::change_windows(TapeId tape, WindowBytes windows, Part part) {
   offloader_.drain_window(windows.offload_bytes, records_.held(tape).windows.kept_bytes());
 }
 
+void Engine::drain_offloads(uint64_t most_bytes) {
+  if (is_inherited() || records_.backend.streams.is_capturing()) return;
+  flush_pending();
+  offloader_.drain_window(most_bytes, 0);
+}
+
 // ---- saves ----
 
 void Engine::release(const RecordHandle& handle) {

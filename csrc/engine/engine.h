@@ -86,6 +86,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Part::Begins: a part of the tape begins with that save, which has this reload window; see TapeWindows::begin_part().
   enum class Part : uint8_t { Begins, GoesOn };
   void change_windows(TapeId tape, WindowBytes windows, Part part) REQUIRES(gil);
+  // Waits until no more than these bytes are on their way out, of all tapes. May block.
+  void drain_offloads(uint64_t most_bytes) REQUIRES(gil);
   TapeRow& row(TapeId tape) REQUIRES(gil) { return records_.row(tape); }
 
   // ---- saves ----

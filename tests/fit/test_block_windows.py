@@ -108,6 +108,41 @@ def test_the_last_copy_of_a_block_counts_in_the_window_of_a_block_that_moves_not
         handle.remove()
 
 
+@pytest.mark.parametrize("calls", ["blocks", "parts"])
+def test_a_block_that_moves_nothing_waits_for_the_copies_of_earlier_calls(device_under_test: Device, calls: str):
+    """As in a loop that calls the blocks themselves, or a generator and its critic: no save has opened a tape there."""
+    with device_under_test.scope():
+        model, handle = offloaded([(LARGE, LARGE, 0), (LARGE, LARGE, 0), (UNIT, UNIT, 0), (0, 0, 0)])
+        handle._offloading.moving = frozenset([1, 2])
+        found: list[int] = []
+        for block in model:
+            block.forward = noting(block.forward, found)
+        before = torchoffload.stats()
+        x = leaf()
+        for part in model if calls == "blocks" else (model[:2], model[2:]):
+            x = part(x)
+        # The first block saves one unit, and the second one two.
+        assert [count - before.window_waits for count in found] == [0, 0, 2, 2]
+        x.sum().backward()
+        handle.remove()
+
+
+def test_the_windows_of_a_second_forward_hold_before_its_first_save(device_under_test: Device):
+    with device_under_test.scope():
+        model, handle = offloaded([(LARGE, LARGE, 0), (LARGE, LARGE, 0)])
+        offloading = handle._offloading
+        offloading.moving = frozenset([1])
+        before = torchoffload.stats().window_waits
+        first = model(leaf())
+        assert torchoffload.stats().window_waits == before
+        offloading.moving = frozenset([3])  # the context opens, and neither of the blocks moves
+        core.set_module_windows(offloading.context, [(0, 0, 0), (0, 0, 0), (0, 0, 0)])
+        second = model(leaf())
+        assert torchoffload.stats().window_waits == before + 1
+        (first + second).sum().backward()
+        handle.remove()
+
+
 def reloads(windows: Sequence[Windows]) -> list[list[int]]:
     """For each block, from the last one on: whose bytes begin to come back while its backward runs, by their units."""
     model, handle = offloaded(windows)
