@@ -97,3 +97,47 @@ def test_a_step_tells_whether_pinned_memory_was_taken_or_given_back(device_under
             del loss
     clock.call_begins(1)
     assert [each.has_resized_host for each in listener.finished] == [True, False, True, True]
+
+
+def adversaries(clock: Clock) -> None:
+    """As a generator and its critic: what the first call made has its backward behind that of a later call."""
+    made_by, judged_by = (torch.ones(2, requires_grad=True) for _ in range(2))
+
+    def called(value: torch.Tensor) -> torch.Tensor:
+        clock.call_begins(1)
+        output = value.exp()
+        clock.call_ends(output)
+        return output
+
+    made = called(made_by)
+    called(judged_by * made.detach()).sum().backward()
+    called(judged_by * made).sum().backward()
+
+
+def keeps_outputs(clock: Clock, kept: list[torch.Tensor]) -> None:
+    """As an evaluation without no_grad(), whose outputs are collected."""
+    clock.call_begins(1)
+    kept.append(torch.ones(2, requires_grad=True).exp())
+    clock.call_ends(kept[-1])
+    clock.call_begins(1)
+    loss = torch.ones(2, requires_grad=True).exp()
+    clock.call_ends(loss)
+    loss.sum().backward()
+
+
+def test_a_call_whose_backward_comes_late_keeps_its_step_open_once_that_was_seen():
+    listener = Listener()
+    clock = Clock(listener, SimulatedMeter(SimulatedAllocator()), lambda *values: values)
+    for _ in range(6):
+        adversaries(clock)
+    clock.call_begins(1)
+    assert len(listener.finished) == 7, "two in the first iteration, and one in each later one"
+
+
+def test_outputs_that_are_kept_hold_no_step_up():
+    listener, kept = Listener(), []
+    clock = Clock(listener, SimulatedMeter(SimulatedAllocator()), lambda *values: values)
+    for _ in range(6):
+        keeps_outputs(clock, kept)
+    clock.call_begins(1)
+    assert len(listener.finished) == 6

@@ -2,8 +2,11 @@
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import gc
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ from fitted_models import options_of
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator, SimulatedMeter
 from torchoffload._core import core
+from torchoffload._fit.model.turns import windows_of
+from torchoffload._fit.plan.step import survey_plan
+from torchoffload._fit.plan.trials import Trial
 
 MOST_STEPS = 12
 
@@ -118,6 +124,115 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
             assert loop.times_s[-1] <= own_s * 1.001
             if part > 1:
                 assert handle.plan.recompute_s <= 0.03 * handle.plan.predicted_s, "there is room for all"
+
+
+class Adversaries(nn.Module):
+    """Two networks that train against each other: a step calls the second one three times, and has two backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.maker(x)
+        judged = self.judge(x).square().mean() - self.judge(made.detach()).square().mean()
+        judged.backward()
+        self.judge.zero_grad()
+        return self.judge(made).square().mean()
+
+
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.6, 0.9])
+def test_networks_that_train_against_each_other_keep_to_the_memory(part: float):
+    """The graph of the first call is alive behind the first backward: all that is one step."""
+    torch.manual_seed(0)
+    model = Adversaries()
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        for each in model.modules():
+            if isinstance(each, Wide):
+                each.forward = functools.partial(checkpoint, type(each).forward.__get__(each), use_reentrant=False)
+        loss = model.step(x)
+        for each in model.modules():
+            vars(each).pop("forward", None)
+        return loss
+
+    reserved = []
+    for way in (checkpointed, model.step):
+        with SimulatedAllocator(1.1) as allocator:
+            loop = Loop(model, allocator)
+            for _ in range(2):
+                loop.step(way)
+            reserved.append(allocator.most_reserved_bytes)
+        model.zero_grad()
+    memory_bytes = int(reserved[0] + part * (reserved[1] - reserved[0]))
+    with SimulatedAllocator(1.1, memory_bytes) as allocator, fitted(model, allocator, memory_bytes) as handle:
+        loop = Loop(model, allocator)
+        for _ in range(MOST_STEPS + 8):
+            loop.step(model.step)
+            assert not loop.errors, handle.report()
+        assert handle.phase == "settled", handle.report()
+        assert "planned anew" not in handle.report()
+        assert handle.plan.recompute_s > 0
+
+
+@pytest.mark.devices("disk")
+def test_nothing_comes_ahead_of_a_later_backward_of_the_step(device_under_test: Device):
+    """Else it would be there beside the forward of the call between the backwards, in memory that no plan counts."""
+    torch.manual_seed(0)
+    model, allocator = Adversaries(), SimulatedAllocator()
+    with allocator, fitted(model, allocator, 1 << 40, **(options_of(device_under_test) | {"move": True})) as handle:
+        loop = Loop(model, allocator)
+        for _ in range(MOST_STEPS + 4):
+            loop.step(model.step)
+        assert not loop.errors
+        step, modules = handle._driver.step, handle._driver.called.modules
+        assert step.late_count == 4, "the blocks of the maker"
+        plan = survey_plan(step)
+        ahead = dataclasses.replace(
+            plan, calls=tuple(dataclasses.replace(each, reload_bytes=1 << 30) for each in plan.calls)
+        )
+        windows = windows_of(Trial(step, ahead), modules)
+        of_one_backward = windows_of(Trial(dataclasses.replace(step, late_count=0), ahead), modules)
+    assert {each.reload_bytes for found in of_one_backward.values() for each in found} == {1 << 30}
+    assert {each.reload_bytes for block in model.maker for each in windows[block]} == {1 << 30}
+    moved = [step.kinds[call.kind].moved_bytes(each) for call, each in zip(step.calls, plan.calls, strict=True)]
+    assert min(moved) > 0
+    found = [windows[block][number].reload_bytes for number in range(2) for block in model.judge]
+    assert found == [sum(moved[4:number]) for number in range(4, 12)], "what the same backward needs"
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(torch.exp(torch.tanh(self.convolution(x))))
+
+
+def test_an_allocation_that_cudnn_did_without_is_told_once():
+    model = nn.Sequential(*(Convolution() for _ in range(4)))
+    x = torch.randn(4, 8, 16, 16)
+    with SimulatedAllocator() as allocator, fitted(model, allocator, 1 << 40) as handle:
+        loop = Loop(model, allocator)
+        for _ in range(MOST_STEPS):
+            loop.step(lambda _: model(x))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                before = allocator.ooms
+
+                def step(_: torch.Tensor) -> torch.Tensor:
+                    y = model(x)
+                    allocator.ooms += 1
+                    return y
+
+                loop.step(step)
+                assert allocator.ooms == before + 1
+        report = handle.report()
+    assert not loop.errors
+    assert len([each for each in caught if "an allocation failed in a step that went on" in str(each.message)]) == 1
+    assert report.count("an allocation failed in a step that went on") == 1
 
 
 @pytest.mark.devices("disk")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torchoffload
 from devices import Device
 from fitted_models import options_of
-from fitted_programs import LEAST, WIDTH, Loop, Mlp, Net, Way, assert_as_stock
+from fitted_programs import LEAST, WIDTH, Loop, Mlp, Net, Way, assert_as_stock, net
 from torchoffload._fit.model import fitted_model
 
 pytestmark = pytest.mark.devices("disk")
@@ -213,6 +214,39 @@ def test_blocks_that_are_not_called_as_modules(device_under_test: Device):
     assert len(warned) == 1
     assert "no call of them was seen" in warned[0]
     assert "block.forward(x) is not" in report
+
+
+class WritesUnseen(torch.autograd.Function):
+    """tanh by code that PyTorch does not see, as a kernel of Triton is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        numpy.tanh(x.numpy(), out=out.numpy())
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (out,) = ctx.saved_tensors
+        return grads[0] * (1 - out * out)
+
+
+class OfKernels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.exp(WritesUnseen.apply(self.up(x))))
+
+
+@each_way
+def test_what_kernels_write_that_pytorch_does_not_see_is_told(device_under_test: Device, way: Way):
+    outcome = assert_as_stock(net(OfKernels), device_under_test, way)
+    assert "of each OfKernels stay or move, since they would come out differently" in outcome.reports[0]
+    assert "what empty_like made" in outcome.reports[0]
+    assert "torch.library.triton_op" in outcome.reports[0]
 
 
 def test_a_backward_that_never_comes(device_under_test: Device):

@@ -40,6 +40,32 @@ def test_the_input_of_a_block_counts_also_where_another_module_was_given_it(coun
         assert of_blocks.ways[0].input_bytes == 4 * 8 * WIDTH * 4
 
 
+class Normed(nn.Module):
+    """The output of its norm is not saved, and the statistics are, which the same operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.layer(x)))
+
+
+def test_a_block_that_computes_nothing_again_keeps_what_autograd_saves():
+    model = nn.Sequential(*(Normed() for _ in range(3)))
+    with torchoffload.fit(model, 1 << 50, move=False) as handle:
+        for _ in range(3):
+            model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean().backward()
+        driver = handle._driver
+        assert driver.step is not None
+        [kind] = driver.step.kinds
+        [known] = driver._kinds.values()
+        [plain] = [way for way in kind.ways if way.is_plain]
+    assert kind.kept_bytes(plain) == known.all_saved_bytes
+    # The input, the linear layer's output, relu's result, and two statistics for each of 8 channels.
+    assert known.all_saved_bytes == 4 * (3 * 4 * 8 * WIDTH + 2 * 8)
+
+
 def test_blocks_are_what_is_repeated_and_what_stands_beside_it():
     model = Shares()
     assert find_blocks(model) == [model.before, *model.blocks]

@@ -28,9 +28,12 @@ class _OpenCall:
         How many calls there were before it.
     missed : int
         The number of backwards of other calls that have ended since.
+    is_given_up : bool
+        Whether its backward is not awaited any more.
     """
 
     missed = 0
+    is_given_up = False
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -49,6 +52,7 @@ class Backwards:
         self._listener = weakref.ref(listener)
         self._task = -1  # the graph task that was told of last
         self._count = 0  # of calls
+        self._waits_longer = False  # since a backward came that was not awaited any more
         self._open: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
         self._in_backward: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
 
@@ -62,10 +66,20 @@ class Backwards:
         return len(self._open) > 0
 
     def call_begins(self) -> None:
-        """Await no backward of a call any more if those of all later ones have ended, and yet another call begins."""
+        """Await no backward of a call any more if those of all later ones have ended, and yet another call begins.
+
+        As a rule the program keeps the call's output then. But a generator has its backward behind that of its critic:
+        once such a backward has come, the next ones are awaited.
+        """
         newest = max(self._open, key=lambda call: call.number, default=None)
-        if newest is not None and newest.missed > 0 and newest.number < self._count - 1:
-            self._open.discard(newest)
+        if newest is None or self._waits_longer:
+            return
+        if newest.missed > 0 and newest.number < self._count - 1:
+            self._give_up(newest)
+
+    def _give_up(self, call: _OpenCall) -> None:
+        call.is_given_up = True
+        self._open.discard(call)
 
     def follow(self, output: Any) -> bool:
         """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
@@ -80,6 +94,7 @@ class Backwards:
 
     def _begins(self, call: _OpenCall, _gradient: torch.Tensor) -> None:
         self._in_backward.add(call)
+        self._waits_longer |= call.is_given_up
         self.is_seen()
 
     def is_seen(self) -> None:
@@ -99,7 +114,7 @@ class Backwards:
         for call in list(self._open):
             call.missed += 1
             if call.missed > _MOST_MISSED:
-                self._open.discard(call)
+                self._give_up(call)
         listener = self._listener()
         if listener is not None:
             listener.backward_ends()

@@ -30,6 +30,8 @@ class FinishedStep:
         Whether it ran out of memory, in forward, in backward or behind it, so that the loop has lost it.
     has_waited : bool
         Whether the allocator had to give back cached memory, or an allocation failed that nobody was told of.
+    went_without : bool
+        Whether an allocation failed that a library did without, as cuDNN does, whose convolutions are slower then.
     has_resized_host : bool
         Whether the process had more or less pinned host memory as its backward ended than as it began, if the clock
         measures steps: to take or give back gibibytes of it takes longer than many a step.
@@ -50,6 +52,7 @@ class FinishedStep:
     ended: Any
     is_lost: bool
     has_waited: bool
+    went_without: bool
     has_resized_host: bool
     allocated_bytes: int
     reserved_bytes: int
@@ -180,6 +183,10 @@ class Clock:
         self._is_in_call = True
         return size
 
+    def call_goes_on(self) -> None:
+        """Take notice of the call of another part of the model, which belongs to the call of the part before."""
+        self._is_in_call = True
+
     def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
         ended = step.ended_counts
         return FinishedStep(
@@ -190,6 +197,7 @@ class Clock:
             ended=step.ended,
             is_lost=is_lost,
             has_waited=(ended or counts).waits > step.counts.waits,
+            went_without=ended is not None and ended.failures > step.counts.failures,
             has_resized_host=step.has_resized_host,
             allocated_bytes=step.allocated_bytes,
             reserved_bytes=reserved_bytes,

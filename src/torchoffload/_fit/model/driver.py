@@ -78,6 +78,8 @@ class Driver(FittedModel):
         self._steps += 1
         self._phase_steps += 1
         self.budget.note_step()
+        if step.went_without:
+            self.note_slow_convolutions()
         match self.state:
             case Surveying(survey):
                 self._end_survey_step(survey, step)

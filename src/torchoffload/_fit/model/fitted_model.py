@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from torchoffload._devices import Meter
@@ -39,7 +40,7 @@ from torchoffload._fit.plan.climb import (
     next_below,
 )
 from torchoffload._fit.plan.scaling import OtherSizes, scaled
-from torchoffload._fit.plan.step import Step, StepPlan, least_plan, survey_plan
+from torchoffload._fit.plan.step import BlockCall, Step, StepPlan, least_plan, survey_plan
 from torchoffload._fit.plan.trials import (
     MORE_ROOM,
     Trial,
@@ -59,6 +60,7 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
+_MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
@@ -338,12 +340,13 @@ class FittedModel(abc.ABC):
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called = CalledBlocks(survey.called_modules, self.names)
-        called = zip(survey.called_modules, step.calls, strict=True)
+        called = list(zip(survey.called_modules, step.calls, strict=True))
         for name in dict.fromkeys(type(block).__name__ for block, call in called if kinds[call.kind].copies_inputs):
             self._note(
                 f"the program writes to arguments of a {name} after its forward, as x += block(x) does: a call that is "
                 "computed again holds a copy of them"
             )
+        self._tell_unrepeatable(called, kinds)
         self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
@@ -370,6 +373,21 @@ class FittedModel(abc.ABC):
             case _:
                 return list(zip(self.called.modules, self._saved_bytes, strict=True))
 
+    def _tell_unrepeatable(self, called: list[tuple[nn.Module, BlockCall]], kinds: list[SurveyedKind]) -> None:
+        """Note the blocks that make much that would come out differently if they were computed again."""
+        told = set()
+        for block, call in called:
+            kind, name = kinds[call.kind], type(block).__name__
+            nbytes, operators = kind.unrepeatable
+            if kind.obstacle is None and nbytes > _MUCH * kind.all_saved_bytes and name not in told:
+                told.add(name)
+                self._note(
+                    f"{human_bytes(nbytes)} of each {name} stay or move, since they would come out differently if they "
+                    f"were computed again: what {' and '.join(operators)} made. If kernels that PyTorch does not see "
+                    "write them, as Triton's in a custom Function, register these by torch.library.triton_op or "
+                    "custom_op: then they are computed again as well"
+                )
+
     def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
         """Note the blocks that fit leaves alone, and warn of them once."""
         if unseen is None or unseen[0] in self.notes:
@@ -390,6 +408,19 @@ class FittedModel(abc.ABC):
             "a backward through tensors that the model returns, and through its blocks"
         )
         if text not in self.notes:
+            self.notes.append(text)
+            warn_user(f"torchoffload: {text}.")
+
+    def note_slow_convolutions(self) -> None:
+        """Warn, once, if an allocation failed that cuDNN may have done without, at the cost of time."""
+        text = (
+            "an allocation failed in a step that went on. If it was the workspace of a convolution, PyTorch has taken "
+            "an algorithm of cuDNN that needs less, and keeps to it until the process ends: such convolutions may be "
+            "many times slower. Begin anew with less memory= or a smaller batch, or give the model the memory format "
+            "channels_last, in which cuDNN needs less"
+        )
+        convolves = any("convolution" in str(operator) for kind in self.operators for operator in kind)
+        if convolves and torch.backends.cudnn.enabled and text not in self.notes:
             self.notes.append(text)
             warn_user(f"torchoffload: {text}.")
 

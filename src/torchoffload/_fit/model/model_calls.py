@@ -113,6 +113,7 @@ class ModelCalls:
             keep_call_hooks(block)
         # If the program keeps the output of a part, that output's backward may never come.
         if module is not model and self._of_parts.has_open_calls and not self.driver.clock.is_between_steps:
+            self.driver.clock.call_goes_on()
             return
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):

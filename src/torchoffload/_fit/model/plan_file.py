@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, 
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 12"
+_FORMAT = "torchoffload plan 13"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

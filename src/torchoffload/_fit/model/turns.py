@@ -87,12 +87,22 @@ def turns_of(
 
 
 def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, list[BlockWindows]]:
-    """Return the windows of each call of each block."""
+    """Return the windows of each call of each block.
+
+    If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
+    of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts.
+    """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
-    calls = trial.plan.calls
+    calls, step = trial.plan.calls, trial.step
+    before_bytes = 0  # that calls before this one move, and that the same backward needs
     for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
         after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
-        windows[module].append(BlockWindows(call.offload_bytes, after_bytes, call.reload_bytes))
+        reload_bytes = call.reload_bytes
+        if 0 < step.late_count < number:
+            moved_bytes = step.kinds[step.calls[number - 1].kind].moved_bytes(call)
+            reload_bytes = min(reload_bytes, before_bytes)
+            before_bytes += moved_bytes
+        windows[module].append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
     return dict(windows)
 
 

@@ -119,6 +119,12 @@ class BlockKind:
         """Return the bytes that a way keeps."""
         return way.input_bytes + sum(self.outputs[number].nbytes for number in way.kept)
 
+    def moved_bytes(self, planned: "CallPlan") -> int:
+        """Return the most bytes that a call moves."""
+        way = self.ways[planned.way]
+        outputs = sum(self.outputs[number].nbytes for number in planned.moved)
+        return outputs + way.input_bytes if planned.moves else 0
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCall:
@@ -153,6 +159,9 @@ class Step:
         The most on the device outside of forward and backward.
     fixed : dict of str to int
         The bytes that every plan takes, by their names for messages.
+    late_count : int
+        How many calls there are until the last one whose backward begins behind the step's first backward, as that of
+        a generator behind its critic's.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
     may_move : bool
@@ -171,6 +180,7 @@ class Step:
     loss_bytes: int = 0
     other_bytes: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
+    late_count: int = 0
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True

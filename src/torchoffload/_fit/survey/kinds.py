@@ -20,6 +20,7 @@ __all__ = ["SurveyedKind", "hull", "kind_of_call", "step_of"]
 # The time that the modes of a block take for each operator, at the very least: of two ways that take as long the one
 # without modes is better. The time that they really take shows when plans are tried.
 _MODES_S = 1e-6
+_LEAVE_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -135,6 +136,22 @@ class SurveyedKind:
         record = self._record
         return sum(record.nbytes[storage] for storage in record.saved - record.own)
 
+    @property
+    def unrepeatable(self) -> tuple[int, tuple[str, ...]]:
+        """The bytes that come out differently if the block is computed again, and the operators that make them.
+
+        An operator that leaves memory as it is makes it for code that PyTorch does not see, such as kernels of Triton.
+        """
+        record = self._record
+        nbytes, names = 0, []
+        for call in record.operators:
+            name = call.operator.__name__.partition(".")[0]
+            unseen = call.makes & record.held if name in _LEAVE_MEMORY else frozenset()
+            if storages := call.makes if call.differs else unseen:
+                nbytes += sum(record.nbytes[storage] for storage in storages)
+                names.append(name)
+        return nbytes, tuple(dict.fromkeys(names))
+
     def measured(self, forward_s: float, backward_s: float, host: HostTimes, input_bytes: int) -> MeasuredKind:
         """Return the measured times and sizes of the kind."""
         record = self._record
@@ -204,13 +221,17 @@ class SurveyedKind:
         plain: list[int] = []  # the outputs that autograd saves
         of_operator: dict[int, int] = {}
         for group in groups:
-            if group.is_needed or any(group.operators[0] in corner.plan.kept for corner in corners):
-                if group.is_needed:
-                    plain.append(len(outputs))
+            calls = [record.operators[number] for number in group.operators]
+            ready, may_move = ready_s[group.operators[-1]], not any(communicates(call.operator) for call in calls)
+            if any(group.operators[0] in corner.plan.kept for corner in corners):
                 of_operator[group.operators[0]] = len(outputs)
-                in_flight = any(communicates(record.operators[number].operator) for number in group.operators)
-                ready = ready_s[group.operators[-1]]
-                outputs.append(Output(group.sizes, ready, group.operators, not in_flight))
+                outputs.append(Output(group.sizes, ready, group.operators, may_move))
+            if group.is_needed:  # without a recomputation, what autograd does not save is freed
+                saved = {storage for call in calls for storage in call.makes} & record.saved
+                sizes = tuple(record.nbytes[storage] for storage in sorted(saved))
+                if group.operators[0] not in of_operator or sizes != group.sizes:
+                    outputs.append(Output(sizes, ready, group.operators, may_move))
+                plain.append(len(outputs) - 1)
         rest = self.saved_bytes - sum(outputs[number].nbytes for number in plain)
         if rest > 0:
             plain.append(len(outputs))
@@ -280,5 +301,6 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         loss_bytes=measured.loss_bytes,
         other_bytes=measured.other_bytes,
         fixed=measured.fixed,
+        late_count=measured.late_count,
         **limits,
     )

@@ -72,6 +72,8 @@ class Measured:
         The most on the device between forward and backward, and outside of both.
     fixed : dict of str to int
         The bytes that every plan takes, by their names for messages.
+    late_count : int
+        How many calls there are until the last one whose backward begins behind the step's first backward.
     """
 
     kinds: tuple[MeasuredKind, ...]
@@ -80,6 +82,7 @@ class Measured:
     loss_bytes: int
     other_bytes: int
     fixed: dict[str, int]
+    late_count: int = 0
 
 
 def structure_of(record: BlockRecord) -> str:
@@ -112,6 +115,7 @@ def together(all_measured: Sequence[Measured]) -> Measured:
         loss_bytes=max(each.loss_bytes for each in all_measured),
         other_bytes=max(each.other_bytes for each in all_measured),
         fixed={name: max(each.fixed[name] for each in all_measured) for name in first.fixed},
+        late_count=max(each.late_count for each in all_measured),
     )
 
 

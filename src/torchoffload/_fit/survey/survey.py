@@ -235,7 +235,12 @@ class Survey:
         self._began: Any = None
         self._began_bytes = 0  # on the device, without gradients
         self._has_backward_begun = False
-        self._ended: Any = None
+        self._backward_ends: list[Any] = []
+
+    @property
+    def _ended(self) -> Any:
+        """When the latest backward ended; None if none has."""
+        return self._backward_ends[-1] if self._backward_ends else None
 
     # Calls of blocks.
 
@@ -380,7 +385,7 @@ class Survey:
 
     def backward_ended(self) -> None:
         """Take notice of the end of a backward. Calls behind the first one are not surveyed."""
-        self._ended = self.mark(self._note_other)
+        self._backward_ends.append(self.mark(self._note_other))
 
     def takes_less(self) -> bool:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""
@@ -454,10 +459,14 @@ class Survey:
         between = self.meter.between_s
         again = [call for call in calls if call.computed_again is not None]
         again.sort(key=lambda call: between(self._began, call.began_again))
-        for call, following in itertools.pairwise(again):
-            call.backward_s = between(call.computed_again, following.began_again)
-        if again:
-            again[-1].backward_s = between(again[-1].computed_again, self._ended)
+        ends_s = [between(self._began, each) for each in self._backward_ends]
+        for call, following in itertools.zip_longest(again, again[1:]):
+            # A backward of the step may end behind the call, and others begin later.
+            computed_s = between(self._began, call.computed_again)
+            until = [each for each in ends_s if each >= computed_s]
+            if following is not None:
+                until.append(between(self._began, following.began_again))
+            call.backward_s = min(until, default=computed_s) - computed_s
         kinds = [self._kind(key, [call for call in calls if call.key == key]) for key in keys]
         numbers = {key: number for number, key in enumerate(keys)}
         returned_s = between(self._began, calls[-1].returned) if calls else 0.0
@@ -476,8 +485,18 @@ class Survey:
             loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
             other_bytes=max(least.other_bytes, self._other_bytes),
             fixed=self._fixed(),
+            late_count=self._late_count(calls),
         )
         return measured, keys
+
+    def _late_count(self, calls: list[SurveyedCall]) -> int:
+        """Return how many calls there are until the last one whose backward begins behind the end of another one."""
+        if len(self._backward_ends) < 2:
+            return 0
+        between = self.meter.between_s
+        first_s = between(self._began, self._backward_ends[0])
+        began_s = [between(self._began, call.began_again) if call.began_again is not None else 0.0 for call in calls]
+        return max((number for number, each_s in enumerate(began_s, start=1) if each_s >= first_s), default=0)
 
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
