@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo_held_out  # noqa: F401  (its models register themselves)
+import zoo_unusual  # noqa: F401  (likewise)
 import zoo_vision  # noqa: F401  (likewise)
 from zoo_registry import (
     ZOO,

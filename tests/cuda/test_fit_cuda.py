@@ -1,7 +1,10 @@
 """fit on a GPU: the memory that was given is kept to, step after step."""
 
+import contextlib
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -210,8 +213,26 @@ def test_fit_takes_no_memory_of_the_device_for_a_look_at_the_allocator():
     assert float(found.stdout.splitlines()[-1]) <= 16
 
 
+@contextlib.contextmanager
+def only(memory: int) -> Iterator[None]:
+    """Take the rest of the device away, so that PyTorch finds as much as fit is given."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ballast = torch.cuda.caching_allocator_alloc(free + torch.cuda.memory_reserved() - memory - (64 << 20))
+    try:
+        yield
+    finally:
+        torch.cuda.caching_allocator_delete(ballast)
+
+
+def between(handle: torchoffload.Fitted, part: float) -> int:
+    """An amount of memory between the least and all, and what is left free of it."""
+    points = handle.frontier()
+    return int((points[0].memory_bytes + (points[-1].memory_bytes - points[0].memory_bytes) * part) * 1.05)
+
+
 def test_plans_are_settled_on_soon_and_no_step_is_lost_where_the_device_is_full():
-    """The rest of the device is taken away, so that PyTorch finds as much as fit is given."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(*(Block() for _ in range(8)))
@@ -220,19 +241,48 @@ def test_plans_are_settled_on_soon_and_no_step_is_lost_where_the_device_is_full(
     with torchoffload.fit(model, 1.0) as handle:
         while handle.phase != "settled":
             train(model, optimizer, x)
-        points = handle.frontier()
-    for part in (0.1, 0.5):
-        memory = int((points[0].memory_bytes + (points[-1].memory_bytes - points[0].memory_bytes) * part) * 1.05)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        ballast = torch.cuda.caching_allocator_alloc(free + torch.cuda.memory_reserved() - memory - (64 << 20))
-        try:
+        amounts = [between(handle, part) for part in (0.1, 0.5)]
+    for memory in amounts:
+        with only(memory):
             ooms = torch.cuda.memory_stats()["num_ooms"]
             with torchoffload.fit(model, 1.0, margin=0.0) as handle:  # the ballast is reserved as well
                 for _ in range(13):
                     train(model, optimizer, x)
                 assert handle.phase == "settled", handle.report()
                 assert torch.cuda.memory_stats()["num_ooms"] == ooms, handle.report()
-        finally:
-            torch.cuda.caching_allocator_delete(ballast)
+
+
+class Convolutions(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(nn.functional.leaky_relu(self.first(torch.relu(x)), 0.2))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.4])
+def test_convolutions_find_room_for_their_workspaces(part: float):
+    """If they find none once, PyTorch takes algorithms of cuDNN that are many times slower, and keeps to them."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Convolutions(96) for _ in range(12)))
+        x = torch.randn(32, 96, 96, 96)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            train(model, optimizer, x)
+
+    with torchoffload.fit(model, 1.0) as handle:
+        while handle.phase != "settled":
+            step()
+        memory = between(handle, part)
+    with only(memory), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*an allocation failed in a step that went on")
+        ooms = torch.cuda.memory_stats()["num_ooms"]
+        with torchoffload.fit(model, 1.0, margin=0.0) as handle:
+            for _ in range(30):
+                step()
+            assert handle.phase == "settled", handle.report()
+            assert torch.cuda.memory_stats()["num_ooms"] == ooms, handle.report()
