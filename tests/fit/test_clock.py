@@ -1,9 +1,12 @@
 """What the clock of a fitted model tells of a finished step."""
 
 import contextlib
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import torchoffload
 from devices import Device
@@ -99,45 +102,68 @@ def test_a_step_tells_whether_pinned_memory_was_taken_or_given_back(device_under
     assert [each.has_resized_host for each in listener.finished] == [True, False, True, True]
 
 
-def adversaries(clock: Clock) -> None:
-    """As a generator and its critic: what the first call made has its backward behind that of a later call."""
-    made_by, judged_by = (torch.ones(2, requires_grad=True) for _ in range(2))
+MAKER, JUDGE = nn.Identity(), nn.Identity()
 
-    def called(value: torch.Tensor) -> torch.Tensor:
-        clock.call_begins(1)
-        output = value.exp()
-        clock.call_ends(output)
-        return output
 
-    made = called(made_by)
-    called(judged_by * made.detach()).sum().backward()
-    called(judged_by * made).sum().backward()
+def called(clock: Clock, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    clock.note_module(module)
+    clock.call_begins(1)
+    output = value.exp()
+    clock.call_ends(output)
+    return output
+
+
+class Adversaries:
+    """As a generator and its critic: what the first call made has its backward behind that of a later call, or none."""
+
+    made: torch.Tensor
+
+    def train(self, clock: Clock, *, trains_maker: bool) -> None:
+        made_by, judged_by = (torch.ones(2, requires_grad=True) for _ in range(2))
+        self.made = called(clock, MAKER, made_by)  # the one before is alive until then
+        called(clock, JUDGE, judged_by * self.made.detach()).sum().backward()
+        if trains_maker:
+            called(clock, JUDGE, judged_by * self.made).sum().backward()
 
 
 def keeps_outputs(clock: Clock, kept: list[torch.Tensor]) -> None:
     """As an evaluation without no_grad(), whose outputs are collected."""
-    clock.call_begins(1)
-    kept.append(torch.ones(2, requires_grad=True).exp())
-    clock.call_ends(kept[-1])
-    clock.call_begins(1)
-    loss = torch.ones(2, requires_grad=True).exp()
-    clock.call_ends(loss)
-    loss.sum().backward()
+    kept.append(called(clock, MAKER, torch.ones(2, requires_grad=True)))
+    called(clock, MAKER, torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def finished(train: Callable[[Clock], None], count: int) -> int:
+    """How many steps have ended once another call begins."""
+    listener = Listener()
+    clock = Clock(listener, SimulatedMeter(SimulatedAllocator()), lambda *values: values)
+    for _ in range(count):
+        train(clock)
+    called(clock, MAKER, torch.ones(2, requires_grad=True))
+    return len(listener.finished)
 
 
 def test_a_call_whose_backward_comes_late_keeps_its_step_open_once_that_was_seen():
-    listener = Listener()
-    clock = Clock(listener, SimulatedMeter(SimulatedAllocator()), lambda *values: values)
-    for _ in range(6):
-        adversaries(clock)
-    clock.call_begins(1)
-    assert len(listener.finished) == 7, "two in the first iteration, and one in each later one"
+    loop = Adversaries()
+    assert finished(lambda clock: loop.train(clock, trains_maker=True), 6) == 7, "two in the first iteration"
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_late_backward_that_the_loop_leaves_out_holds_no_step_up(every: int):
+    loop, numbers = Adversaries(), itertools.count()
+    count = finished(lambda clock: loop.train(clock, trains_maker=next(numbers) % every == 0), 12)
+    assert count == 13, "two in the first iteration, in which the maker is trained, and one in each other one"
 
 
 def test_outputs_that_are_kept_hold_no_step_up():
-    listener, kept = Listener(), []
-    clock = Clock(listener, SimulatedMeter(SimulatedAllocator()), lambda *values: values)
-    for _ in range(6):
-        keeps_outputs(clock, kept)
-    clock.call_begins(1)
-    assert len(listener.finished) == 6
+    kept: list[torch.Tensor] = []
+    assert finished(lambda clock: keeps_outputs(clock, kept), 6) == 6
+
+
+def test_samples_of_the_first_network_that_are_kept_hold_no_step_up():
+    loop, kept = Adversaries(), []
+
+    def train(clock: Clock) -> None:
+        loop.train(clock, trains_maker=True)
+        kept.append(called(clock, MAKER, torch.ones(2, requires_grad=True)))
+
+    assert finished(train, 6) == 7

@@ -65,16 +65,20 @@ class Backwards:
         """
         return len(self._open) > 0
 
-    def call_begins(self) -> None:
+    def call_begins(self, *, starts_over: bool = True) -> None:
         """Await no backward of a call any more if those of all later ones have ended, and yet another call begins.
 
-        As a rule the program keeps the call's output then. But a generator has its backward behind that of its critic:
-        once such a backward has come, the next ones are awaited.
+        As a rule the program keeps the call's output then. But a generator has its backward behind that of its critic,
+        which is called between them. Once such a backward has come, the next ones are awaited until the module is
+        called that began the step (``starts_over``): the loop may leave some of the backwards out.
         """
         newest = max(self._open, key=lambda call: call.number, default=None)
-        if newest is None or self._waits_longer:
+        if newest is None or newest.missed == 0 or newest.number >= self._count - 1:
             return
-        if newest.missed > 0 and newest.number < self._count - 1:
+        if starts_over:
+            for call in [each for each in self._open if each.missed > 0]:
+                self._give_up(call)
+        elif not self._waits_longer:
             self._give_up(newest)
 
     def _give_up(self, call: _OpenCall) -> None:

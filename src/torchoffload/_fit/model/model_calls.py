@@ -115,6 +115,7 @@ class ModelCalls:
         if module is not model and self._of_parts.has_open_calls and not self.driver.clock.is_between_steps:
             self.driver.clock.call_goes_on()
             return
+        self.driver.clock.note_module(module)
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):
             self.driver.call_begins((args, kwargs))

@@ -106,6 +106,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         step = document["step"]
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
         calls = tuple(BlockCall(**call) for call in step.pop("calls"))
+        step["between"] = tuple(step["between"])
         plan = document["plan"]
         planned = tuple(CallPlan(**each | {"moved": tuple(each["moved"])}) for each in plan.pop("calls"))
         return SavedPlan(

@@ -11,6 +11,7 @@ from torch import nn
 from torchoffload._fit.block.following import BlockWindows
 from torchoffload._fit.block.graph import BlockPlan
 from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.plan.step import CallPlan, Step
 from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["Turns", "turns_of", "weakly", "windows_of"]
@@ -59,6 +60,25 @@ class Turns:
         return turn
 
 
+def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:
+    """Return the number of each planned call and its plan, and then those of the calls between the step's backwards.
+
+    These repeat earlier ones. If they might keep more than those whose backward is over, they keep the least they can.
+    """
+    step, plan = trial.step, trial.plan
+    may_repeat = step.may_repeat(plan)
+    between = [(number, plan.calls[number] if may_repeat else _least(step, number)) for number in step.between]
+    return [*enumerate(plan.calls), *between]
+
+
+def _least(step: Step, number: int) -> CallPlan:
+    """Return the plan of a call that keeps as little as it can, in windows of 0 bytes."""
+    kind = step.kinds[step.calls[number].kind]
+    way = kind.ways[0]
+    moved = tuple(each for each in way.kept if step.may_move and kind.outputs[each].may_move)
+    return CallPlan(0, moved, step.may_move and (bool(moved) or way.input_bytes > 0))
+
+
 def turns_of(
     trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
 ) -> tuple[dict[nn.Module, Turns], dict[nn.Module, list[bool]]]:
@@ -77,11 +97,13 @@ def turns_of(
     """
     followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
     moving: defaultdict[nn.Module, list[bool]] = defaultdict(list)
-    for module, call, planned in zip(modules, trial.step.calls, trial.plan.calls, strict=True):
+    blocks = list(modules)
+    for number, planned in _calls_of(trial):
+        call = trial.step.calls[number]
         kind = trial.step.kinds[call.kind]
         plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
-        followed[module].append(_Followed(plan, tell, partial(refuse, call.kind)))
-        moving[module].append(planned.moves)
+        followed[blocks[number]].append(_Followed(plan, tell, partial(refuse, call.kind)))
+        moving[blocks[number]].append(planned.moves)
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
     return turns, dict(moving)
 
@@ -90,19 +112,24 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, li
     """Return the windows of each call of each block.
 
     If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
-    of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts.
+    of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts. Those
+    calls have the windows of the calls that they repeat, or none if they keep as little as they can.
     """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
-    calls, step = trial.plan.calls, trial.step
+    calls, step, blocks = trial.plan.calls, trial.step, list(modules)
     before_bytes = 0  # that calls before this one move, and that the same backward needs
-    for number, (module, call) in enumerate(zip(modules, calls, strict=True), start=1):
+    of_calls: list[BlockWindows] = []
+    for number, call in enumerate(calls, start=1):
         after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
         reload_bytes = call.reload_bytes
         if 0 < step.late_count < number:
-            moved_bytes = step.kinds[step.calls[number - 1].kind].moved_bytes(call)
             reload_bytes = min(reload_bytes, before_bytes)
-            before_bytes += moved_bytes
-        windows[module].append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
+            before_bytes += step.kinds[step.calls[number - 1].kind].moved_bytes(call)
+        of_calls.append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
+    may_repeat = step.may_repeat(trial.plan)
+    of_calls += [of_calls[number] if may_repeat else BlockWindows(0, 0, 0) for number in step.between]
+    for (number, _), each in zip(_calls_of(trial), of_calls, strict=True):
+        windows[blocks[number]].append(each)
     return dict(windows)
 
 

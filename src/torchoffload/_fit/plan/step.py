@@ -120,10 +120,12 @@ class BlockKind:
         return way.input_bytes + sum(self.outputs[number].nbytes for number in way.kept)
 
     def moved_bytes(self, planned: "CallPlan") -> int:
-        """Return the most bytes that a call moves."""
+        """Return the bytes that a call moves."""
+        if not planned.moves:
+            return 0
         way = self.ways[planned.way]
-        outputs = sum(self.outputs[number].nbytes for number in planned.moved)
-        return outputs + way.input_bytes if planned.moves else 0
+        # A call that is not computed again moves outputs by themselves, and its arguments with all of them.
+        return way.input_bytes + sum(self.outputs[number].nbytes for number in planned.moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,8 @@ class Step:
     late_count : int
         How many calls there are until the last one whose backward begins behind the step's first backward, as that of
         a generator behind its critic's.
+    between : tuple of int
+        The calls behind the first backward, if late_count is not 0: for each, the number of the call that it repeats.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
     may_move : bool
@@ -181,6 +185,7 @@ class Step:
     other_bytes: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
     late_count: int = 0
+    between: tuple[int, ...] = ()
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True
@@ -192,6 +197,16 @@ class Step:
     def peak_bytes(self, plan: "StepPlan") -> int:
         """Return the most that is on the device under a plan, outside of forward and backward as well."""
         return max(plan.peak_bytes, self.other_bytes)
+
+    def stays_bytes(self, plan: "StepPlan", number: int) -> int:
+        """Return how many bytes of a call stay on the device under a plan."""
+        kind, planned = self.kinds[self.calls[number].kind], plan.calls[number]
+        return max(0, kind.kept_bytes(kind.ways[planned.way]) - kind.moved_bytes(planned))
+
+    def may_repeat(self, plan: "StepPlan") -> bool:
+        """Return whether the calls between the backwards keep no more than those keep whose backward is over."""
+        first = sum(self.stays_bytes(plan, number) for number in range(self.late_count, len(self.calls)))
+        return sum(self.stays_bytes(plan, number) for number in self.between) <= first
 
     @property
     def of_blocks(self) -> "Step":

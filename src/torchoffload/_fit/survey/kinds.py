@@ -291,10 +291,18 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
         calls.append(BlockCall(number, forward_bytes, behind + own))
+    calls.reverse()
+    if measured.late_count:
+        # The calls between the backwards run beside all that the calls before the next backward keep, as its first
+        # block does, whose own bytes are a part of what is measured there.
+        last = calls[measured.late_count - 1]
+        own = step_kinds[last.kind].kept_bytes(step_kinds[last.kind].ways[-1])
+        backward_bytes = max(last.backward_bytes, measured.between_bytes + own)
+        calls[measured.late_count - 1] = replace(last, backward_bytes=backward_bytes)
     head_s, loss_s, end_s = map(_elapsed, measured.times_s)
     return Step(
         kinds=tuple(step_kinds),
-        calls=tuple(reversed(calls)),
+        calls=tuple(calls),
         head_s=head_s,
         loss_s=loss_s,
         end_s=end_s,
@@ -302,5 +310,6 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         other_bytes=measured.other_bytes,
         fixed=measured.fixed,
         late_count=measured.late_count,
+        between=measured.between,
         **limits,
     )

@@ -74,6 +74,10 @@ class Measured:
         The bytes that every plan takes, by their names for messages.
     late_count : int
         How many calls there are until the last one whose backward begins behind the step's first backward.
+    between : tuple of int
+        The calls behind the first backward, if late_count is not 0: for each, the number of the call that it repeats.
+    between_bytes : int
+        The most on the device while they run.
     """
 
     kinds: tuple[MeasuredKind, ...]
@@ -83,6 +87,8 @@ class Measured:
     other_bytes: int
     fixed: dict[str, int]
     late_count: int = 0
+    between: tuple[int, ...] = ()
+    between_bytes: int = 0
 
 
 def structure_of(record: BlockRecord) -> str:
@@ -116,6 +122,8 @@ def together(all_measured: Sequence[Measured]) -> Measured:
         other_bytes=max(each.other_bytes for each in all_measured),
         fixed={name: max(each.fixed[name] for each in all_measured) for name in first.fixed},
         late_count=max(each.late_count for each in all_measured),
+        between=max((each.between for each in all_measured), key=len),
+        between_bytes=max(each.between_bytes for each in all_measured),
     )
 
 

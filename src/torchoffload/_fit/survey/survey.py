@@ -4,7 +4,7 @@ import itertools
 import statistics
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -138,21 +138,23 @@ class SurveyedCall(Watch):
 
 
 class _LeastMemory(NamedTuple):
-    """The most bytes of a step in which nothing was on its way: in each call, at the loss, and elsewhere."""
+    """The most bytes of a step in which nothing was on its way: in calls, at the loss, elsewhere, between backwards."""
 
     calls: list[tuple[tuple[Any, ...], int, int]]  # the key, and the most in forward and in backward
     loss_bytes: int
     other_bytes: int
+    between_bytes: int
 
     @classmethod
-    def of(cls, calls: list[SurveyedCall], loss_bytes: int, other_bytes: int) -> "_LeastMemory":
-        return cls([(each.key, each.forward_bytes, each.backward_bytes) for each in calls], loss_bytes, other_bytes)
+    def of(cls, calls: list[SurveyedCall], loss_bytes: int, other_bytes: int, between_bytes: int) -> "_LeastMemory":
+        in_calls = [(each.key, each.forward_bytes, each.backward_bytes) for each in calls]
+        return cls(in_calls, loss_bytes, other_bytes, between_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most of the whole step."""
         in_calls = (max(forward, backward) for _, forward, backward in self.calls)
-        return max(self.loss_bytes, self.other_bytes, *in_calls)
+        return max(self.loss_bytes, self.other_bytes, self.between_bytes, *in_calls)
 
     def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
         """Return the bytes of each call, by its identity; of a later step's calls if they are others than here."""
@@ -236,6 +238,8 @@ class Survey:
         self._began_bytes = 0  # on the device, without gradients
         self._has_backward_begun = False
         self._backward_ends: list[Any] = []
+        self._between: list[weakref.ref[nn.Module]] = []  # the block of each call behind the first backward
+        self._between_bytes = 0
 
     @property
     def _ended(self) -> Any:
@@ -254,6 +258,7 @@ class Survey:
             key = (*key, id(module))
         # Calls behind the first backward, as in pipelines, run in the least memory all the same.
         if self._ended is not None or self._has_stopped:
+            self._between.append(weakref.ref(module))
             return Watch(self.least_plan(key))
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
@@ -278,6 +283,8 @@ class Survey:
         if begins_backward and not self._has_backward_begun:
             self._has_backward_begun = True
             self._note_loss(peak)
+        elif begins_backward and self._backward_ends:
+            self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
         self._sink = sink
@@ -422,10 +429,13 @@ class Survey:
             self._smaller_steps += 1
             return False
         if not self.is_timing:
-            self._least = _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
+            self._least = self._least_memory()
             return False
         self.is_known = True
         return True
+
+    def _least_memory(self) -> _LeastMemory:
+        return _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes, self._between_bytes)
 
     def _end_copies(self) -> None:
         """Have no arguments copied any more of kinds whose backward has shown that nobody writes to them."""
@@ -477,7 +487,7 @@ class Survey:
         else:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
-        least = self._least or _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes)
+        least = self._least or self._least_memory()
         measured = Measured(
             kinds=tuple(kinds),
             calls=tuple(self._calls(calls, numbers, least)),
@@ -485,9 +495,25 @@ class Survey:
             loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
             other_bytes=max(least.other_bytes, self._other_bytes),
             fixed=self._fixed(),
-            late_count=self._late_count(calls),
+            late_count=(late_count := self._late_count(calls)),
+            between=self._calls_between(calls) if late_count else (),
+            between_bytes=least.between_bytes,
         )
         return measured, keys
+
+    def _calls_between(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
+        """Return for each call behind the first backward the number of the call of its block that it takes after."""
+        numbers: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        for number, call in enumerate(calls):
+            numbers[call.module].append(number)
+        counts: Counter[nn.Module] = Counter()
+        between = []
+        for reference in self._between:
+            block = reference()
+            if block is not None and (known := numbers.get(block)):
+                between.append(known[counts[block] % len(known)])
+                counts[block] += 1
+        return tuple(between)
 
     def _late_count(self, calls: list[SurveyedCall]) -> int:
         """Return how many calls there are until the last one whose backward begins behind the end of another one."""
