@@ -1,5 +1,6 @@
 """What a survey says of a step, and what several ranks say of theirs together."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing.structure import find_blocks
+from torchoffload._fit.model import fitted_model
+from torchoffload._fit.model.fitted_model import FittedModel
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind, together
 
 
@@ -64,6 +67,30 @@ def test_a_block_that_computes_nothing_again_keeps_what_autograd_saves():
     assert kind.kept_bytes(plain) == known.all_saved_bytes
     # The input, the linear layer's output, relu's result, and two statistics for each of 8 channels.
     assert known.all_saved_bytes == 4 * (3 * 4 * 8 * WIDTH + 2 * 8)
+
+
+def test_a_call_on_another_thread_that_returns_while_a_plan_is_made_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    model, late = nn.Sequential(*(Normed() for _ in range(3))), []
+    make_plan, surveyed_step = FittedModel._make_plan, fitted_model.surveyed_step
+
+    def beside_an_open_call(self, survey, last):
+        late.append(copy.copy(survey.calls[-1]))
+        late[0].returned = None
+        survey.calls.append(late[0])
+        make_plan(self, survey, last)
+
+    def while_it_returns(survey, *more):
+        found = surveyed_step(survey, *more)
+        late[0].returned = survey.calls[0].returned
+        return found
+
+    monkeypatch.setattr(FittedModel, "_make_plan", beside_an_open_call)
+    monkeypatch.setattr(fitted_model, "surveyed_step", while_it_returns)
+    with torchoffload.fit(model, 1 << 50, move=False) as handle:
+        for _ in range(3):
+            model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean().backward()
+        assert late
+        assert len(handle._driver.step.calls) == len(handle._driver.called.modules) == 3
 
 
 def test_blocks_are_what_is_repeated_and_what_stands_beside_it():

@@ -385,6 +385,30 @@ def test_code_that_reads_memory_by_its_address_is_given_none():
         dry_saves(AsksForTheAddress(), inputs())
 
 
+class ComparesAddresses(nn.LSTM):
+    """Asks for addresses as recurrent layers do on a GPU, whose weights cuDNN wants in one piece."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.addresses = {each.data_ptr() for each in (*self._flat_weights, torch.empty_like(x))}
+        return super().forward(x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.layers = ComparesAddresses(WIDTH, WIDTH, batch_first=True)
+        self.other = AsksForTheAddress() if asks else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.layers(x))
+
+
+def test_recurrent_layers_may_compare_addresses():
+    assert dry_saves(Recurrent(asks=False), inputs()) > 0
+    with pytest.raises(DryRunError, match="Cannot access data pointer"):
+        dry_saves(Recurrent(asks=True), inputs())
+
+
 @pytest.mark.parametrize("fused", ["before", "within"])
 def test_fused_kernels_of_torchscript_are_given_no_tensors_without_data(fused: str, tmp_path: Path):
     assert_prints_right(Path(__file__).parents[2] / "support" / "fused_torchscript.py", fused, tmp_path)

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.choosing.collector import leaves_in
 from torchoffload._fit.choosing.leftovers import DryMode
@@ -133,12 +134,18 @@ class FakeCopy:
             if isinstance(leaf, torch.Generator):  # it would be copied by way of a tensor
                 memo[id(leaf)] = leaf.clone_state()
         with _Fakes(lambda tensor: make(mode, tensor)) as fakes:
+            with mode.giving_addresses():
+                recurrent = [each for each in modules if isinstance(each, nn.RNNBase)]
+                memo |= {id(each): fakes.of(each) for layer in recurrent for each in layer.parameters()}
             for tensor in [*model.parameters(), *model.buffers()]:
-                memo[id(tensor)] = fakes.of(tensor)
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = fakes.of(tensor)
             copied, self.arguments = copy.deepcopy((model, arguments), memo)
         for module in modules:
             _take_compiled_away(memo[id(module)])
             _take_cudnn_dropout_away(memo[id(module)])
+            if isinstance(module, nn.RNNBase):
+                _give_addresses(memo[id(module)], mode)
             vars(memo[id(module)]).pop(_COLLECTS, None)
         self.model = getattr(copied, COMPILED) if COMPILED in copied._modules else copied
         self.originals = {
@@ -159,6 +166,24 @@ def _take_cudnn_dropout_away(module: nn.Module) -> None:
     """
     if isinstance(module, nn.RNNBase) and any(each.device.type == "cuda" for each in module.parameters()):
         module.dropout = 0.0
+
+
+def _give_addresses(module: nn.Module, mode: DryMode) -> None:
+    """Have a copied recurrent layer run where tensors give addresses: PyTorch compares those of its weights.
+
+    Its results give none to others.
+    """
+    forward = module.forward
+
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode.giving_addresses():
+            results = forward(*args, **kwargs)
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                torch._C._set_throw_on_mutable_data_ptr(leaf)
+        return results
+
+    module.forward = in_mode
 
 
 def _take_compiled_away(module: nn.Module) -> None:

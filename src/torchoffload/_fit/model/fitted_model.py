@@ -331,6 +331,7 @@ class FittedModel(abc.ABC):
         """Plan for the largest step of the survey, from the measurements of its last one."""
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._options.moving)
+        survey.leave_out_open_calls()
         step, keys = surveyed_step(survey, self._link, self._options.moving, self.agreement)
         if 0 < (share := self._seen.share_of(last)) < 1:
             self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")

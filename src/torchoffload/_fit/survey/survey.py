@@ -585,6 +585,10 @@ class Survey:
     def _reckoned_bytes(self) -> int:
         return sum(self._fixed().values())
 
+    def leave_out_open_calls(self) -> None:
+        """Leave out the calls that have not returned, as those of other threads: they may return at any moment."""
+        self.calls = self._known_calls()
+
     def forget_tensors(self) -> None:
         """Forget the calls, and with them all that they hold."""
         self._clear()
