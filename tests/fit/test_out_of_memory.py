@@ -182,6 +182,25 @@ def test_networks_that_train_against_each_other_keep_to_the_memory(part: float, 
         assert handle.plan.recompute_s > 0 or views > 1  # there the calls for the second backward are computed again
 
 
+def test_a_step_of_parts_that_is_lost_is_over_though_an_output_is_kept():
+    """Else no later call would be taken for a step, and all of them would run out of memory."""
+    model = Adversaries()
+    with SimulatedAllocator(1.1) as allocator, fitted(model, allocator, 1 << 40) as handle:
+        loop = Loop(model, allocator)
+        for _ in range(MOST_STEPS + 4):
+            loop.step(model.step)
+        assert handle.phase == "settled"
+        assert not loop.errors
+        loop.step(lambda x: model.maker(x).square().mean())
+        kept = model.maker(torch.randn(1, 1, WIDTH))  # and no backward of it ever comes
+        allocator.cap_bytes = allocator.most_reserved_bytes * 9 // 10
+        for _ in range(4):
+            loop.step(model.step)
+        assert kept.requires_grad
+        assert len(loop.errors) == 1, handle.report()
+        assert "ran out of memory" in handle.report()
+
+
 @pytest.mark.devices("disk")
 def test_nothing_comes_ahead_of_a_later_backward_of_the_step(device_under_test: Device):
     """Else it would be there beside the forward of the call between the backwards, in memory that no plan counts."""

@@ -149,6 +149,11 @@ class Clock:
         """Whether no step has begun, or a backward of the latest one is over."""
         return self._step is None or self._step.ended_counts is not None
 
+    @property
+    def has_lost_step(self) -> bool:
+        """Whether the step that has begun ran out of memory, on this rank."""
+        return self._step is not None and self._step.has_lost(self._meter.counts())
+
     def forget(self) -> None:
         """Begin a step with the next call."""
         self._step = None

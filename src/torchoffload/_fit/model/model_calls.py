@@ -112,10 +112,15 @@ class ModelCalls:
         for block in self._names:
             keep_call_hooks(block)
         # If the program keeps the output of a part, that output's backward may never come.
-        if module is not model and self._of_parts.has_open_calls and not self.driver.clock.is_between_steps:
-            self.driver.clock.call_goes_on()
+        clock = self.driver.clock
+        # A step that ran out of memory is over, although the program may keep outputs of its calls. Ranks that plan
+        # together begin their calls together, and so do not look.
+        looks = isinstance(self.driver, CompiledModel) or self.driver.agreement is None
+        goes_on = not clock.is_between_steps and not (looks and clock.has_lost_step)
+        if module is not model and self._of_parts.has_open_calls and goes_on:
+            clock.call_goes_on()
             return
-        self.driver.clock.note_module(module)
+        clock.note_module(module)
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):
             self.driver.call_begins((args, kwargs))
