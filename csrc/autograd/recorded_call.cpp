@@ -366,19 +366,19 @@ void RecordedCall::call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   recording.op.random_states =
       RandomStates(traits, c10::ArrayRef<c10::IValue>(stack->data() + first_argument, argument_count));
   const bool is_timed = clock_ && !times_replay_;
-  THPObjectPtr begin = is_timed ? now() : THPObjectPtr();
+  Moments moments;
+  if (is_timed) moments.begin = now();
   op.callBoxed(stack);
-  THPObjectPtr end = is_timed ? now() : THPObjectPtr();
+  if (is_timed) moments.end = now();
   if (traits.may_draw && !traits.draws) recording.op.random_states.keep_changed();
   note_results(recording, *stack);
   if (recording.op.makes.empty() && recording.written.empty()) {
     record_.refs.resize(first_ref);
     record_.opaques.erase(record_.opaques.begin() + static_cast<ptrdiff_t>(first_opaque), record_.opaques.end());
-    if (begin) drop_with_gil(std::move(begin), std::move(end));
     return;
   }
   finish_recording(std::move(recording), traits, planned, may_be_remembered, *stack);
-  if (begin) note_moment(std::move(begin), std::move(end));
+  if (is_timed) note_moment(std::move(moments.begin), std::move(moments.end));
 }
 
 // Autocast casts a leaf once in each of its regions and then remembers the result, so forward need not cast it each
@@ -475,7 +475,8 @@ void RecordedCall::note_moment(THPObjectPtr begin, THPObjectPtr end) {
   moments_.push_back({record_.operators.back().counted, std::move(begin), std::move(end)});
 }
 
-void RecordedCall::drop_with_gil(THPObjectPtr begin, THPObjectPtr end) {
+RecordedCall::Moments::~Moments() {
+  if (!begin && !end) return;
   const WithGil with_gil;
   begin = nullptr;
   end = nullptr;

@@ -103,6 +103,15 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   friend class ReplayedTensor;
   enum class Role : uint8_t { Read, Write, Scratch };
   struct Recording;  // of one operator
+  // When an operator began and ended. It may throw, while this thread does not hold the GIL.
+  struct Moments {
+    Moments() = default;
+    Moments(const Moments&) = delete;
+    Moments& operator=(const Moments&) = delete;
+    ~Moments();
+
+    THPObjectPtr begin, end;
+  };
 
   StorageNumber storage_of(const at::Tensor& tensor);
   StorageNumber add_storage(const at::Tensor& tensor);
@@ -123,7 +132,6 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   bool ran_elsewhere(const c10::Device& device);
   THPObjectPtr now();
   void note_moment(THPObjectPtr begin, THPObjectPtr end);
-  static void drop_with_gil(THPObjectPtr begin, THPObjectPtr end);
 
   std::unique_ptr<Saved> pack_whole(const RecordedStorage& recorded, const c10::Storage& storage,
                                     const c10::VariableVersion& version, bool is_filled) REQUIRES(gil);

@@ -9,6 +9,7 @@ from torch import nn
 
 import torchoffload
 from planned_blocks import BLOCKS, WIDTH
+from simulated_allocator import SimulatedAllocator
 from torchoffload._fit.choosing.structure import find_blocks
 from torchoffload._fit.model import fitted_model
 from torchoffload._fit.model.fitted_model import FittedModel
@@ -139,3 +140,25 @@ def test_ranks_plan_for_the_largest_of_their_numbers():
 def test_ranks_with_different_blocks_are_told_so(other: Measured):
     with pytest.raises(RuntimeError, match="group=None"):
         together([MEASURED, other])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_operator_that_raises_while_its_block_is_surveyed_is_an_error_as_ever(steps: int):
+    """PyTorch calls operators without the GIL, also where an exception passes what was noted of their times."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    with torchoffload.fit(model, 1 << 50, move=False):
+        for _ in range(steps):
+            model(torch.randn(4, WIDTH)).sum().backward()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(4, WIDTH + 1))
+        for _ in range(4):
+            model(torch.randn(4, WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("room", [100, 300, 900])
+def test_a_block_that_runs_out_of_memory_while_it_is_surveyed_is_an_error(room: int):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    with SimulatedAllocator(1.0, room << 10) as allocator, torchoffload.fit(model, 1 << 50, move=False):
+        with pytest.raises(torch.OutOfMemoryError):
+            model(torch.randn(8 * room, WIDTH))
+        assert allocator.ooms > 0

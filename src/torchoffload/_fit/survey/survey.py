@@ -488,6 +488,7 @@ class Survey:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
         least = self._least or self._least_memory()
+        late_count = self._late_count(calls)
         measured = Measured(
             kinds=tuple(kinds),
             calls=tuple(self._calls(calls, numbers, least)),
@@ -495,14 +496,14 @@ class Survey:
             loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
             other_bytes=max(least.other_bytes, self._other_bytes),
             fixed=self._fixed(),
-            late_count=(late_count := self._late_count(calls)),
+            late_count=late_count,
             between=self._calls_between(calls) if late_count else (),
             between_bytes=least.between_bytes,
         )
         return measured, keys
 
     def _calls_between(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
-        """Return for each call behind the first backward the number of the call of its block that it takes after."""
+        """Return for each call behind the first backward the number of the call of its block that it repeats."""
         numbers: defaultdict[nn.Module, list[int]] = defaultdict(list)
         for number, call in enumerate(calls):
             numbers[call.module].append(number)
@@ -516,7 +517,7 @@ class Survey:
         return tuple(between)
 
     def _late_count(self, calls: list[SurveyedCall]) -> int:
-        """Return how many calls there are until the last one whose backward begins behind the end of another one."""
+        """Return how many calls there are until the last one whose backward begins behind the step's first backward."""
         if len(self._backward_ends) < 2:
             return 0
         between = self.meter.between_s
