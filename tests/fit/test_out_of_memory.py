@@ -129,30 +129,40 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
 class Adversaries(nn.Module):
     """Two networks that train against each other: a step calls the second one in both of its backwards.
 
-    ``views``: how often it is called for the second backward.
+    ``views``: how often it is called for the second backward. ``order``: of the calls before the first backward.
+    ``is_one``: the loop calls both of them by way of the model.
     """
 
-    def __init__(self, views: int = 1) -> None:
+    def __init__(self, views: int = 1, order: str = "maker first", *, is_one: bool = False) -> None:
         super().__init__()
         self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
-        self.views = views
+        self.views, self.order, self.is_one = views, order, is_one
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(name)(x)
+
+    def call(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self(name, x) if self.is_one else self.get_submodule(name)(x)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.maker(x)
-        judged = self.judge(made.detach()).square().mean()
-        if self.views == 1:
-            judged = judged - self.judge(x).square().mean()
-        judged.backward()
+        real = self.call("judge", x).square().mean() if self.order == "judge first" else 0
+        made = self.call("maker", x)
+        if self.order == "maker first" and self.views == 1:
+            real = self.call("judge", x).square().mean()
+        (self.call("judge", made.detach()).square().mean() - real).backward()
         self.judge.zero_grad()
-        return sum((self.judge(made * (view + 1)).square().mean() for view in range(self.views)), torch.zeros(()))
+        judged = (self.call("judge", made * (view + 1)).square().mean() for view in range(self.views))
+        return sum(judged, torch.zeros(()))
 
 
+@pytest.mark.parametrize("is_one", [False, True])
+@pytest.mark.parametrize("order", ["maker first", "judge first"])
 @pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize("part", [0.05, 0.3, 0.6, 0.9])
-def test_networks_that_train_against_each_other_keep_to_the_memory(part: float, views: int):
-    """The graph of the first call is alive behind the first backward, and what runs there may take the most."""
+def test_networks_that_train_against_each_other_keep_to_the_memory(part: float, views: int, order: str, is_one: bool):
+    """The graph of the generator is alive behind the first backward, and what runs there may take the most."""
     torch.manual_seed(0)
-    model = Adversaries(views)
+    model = Adversaries(views, order, is_one=is_one)
 
     def checkpointed(x: torch.Tensor) -> torch.Tensor:
         for each in model.modules():
@@ -212,13 +222,13 @@ def test_nothing_comes_ahead_of_a_later_backward_of_the_step(device_under_test: 
             loop.step(model.step)
         assert not loop.errors
         step, modules = handle._driver.step, handle._driver.called.modules
-        assert step.late_count == 4, "the blocks of the maker"
+        assert step.late == (0, 1, 2, 3), "the blocks of the maker"
         plan = survey_plan(step)
         ahead = dataclasses.replace(
             plan, calls=tuple(dataclasses.replace(each, reload_bytes=1 << 30) for each in plan.calls)
         )
         windows = windows_of(Trial(step, ahead), modules)
-        of_one_backward = windows_of(Trial(dataclasses.replace(step, late_count=0), ahead), modules)
+        of_one_backward = windows_of(Trial(dataclasses.replace(step, late=()), ahead), modules)
     assert {each.reload_bytes for found in of_one_backward.values() for each in found} == {1 << 30}
     assert {each.reload_bytes for block in model.maker for each in windows[block]} == {1 << 30}
     moved = [step.kinds[call.kind].moved_bytes(each) for call, each in zip(step.calls, plan.calls, strict=True)]

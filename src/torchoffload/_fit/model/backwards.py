@@ -1,10 +1,12 @@
 """When the backward of a model's output begins, and when it ends."""
 
 import weakref
+from collections import deque
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from torchoffload._fit.model.sizes import tensors_in
 
@@ -16,7 +18,11 @@ class _Listener(Protocol):
     def backward_ends(self) -> None: ...
 
 
-_MOST_MISSED = 16  # the backwards of later calls that may come before a call's own, as in a pipeline
+_MOST_MISSED = 16  # the backwards of later calls, and the later calls, that may come before a call's own backward
+_MOST_PATTERNS = 16
+
+# What is called, and whether one of its arguments has a gradient: as the output of an earlier call has.
+_Called = tuple["weakref.ref[nn.Module]", bool]
 
 
 class _OpenCall:
@@ -25,7 +31,7 @@ class _OpenCall:
     Attributes
     ----------
     number : int
-        How many calls there were before it.
+        How many calls had begun as it returned.
     missed : int
         The number of backwards of other calls that have ended since.
     is_given_up : bool
@@ -51,8 +57,10 @@ class Backwards:
     def __init__(self, listener: _Listener) -> None:
         self._listener = weakref.ref(listener)
         self._task = -1  # the graph task that was told of last
-        self._count = 0  # of calls
-        self._waits_longer = False  # since a backward came that was not awaited any more
+        self._count = 0  # of calls that have begun
+        self._latest: deque[_Called] = deque(maxlen=_MOST_MISSED)  # of them
+        # The calls that there were between a call and its backward, if that was not awaited any more as it came.
+        self._patterns: deque[tuple[_Called, ...]] = deque(maxlen=_MOST_PATTERNS)
         self._open: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
         self._in_backward: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
 
@@ -65,21 +73,30 @@ class Backwards:
         """
         return len(self._open) > 0
 
-    def call_begins(self, *, starts_over: bool = True) -> None:
+    def call_begins(self, module: nn.Module, arguments: Any) -> None:
         """Await no backward of a call any more if those of all later ones have ended, and yet another call begins.
 
         As a rule the program keeps the call's output then. But a generator has its backward behind that of its critic,
-        which is called between them. Once such a backward has come, the next ones are awaited until the module is
-        called that began the step (``starts_over``): the loop may leave some of the backwards out.
+        which is called between them. Once such a backward has come, the next ones are awaited as long as the same
+        modules are called behind the call as were then, with arguments that have gradients where those had any: the
+        loop may leave some of the backwards out.
         """
         newest = max(self._open, key=lambda call: call.number, default=None)
-        if newest is None or newest.missed == 0 or newest.number >= self._count - 1:
-            return
-        if starts_over:
-            for call in [each for each in self._open if each.missed > 0]:
+        others_are_over = newest is not None and newest.missed > 0 and newest.number < self._count
+        self._count += 1
+        self._latest.append((weakref.ref(module), any(each.requires_grad for each in tensors_in(arguments))))
+        if others_are_over:
+            for call in [each for each in self._open if each.missed > 0 and not self._may_come(each)]:
                 self._give_up(call)
-        elif not self._waits_longer:
-            self._give_up(newest)
+
+    def _may_come(self, call: _OpenCall) -> bool:
+        since = self._since(call)
+        return since is not None and any(pattern[: len(since)] == since for pattern in self._patterns)
+
+    def _since(self, call: _OpenCall) -> tuple[_Called, ...] | None:
+        """Return the calls that have begun since a call has ended; None if they are too many."""
+        count = self._count - call.number
+        return None if count > len(self._latest) else tuple(self._latest)[len(self._latest) - count :]
 
     def _give_up(self, call: _OpenCall) -> None:
         call.is_given_up = True
@@ -88,7 +105,6 @@ class Backwards:
     def follow(self, output: Any) -> bool:
         """Tell of backwards through the tensors in ``output``. Returns whether there are any that have one."""
         call = _OpenCall(self._count)
-        self._count += 1
         for tensor in tensors_in(output):
             # A leaf, such as a parameter, would collect a hook in each call.
             if tensor.requires_grad and not tensor.is_leaf:
@@ -98,7 +114,8 @@ class Backwards:
 
     def _begins(self, call: _OpenCall, _gradient: torch.Tensor) -> None:
         self._in_backward.add(call)
-        self._waits_longer |= call.is_given_up
+        if call.is_given_up and (since := self._since(call)) is not None and since not in self._patterns:
+            self._patterns.append(since)
         self.is_seen()
 
     def is_seen(self) -> None:

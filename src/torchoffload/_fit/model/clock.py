@@ -1,6 +1,5 @@
 """The beginning and the end of each step of a fitted model, and its times and bytes."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,7 +76,6 @@ class _Step:
     """The step that has begun."""
 
     counts: Counts  # as it began
-    module: "weakref.ref[nn.Module] | None" = None  # whose call began it
     began: Any = None
     ended_counts: Counts | None = None  # as its latest backward ended
     ended: Any = None
@@ -132,7 +130,6 @@ class Clock:
         self._follows_blocks = False  # since the model returns nothing that has a backward
         self._unanswered = 0  # calls since a backward was seen
         self._was_called = False
-        self._module: weakref.ref[nn.Module] | None = None
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
@@ -158,14 +155,13 @@ class Clock:
         """Begin a step with the next call."""
         self._step = None
 
-    def note_module(self, module: nn.Module) -> None:
-        """Take notice of the module that is about to be called: the model, or a part of it."""
-        self._module = weakref.ref(module)
+    def note_call(self, module: nn.Module, arguments: Any) -> None:
+        """Take notice of a call of the model or of a part of it, before call_begins() or call_goes_on()."""
+        self._backwards.call_begins(module, arguments)
 
     def call_begins(self, size: int) -> int:
         """Take notice of a call of the model. Returns its size, or that of the largest one of any rank."""
         counts = self._meter.counts()
-        self._backwards.call_begins(starts_over=self._step is None or self._step.module == self._module)
         self._unanswered += 1
         self._was_called = True
         if self._unanswered == _STUCK:
@@ -187,7 +183,7 @@ class Clock:
                 self._step = None  # maybe since no backward comes: begin again
         if self._step is None:
             self._listener.step_begins(size)
-            self._step = _Step(counts=self._meter.counts(), module=self._module)
+            self._step = _Step(counts=self._meter.counts())
             if self.measures:
                 self._meter.take_peak()
                 self._step.pinned_bytes = stats().pinned_bytes

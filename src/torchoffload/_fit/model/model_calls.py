@@ -117,10 +117,10 @@ class ModelCalls:
         # together begin their calls together, and so do not look.
         looks = isinstance(self.driver, CompiledModel) or self.driver.agreement is None
         goes_on = not clock.is_between_steps and not (looks and clock.has_lost_step)
+        clock.note_call(module, (args, kwargs))
         if module is not model and self._of_parts.has_open_calls and goes_on:
             clock.call_goes_on()
             return
-        clock.note_module(module)
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):
             self.driver.call_begins((args, kwargs))

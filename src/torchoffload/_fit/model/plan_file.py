@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, 
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 13"
+_FORMAT = "torchoffload plan 14"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

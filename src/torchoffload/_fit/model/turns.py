@@ -117,14 +117,16 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, li
     """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
     calls, step, blocks = trial.plan.calls, trial.step, list(modules)
-    before_bytes = 0  # that calls before this one move, and that the same backward needs
+    before_bytes = 0  # that calls before this one, but behind the last late one, move
     of_calls: list[BlockWindows] = []
-    for number, call in enumerate(calls, start=1):
-        after_bytes = calls[number].offload_bytes if number < len(calls) else trial.plan.loss_window_bytes
+    for number, call in enumerate(calls):
+        after_bytes = calls[number + 1].offload_bytes if number + 1 < len(calls) else trial.plan.loss_window_bytes
         reload_bytes = call.reload_bytes
-        if 0 < step.late_count < number:
+        if number in step.late:
+            before_bytes = 0
+        elif step.late:
             reload_bytes = min(reload_bytes, before_bytes)
-            before_bytes += step.kinds[step.calls[number - 1].kind].moved_bytes(call)
+            before_bytes += step.kinds[step.calls[number].kind].moved_bytes(call)
         of_calls.append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
     may_repeat = step.may_repeat(trial.plan)
     of_calls += [of_calls[number] if may_repeat else BlockWindows(0, 0, 0) for number in step.between]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from torchoffload._core import core
@@ -15,6 +16,7 @@ __all__ = [
     "Step",
     "StepPlan",
     "Way",
+    "backward_order",
     "least_plan",
     "plan_step",
     "plan_steps",
@@ -161,11 +163,11 @@ class Step:
         The most on the device outside of forward and backward.
     fixed : dict of str to int
         The bytes that every plan takes, by their names for messages.
-    late_count : int
-        How many calls there are until the last one whose backward begins behind the step's first backward, as that of
-        a generator behind its critic's.
+    late : tuple of int
+        The numbers of the calls whose backward begins behind the step's first backward, as that of a generator behind
+        its critic's.
     between : tuple of int
-        The calls behind the first backward, if late_count is not 0: for each, the number of the call that it repeats.
+        The calls behind the first backward, if any is late: for each, the number of the call that it repeats.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
     may_move : bool
@@ -184,7 +186,7 @@ class Step:
     loss_bytes: int = 0
     other_bytes: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
-    late_count: int = 0
+    late: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
@@ -205,8 +207,34 @@ class Step:
 
     def may_repeat(self, plan: "StepPlan") -> bool:
         """Return whether the calls between the backwards keep no more than those keep whose backward is over."""
-        first = sum(self.stays_bytes(plan, number) for number in range(self.late_count, len(self.calls)))
+        first = sum(self.stays_bytes(plan, number) for number in range(len(self.calls)) if number not in self.late)
         return sum(self.stays_bytes(plan, number) for number in self.between) <= first
+
+    @property
+    def backward_order(self) -> list[int]:
+        """The numbers of the calls, in the reversed order of their backwards."""
+        return backward_order(self.late, len(self.calls))
+
+    @property
+    def as_one_backward(self) -> "Step":
+        """The step with its calls in ``backward_order``, as if there were one backward: the core knows no other ones.
+
+        Calls that are not late may be called before a late one. In its forward, they are on the device as well. The
+        core counts them from the next call on that is not late, and so this call is given those bytes, too.
+        """
+        if not self.late or self.late[-1] < len(self.late):
+            return self
+        calls, loss_bytes = [self.calls[number] for number in self.backward_order], self.loss_bytes
+        for place, number in enumerate(self.late):
+            before = number - place  # calls that are not late
+            forward_bytes = self.calls[number].forward_bytes
+            behind = len(self.late) + before
+            if before and behind < len(calls):
+                call = calls[behind]
+                calls[behind] = replace(call, forward_bytes=max(call.forward_bytes, forward_bytes))
+            elif before:
+                loss_bytes = max(loss_bytes, forward_bytes)
+        return replace(self, calls=tuple(calls), loss_bytes=loss_bytes, late=tuple(range(len(self.late))))
 
     @property
     def of_blocks(self) -> "Step":
@@ -314,18 +342,30 @@ class StepPlan:
 
     def timed_as(self, step: Step) -> "StepPlan":
         """Return the same plan with the times that it has in a step of other times and the same bytes."""
-        [[(step_s, recompute_s)]] = core.joint_plan_times(step, [self], [_AS_IT_IS])
+        [[(step_s, recompute_s)]] = _times(step, [self], [_AS_IT_IS])
         return replace(self, step_s=step_s, recompute_s=recompute_s)
 
 
 def times_of(step: Step, plans: Sequence[StepPlan], factors: Sequence[tuple[float, float, float]]) -> list[list[float]]:
     """Return for each (pace, again, rate) how long the step with these times takes under each plan, in seconds."""
-    return [[step_s for step_s, _ in times] for times in core.joint_plan_times(step, plans, factors)]
+    return [[step_s for step_s, _ in times] for times in _times(step, plans, factors)]
 
 
-def _as_plan(found: dict[str, Any]) -> StepPlan:
-    calls = tuple(CallPlan(way, tuple(moved), *more) for way, moved, *more in found.pop("calls"))
-    return StepPlan(calls=calls, **found)
+def _times(step: Step, plans: Sequence[StepPlan], factors: Sequence[tuple[float, float, float]]) -> Any:
+    order = step.backward_order
+    ordered = [replace(plan, calls=tuple(plan.calls[number] for number in order)) for plan in plans]
+    return core.joint_plan_times(step.as_one_backward, ordered, factors)
+
+
+def backward_order(late: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of ``count`` calls, in the reversed order of their backwards: the late ones come first."""
+    return [*late, *(number for number in range(count) if number not in late)]
+
+
+def _as_plan(step: Step, found: dict[str, Any]) -> StepPlan:
+    ordered = [CallPlan(way, tuple(moved), *more) for way, moved, *more in found.pop("calls")]
+    calls = [call for _, call in sorted(zip(step.backward_order, ordered, strict=True), key=itemgetter(0))]
+    return StepPlan(calls=tuple(calls), **found)
 
 
 def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) -> StepPlan | None:
@@ -342,12 +382,13 @@ def plan_step(step: Step, memory_bytes: int, *, timed_as: Step | None = None) ->
 def plan_steps(steps: Iterable[Step], memory_bytes: int) -> list[StepPlan]:
     """Return the plan of each step that has one, as ``plan_step`` does. The searches run at the same time."""
     possible = [step for step in steps if step.other_bytes <= memory_bytes]
-    return [_as_plan(found) for found in core.joint_plans(possible, max(memory_bytes, 0)) if found is not None]
+    all_found = core.joint_plans([step.as_one_backward for step in possible], max(memory_bytes, 0))
+    return [_as_plan(step, found) for step, found in zip(possible, all_found, strict=True) if found is not None]
 
 
 def survey_plan(step: Step, window_bytes: int = 0) -> StepPlan:
     """Return the plan by which a survey runs its steps: the least bytes in each block, and all moves that can."""
-    return _as_plan(core.least_joint_plan(step, window_bytes))
+    return _as_plan(step, core.least_joint_plan(step.as_one_backward, window_bytes))
 
 
 def least_plan(step: Step) -> StepPlan:
@@ -358,9 +399,9 @@ def least_plan(step: Step) -> StepPlan:
     high = plan.peak_bytes
     while high - low > high // 1000 + 1:
         middle = (low + high) // 2
-        (found,) = core.joint_plans([step], middle)
+        (found,) = core.joint_plans([step.as_one_backward], middle)
         if found is None or found["peak_bytes"] >= high:
             low = middle
         else:
-            plan, high = _as_plan(found), found["peak_bytes"]
+            plan, high = _as_plan(step, found), found["peak_bytes"]
     return plan

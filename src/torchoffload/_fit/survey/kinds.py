@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, Corner, block_frontier, group_operators
 from torchoffload._fit.block.record import BlockRecord
 from torchoffload._fit.machine.operators import communicates, to_one_rank
-from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way
+from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way, backward_order
 from torchoffload._fit.survey.measured import HostTimes, Measured, MeasuredKind, structure_of
 from torchoffload._pytorch.compiled_calls import has_compiled
 
@@ -283,33 +283,33 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
         forward_s, backward_s = _elapsed(known.forward_s), _elapsed(known.backward_s)
         step_kinds.append(BlockKind(forward_s, backward_s, outputs, ways))
-    calls: list[BlockCall] = []
+    calls: dict[int, BlockCall] = {}
     behind = measured.loss_bytes
-    for number, forward_bytes, backward_bytes in reversed(measured.calls):
+    for number in reversed(backward_order(measured.late, len(measured.calls))):
+        kind_number, forward_bytes, backward_bytes = measured.calls[number]
         # If nothing shows when a block's backward begins, it is a part of the backward that comes before it.
-        of = step_kinds[number]
+        of = step_kinds[kind_number]
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
-        calls.append(BlockCall(number, forward_bytes, behind + own))
-    calls.reverse()
-    if measured.late_count:
+        calls[number] = BlockCall(kind_number, forward_bytes, behind + own)
+    if measured.late:
         # The calls between the backwards run beside all that the calls before the next backward keep, as its first
         # block does, whose own bytes are a part of what is measured there.
-        last = calls[measured.late_count - 1]
+        last = calls[measured.late[-1]]
         own = step_kinds[last.kind].kept_bytes(step_kinds[last.kind].ways[-1])
         backward_bytes = max(last.backward_bytes, measured.between_bytes + own)
-        calls[measured.late_count - 1] = replace(last, backward_bytes=backward_bytes)
+        calls[measured.late[-1]] = replace(last, backward_bytes=backward_bytes)
     head_s, loss_s, end_s = map(_elapsed, measured.times_s)
     return Step(
         kinds=tuple(step_kinds),
-        calls=tuple(calls),
+        calls=tuple(calls[number] for number in range(len(calls))),
         head_s=head_s,
         loss_s=loss_s,
         end_s=end_s,
         loss_bytes=measured.loss_bytes,
         other_bytes=measured.other_bytes,
         fixed=measured.fixed,
-        late_count=measured.late_count,
+        late=measured.late,
         between=measured.between,
         **limits,
     )

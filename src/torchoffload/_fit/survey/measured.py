@@ -72,10 +72,10 @@ class Measured:
         The most on the device between forward and backward, and outside of both.
     fixed : dict of str to int
         The bytes that every plan takes, by their names for messages.
-    late_count : int
-        How many calls there are until the last one whose backward begins behind the step's first backward.
+    late : tuple of int
+        The numbers of the calls whose backward begins behind the step's first backward.
     between : tuple of int
-        The calls behind the first backward, if late_count is not 0: for each, the number of the call that it repeats.
+        The calls behind the first backward, if any is late: for each, the number of the call that it repeats.
     between_bytes : int
         The most on the device while they run.
     """
@@ -86,7 +86,7 @@ class Measured:
     loss_bytes: int
     other_bytes: int
     fixed: dict[str, int]
-    late_count: int = 0
+    late: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
     between_bytes: int = 0
 
@@ -121,7 +121,7 @@ def together(all_measured: Sequence[Measured]) -> Measured:
         loss_bytes=max(each.loss_bytes for each in all_measured),
         other_bytes=max(each.other_bytes for each in all_measured),
         fixed={name: max(each.fixed[name] for each in all_measured) for name in first.fixed},
-        late_count=max(each.late_count for each in all_measured),
+        late=tuple(sorted({number for each in all_measured for number in each.late})),
         between=max((each.between for each in all_measured), key=len),
         between_bytes=max(each.between_bytes for each in all_measured),
     )

@@ -488,7 +488,7 @@ class Survey:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
         least = self._least or self._least_memory()
-        late_count = self._late_count(calls)
+        late = self._late(calls)
         measured = Measured(
             kinds=tuple(kinds),
             calls=tuple(self._calls(calls, numbers, least)),
@@ -496,8 +496,8 @@ class Survey:
             loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
             other_bytes=max(least.other_bytes, self._other_bytes),
             fixed=self._fixed(),
-            late_count=late_count,
-            between=self._calls_between(calls) if late_count else (),
+            late=late,
+            between=self._calls_between(calls) if late else (),
             between_bytes=least.between_bytes,
         )
         return measured, keys
@@ -516,14 +516,23 @@ class Survey:
                 counts[block] += 1
         return tuple(between)
 
-    def _late_count(self, calls: list[SurveyedCall]) -> int:
-        """Return how many calls there are until the last one whose backward begins behind the step's first backward."""
+    def _late(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
+        """Return the numbers of the calls whose backward begins behind the step's first backward.
+
+        If nothing shows when the backward of a call begins, it is late if a later one is.
+        """
         if len(self._backward_ends) < 2:
-            return 0
+            return ()
         between = self.meter.between_s
         first_s = between(self._began, self._backward_ends[0])
-        began_s = [between(self._began, call.began_again) if call.began_again is not None else 0.0 for call in calls]
-        return max((number for number, each_s in enumerate(began_s, start=1) if each_s >= first_s), default=0)
+        late: list[int] = []
+        is_late = False
+        for number, call in reversed(list(enumerate(calls))):
+            if call.began_again is not None:
+                is_late = between(self._began, call.began_again) >= first_s
+            if is_late:
+                late.append(number)
+        return tuple(reversed(late))
 
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
