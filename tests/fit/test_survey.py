@@ -72,20 +72,20 @@ def test_a_block_that_computes_nothing_again_keeps_what_autograd_saves():
 
 def test_a_call_on_another_thread_that_returns_while_a_plan_is_made_is_left_out(monkeypatch: pytest.MonkeyPatch):
     model, late = nn.Sequential(*(Normed() for _ in range(3))), []
-    make_plan, surveyed_step = FittedModel._make_plan, fitted_model.surveyed_step
+    note_surveyed, surveyed_step = FittedModel._note_surveyed, fitted_model.surveyed_step
 
     def beside_an_open_call(self, survey, last):
         late.append(copy.copy(survey.calls[-1]))
         late[0].returned = None
         survey.calls.append(late[0])
-        make_plan(self, survey, last)
+        note_surveyed(self, survey, last)
 
     def while_it_returns(survey, *more):
         found = surveyed_step(survey, *more)
         late[0].returned = survey.calls[0].returned
         return found
 
-    monkeypatch.setattr(FittedModel, "_make_plan", beside_an_open_call)
+    monkeypatch.setattr(FittedModel, "_note_surveyed", beside_an_open_call)
     monkeypatch.setattr(fitted_model, "surveyed_step", while_it_returns)
     with torchoffload.fit(model, 1 << 50, move=False) as handle:
         for _ in range(3):

@@ -59,10 +59,16 @@ class Backwards:
         self._task = -1  # the graph task that was told of last
         self._count = 0  # of calls that have begun
         self._latest: deque[_Called] = deque(maxlen=_MOST_MISSED)  # of them
+        self.late_number = 0  # of the latest call whose backward was not awaited any more as it came; 0 if none
         # The calls that there were between a call and its backward, if that was not awaited any more as it came.
         self._patterns: deque[tuple[_Called, ...]] = deque(maxlen=_MOST_PATTERNS)
         self._open: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
         self._in_backward: weakref.WeakSet[_OpenCall] = weakref.WeakSet()
+
+    @property
+    def count(self) -> int:
+        """How many calls have begun."""
+        return self._count
 
     @property
     def has_open_calls(self) -> bool:
@@ -114,8 +120,11 @@ class Backwards:
 
     def _begins(self, call: _OpenCall, _gradient: torch.Tensor) -> None:
         self._in_backward.add(call)
-        if call.is_given_up and (since := self._since(call)) is not None and since not in self._patterns:
-            self._patterns.append(since)
+        if call.is_given_up:
+            self.late_number = call.number
+            since = self._since(call)
+            if since is not None and since not in self._patterns:
+                self._patterns.append(since)
         self.is_seen()
 
     def is_seen(self) -> None:

@@ -1,5 +1,6 @@
 """The beginning and the end of each step of a fitted model, and its times and bytes."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +11,9 @@ from torchoffload._devices import Counts, Meter
 from torchoffload._fit.model.backwards import Backwards
 from torchoffload._observe.stats import stats
 
-__all__ = ["Clock", "FinishedStep"]
+__all__ = ["Clock", "FinishedStep", "Opener"]
+
+Opener = weakref.ref[nn.Module] | None  # the module whose call begins a step; None if that was not told
 
 _MOST_OPEN_CALLS = 64
 _STUCK = 20  # calls, and no backward
@@ -22,14 +25,20 @@ class FinishedStep:
 
     Attributes
     ----------
+    opener : weakref.ref of nn.Module
+        The module whose call began it: the model, or the part of it that the loop called first.
+    parts : frozenset of weakref.ref of nn.Module
+        All modules that the loop called in it.
     size : int
-        The bytes of the arguments of its largest call of the model.
+        The bytes of the arguments of the opener's largest call.
     blocks_bytes, block_count : int
         The bytes of the arguments of its calls of blocks, and how many calls there were.
     began, ended : moment
         When it began, and when its backward ended; None if that did not happen.
     is_lost : bool
         Whether it ran out of memory, in forward, in backward or behind it, so that the loop has lost it.
+    is_rest : bool
+        Whether it was the rest of an earlier one: the backward of a call came that was not awaited any more.
     has_waited : bool
         Whether the allocator had to give back cached memory, or an allocation failed that nobody was told of.
     went_without : bool
@@ -47,12 +56,15 @@ class FinishedStep:
         The bytes that are allocated now, behind the optimizer if it has stepped.
     """
 
+    opener: Opener
+    parts: frozenset[Opener]
     size: int
     blocks_bytes: int
     block_count: int
     began: Any
     ended: Any
     is_lost: bool
+    is_rest: bool
     has_waited: bool
     went_without: bool
     has_resized_host: bool
@@ -76,6 +88,10 @@ class _Step:
     """The step that has begun."""
 
     counts: Counts  # as it began
+    opener: Opener
+    parts: set[Opener]
+    number: int  # of its first call
+    is_rest: bool = False
     began: Any = None
     ended_counts: Counts | None = None  # as its latest backward ended
     ended: Any = None
@@ -130,6 +146,18 @@ class Clock:
         self._follows_blocks = False  # since the model returns nothing that has a backward
         self._unanswered = 0  # calls since a backward was seen
         self._was_called = False
+        self._called: Opener = None  # the latest call's module
+        self.opener: Opener = None  # of the latest step
+
+    @property
+    def is_opener_called(self) -> bool:
+        """Whether the latest call is one of the module whose call began the step."""
+        return self._called == self.opener
+
+    @property
+    def called(self) -> Opener:
+        """The module of the latest call."""
+        return self._called
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
@@ -157,6 +185,7 @@ class Clock:
 
     def note_call(self, module: nn.Module, arguments: Any) -> None:
         """Take notice of a call of the model or of a part of it, before call_begins() or call_goes_on()."""
+        self._called = weakref.ref(module)
         self._backwards.call_begins(module, arguments)
 
     def call_begins(self, size: int) -> int:
@@ -182,30 +211,43 @@ class Clock:
             elif is_full or (step.was_open and not self.has_open_calls and step.ended_counts is None):
                 self._step = None  # maybe since no backward comes: begin again
         if self._step is None:
+            self.opener = self._called
             self._listener.step_begins(size)
-            self._step = _Step(counts=self._meter.counts())
+            self._step = _Step(
+                counts=self._meter.counts(), opener=self.opener, parts={self.opener}, number=self._backwards.count
+            )
             if self.measures:
                 self._meter.take_peak()
                 self._step.pinned_bytes = stats().pinned_bytes
                 self._step.began = self._meter.now()
-        self._step.size = max(self._step.size, size)
+        self._note_part(size)
         self._step.blocks_bytes_before, self._step.block_count_before = self._step.blocks_bytes, self._step.block_count
         self._is_in_call = True
         return size
 
-    def call_goes_on(self) -> None:
+    def call_goes_on(self, size: int) -> None:
         """Take notice of the call of another part of the model, which belongs to the call of the part before."""
         self._is_in_call = True
+        self._note_part(size)
+
+    def _note_part(self, size: int) -> None:
+        if self._step is not None:
+            self._step.parts.add(self._called)
+            if self.is_opener_called:
+                self._step.size = max(self._step.size, size)
 
     def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
         ended = step.ended_counts
         return FinishedStep(
+            opener=step.opener,
+            parts=frozenset(step.parts),
             size=step.size,
             blocks_bytes=step.blocks_bytes,
             block_count=step.block_count,
             began=step.began,
             ended=step.ended,
             is_lost=is_lost,
+            is_rest=step.is_rest,
             has_waited=(ended or counts).waits > step.counts.waits,
             went_without=ended is not None and ended.failures > step.counts.failures,
             has_resized_host=step.has_resized_host,
@@ -248,9 +290,11 @@ class Clock:
     def backward_ends(self) -> None:
         """Take notice of the end of a backward."""
         self._unanswered = 0
+        late_number, self._backwards.late_number = self._backwards.late_number, 0
         step = self._step
         if step is None:
             return
+        step.is_rest |= 0 < late_number < step.number
         self._listener.backward_ended()
         if self.measures:
             step.ended = self._meter.now()

@@ -229,6 +229,10 @@ class CompiledModel:
         self._most_open_count = max(self._most_open_count, self._open_count)
         self._has_begun = True
 
+    def call_goes_on(self, inputs: Any) -> None:  # noqa: ARG002
+        """Take notice of the call of another part, which belongs to the call before."""
+        self.clock.call_goes_on(0)
+
     def call_raised(self) -> None:
         """Take notice of a call of the model that has raised."""
         self.clock.call_raised()

@@ -6,16 +6,20 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.machine.agreement import Agreement
-from torchoffload._fit.model.clock import FinishedStep
+from torchoffload._fit.model.clock import FinishedStep, Opener
 from torchoffload._fit.model.fitted_model import FittedModel
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Removed, Settled, Surveying
 from torchoffload._fit.model.sizes import argument_bytes
+from torchoffload._fit.model.surveyed_step import SurveyedStep
 from torchoffload._fit.plan.climb import LEAST_SHARE, Climb
 from torchoffload._fit.plan.scaling import OtherSizes
 from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message
 from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
+
+_MOST_OPENERS = 4  # modules whose calls begin steps that are surveyed
+_MOST_RESTS = 4
 
 
 class Driver(FittedModel):
@@ -31,14 +35,31 @@ class Driver(FittedModel):
         if isinstance(self.state, Surveying):
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
-        elif self._is_too_large(size) or (self._was_refused and self.agreement is None):
+        elif (self.clock.is_opener_called and self._is_too_large(size)) or (
+            self._was_refused and self.agreement is None
+        ):
             self._begin_survey()  # beside calls that wait for their backward, or since one had an error in it
         if isinstance(self.state, Surveying):
             self.state.survey.call_begins()
         if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
-        self._follow_size(self.largest_size if self.clock.has_open_calls else size)
+        is_alone = self.clock.is_opener_called and not self.clock.has_open_calls
+        self._follow_size(size if is_alone else self._seen.of(self.clock.opener).size)
+
+    def call_goes_on(self, inputs: Any) -> None:
+        """Take notice of the call of another part of the model, which belongs to the call of the part before."""
+        size = argument_bytes(inputs) if self.clock.is_opener_called else 0
+        self.clock.call_goes_on(size)
+        surveyed = self._all_surveyed.get(self.clock.opener)
+        if self.agreement is not None or surveyed is None or isinstance(self.state, Surveying):
+            return
+        with self._changing:
+            # The step may have begun with something small, such as a sample, whose output the program keeps.
+            if size > self._followed_size:
+                self._follow_size(size)
+            elif self.clock.called not in surveyed.parts and self._opener != self.clock.opener:
+                self._follow(self._opener, self.largest_size)
 
     def call_raised(self) -> None:
         """Take notice of a call of the model that has raised: programs make another one in its place."""
@@ -52,8 +73,13 @@ class Driver(FittedModel):
 
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins with a call of this size."""
-        if not isinstance(self.state, Surveying) and self._is_too_large(size):
-            self._begin_survey()
+        if not isinstance(self.state, Surveying):
+            is_new = self._is_new_opener()
+            if is_new or self._is_too_large(size):
+                self._begin_survey()
+            if is_new:  # if it comes seldom, the survey waits longer for the next one
+                self._openers.append(self.clock.opener)
+                self._most_waited *= 2
         self._block_calls.begin_step(looks_at_all=isinstance(self.state, Surveying))
         if isinstance(self.state, Surveying):
             if not self._is_survey_logged:
@@ -61,7 +87,8 @@ class Driver(FittedModel):
                 self._log("the survey begins: the first steps run in the least memory and are measured")
             survey = self.state.survey
             self.budget.is_surveying = not survey.is_known
-            survey.begin_step()
+            survey.begin_step(self.clock.opener)
+            self._watch(survey, self._windows.get(self.clock.opener, 0))
 
     def backward_began(self) -> None:
         """Take notice of a backward, in which this is called."""
@@ -83,6 +110,8 @@ class Driver(FittedModel):
         match self.state:
             case Surveying(survey):
                 self._end_survey_step(survey, step)
+            case Climbing() | Settled() if step.opener in self._others:
+                self._end_other_step(self._others[step.opener], step)
             case Climbing(climb):
                 self._end_trial_step(climb, step)
             case Settled(trial):
@@ -98,16 +127,22 @@ class Driver(FittedModel):
         if step.is_lost:
             self._end_lost_survey_step(survey)
             return
-        is_known = survey.end_step(is_largest=self._seen.note_surveyed(step))
-        self.budget.note_surveyed_step(is_known=is_known)
-        is_known = is_known and not self.budget.waits_for_others
+        if step.is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows better where such a step ends
+            self._rests += 1
+            return
+        if step.opener not in self._openers:
+            self._openers.append(step.opener)
+        is_known = survey.end_step(is_largest=self._seen.of(step.opener).note_surveyed(step))
         self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
-        self._survey_reserved_bytes = step.reserved_bytes
-        is_unknown, last_windows = self._largest(not is_known, survey.window_bytes)
-        if is_unknown:
-            self._watch(survey, int(last_windows))
-        else:
-            self._make_plan(survey, step)
+        is_unknown, windows = self._largest(not is_known, survey.window_bytes)
+        self._windows[step.opener] = int(windows)
+        self._waited = self._waited + 1 if step.opener in self._all_surveyed else 0
+        if not is_unknown:
+            self._note_surveyed(survey, step)
+        awaits_others = bool(is_unknown) or self._awaits_others()
+        self.budget.note_surveyed_step(is_known=not awaits_others)
+        if not self._largest(awaits_others or self.budget.waits_for_others)[0]:
+            self._make_plan()
 
     def _end_lost_survey_step(self, survey: Survey) -> None:
         """Let the survey go on with less after a step that ran out of memory, or end it with an error."""
@@ -123,7 +158,7 @@ class Driver(FittedModel):
             )
             return
         self.notes.append("a step of the survey ran out of memory: it went on with less")
-        self._watch(survey, 0)
+        self._windows.clear()
 
     def _allow_communication(self, survey: Survey, shapes: Any) -> None:
         """Have blocks that communicate computed again if all ranks know them: with arguments of shapes seen before."""
@@ -150,7 +185,7 @@ class Driver(FittedModel):
             taken_s, allocated, reserved, ended, grown, has_waited, has_resized_host, share = self._largest(
                 self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
                 step.ended_reserved_bytes, step.ended_reserved_bytes - step.began_reserved_bytes,
-                step.has_waited, step.has_resized_host, min(1.0, self._seen.share_of(step)),
+                step.has_waited, step.has_resized_host, min(1.0, self._seen.of(self._opener).share_of(step)),
             )  # fmt: skip
             is_done = climb.note_step(
                 taken_s, allocated_bytes=int(allocated), reserved_bytes=int(reserved), ended_bytes=int(ended),
@@ -169,7 +204,7 @@ class Driver(FittedModel):
         if not is_tight and (fits or self.budget.sharer_count > 1):
             grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None
-        is_large = self._awaits_large_step and self._seen.share_of(step) >= LEAST_SHARE
+        is_large = self._awaits_large_step and self._seen.of(self._opener).share_of(step) >= LEAST_SHARE
         is_lost, grown_bytes, differs, others, is_large = self._largest(
             step.is_lost, grown_bytes, self._differs(step), others, is_large
         )
@@ -188,40 +223,86 @@ class Driver(FittedModel):
         elif is_large:
             self._climb_again()
 
+    def _end_other_step(self, other: SurveyedStep, step: FinishedStep) -> None:
+        """Go on after a step that begins with a call of another module than the one that plans are tried for."""
+        grown_bytes = 0 if self.budget.sharer_count > 1 or step.is_lost else self._grown_bytes(step)
+        if isinstance(self.state, Settled) and other.peak_bytes + grown_bytes <= self.budget.usable_bytes:
+            grown_bytes = 0
+        if isinstance(self.state, Climbing) and not step.is_lost:
+            other.note_allocated(int(self._largest(step.allocated_bytes)[0]))
+        differs, is_lost, grown_bytes = self._largest(self._differs(step), step.is_lost, grown_bytes)
+        if differs:
+            self._survey_again(step)
+        elif grown_bytes:
+            self._plan_beside(int(grown_bytes))
+        elif is_lost:
+            name = self._name_of(other.opener)
+            self._note(
+                f"a step that begins with a call of {name} ran out of memory: its blocks keep as little as they can"
+                if other.takes_less()
+                else f"a step that begins with a call of {name} ran out of memory, although its blocks keep as little "
+                f"as they can. {MORE_ROOM}"
+            )
+
     def _grown_bytes(self, step: FinishedStep) -> int:
         return self._growth.bytes_after(step.left_bytes, self.budget.memory_bytes)
 
     def _survey_again(self, step: FinishedStep) -> None:
         """Begin a survey because of a step, which may have been the largest of several that take turns."""
         self._begin_survey()
-        self._seen.note_surveyed(step)
+        self._seen.of(step.opener).note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:
         """Return whether a step differed from the survey's: larger, of more calls, of other blocks, refused."""
+        largest = self._seen.of(step.opener)
         return (
             self._was_refused
             or self._seen.has_new_state
-            or step.block_count > self._seen.block_count > 0
-            or self._is_too_large(step.blocks_bytes, of=self._seen.blocks_bytes)
+            or step.block_count > largest.block_count > 0
+            or self._has_no_plan(step.opener, step.blocks_bytes, largest.blocks_bytes)
         )
 
-    def _is_too_large(self, size: int, of: int | None = None) -> bool:
-        """Return whether there is no plan for steps of this size."""
-        largest = self.largest_size if of is None else of
+    def _is_new_opener(self) -> bool:
+        """Return whether a step begins with a call of a module that begins none of the surveyed ones."""
+        opener = self.clock.opener
+        is_planned = self._opener is not None and self.step is not None
+        is_new = opener != self._opener and opener not in self._others
+        return is_planned and is_new and len(self._openers) < _MOST_OPENERS
+
+    def _is_too_large(self, size: int) -> bool:
+        """Return whether there is no plan for calls of this size that begin a step."""
+        return self._has_no_plan(self.clock.opener, size, self._seen.of(self.clock.opener).size)
+
+    def _has_no_plan(self, opener: Opener, size: int, largest: int) -> bool:
+        """Return whether there is no plan for steps of this size, if the largest one that was surveyed had another."""
         if size <= largest or largest == 0:
             return False
+        return not isinstance(self.state, Settled) or self._trial_for(opener, size / largest) is None
+
+    def _trial_for(self, opener: Opener, share: float) -> Trial | None:
+        """Return the plan for a step of so many times the size of the largest one; None if there is none."""
+        if opener in self._others:
+            return self._others[opener].trial_for(share)
         match self.state:
+            case Climbing(climb):
+                return climb.current
             case Settled(_, calls):
-                return calls.trial_for(size / largest) is None
+                return calls.trial_for(share)
+            case LeastMemory(trial):
+                return trial
             case _:
-                return True
+                return None
 
     def _follow_size(self, size: int) -> None:
-        """Follow the plan for a call of this size; the largest call's if other calls wait for their backward."""
-        match self.state:
-            case Settled(_, calls) if self.largest_size:
-                wanted = calls.trial_for(size / self.largest_size)
-                if wanted is not None and wanted is not self._followed:
-                    self._apply(wanted, keeps_cache=True)
-            case _:
-                pass
+        """Follow the plan for a step whose first module's calls have at most this size."""
+        self._follow(self.clock.opener, size)
+
+    def _follow(self, opener: Opener, size: int) -> None:
+        self._followed_size = size
+        if isinstance(self.state, Surveying | Removed):
+            return
+        if self._others or isinstance(self.state, Settled):
+            largest = self._seen.of(opener).size
+            wanted = self._trial_for(opener, size / largest if largest else 1.0)
+            if wanted is not None and wanted is not self._followed:
+                self._apply(wanted, self._others.get(opener), keeps_cache=True)

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._fit.machine.operators import gradients
-from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.clock import Clock, FinishedStep, Opener
 from torchoffload._fit.model.growth import Growth
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
@@ -27,6 +28,7 @@ from torchoffload._fit.model.progress import Progress, log_phase, predicted
 from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls
 from torchoffload._fit.model.snapshot import Snapshot
+from torchoffload._fit.model.surveyed_step import SurveyedStep
 from torchoffload._fit.model.turns import turns_of, weakly, windows_of
 from torchoffload._fit.model.unseen import unseen_blocks
 from torchoffload._fit.plan.budget import Budget
@@ -62,6 +64,7 @@ __all__ = ["FittedModel"]
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
 _MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
+_MOST_WAITED_STEPS = 8  # of others: a critic may take five for each one of its generator
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
@@ -120,10 +123,18 @@ class FittedModel(abc.ABC):
         self.meter, self.budget = meter, budget
         self.step: Step | None = None
         self.operators: list[tuple[Any, ...]] = []  # of each kind of block, in order
-        self._planned_keys: list[Any] = []  # of the kinds, in the same order; none if the plan was read from a file
         self._was_refused = False  # a block could not be computed again, and the plan is still followed
         self.is_surveyed = False
         self._saved_bytes: list[int] = []  # by each call of the surveyed step
+        self._opener: Opener = None  # of the steps that plans are tried for
+        self._openers: list[Opener] = []  # of all steps that were surveyed, in any survey
+        self._most_waited = _MOST_WAITED_STEPS
+        self._rests = 0  # steps of a survey that were the rest of an earlier one
+        self._waited = 0  # steps of a survey that were known, while others were waited for
+        self._all_surveyed: dict[Opener, SurveyedStep] = {}  # by this survey
+        self._others: dict[Opener, SurveyedStep] = {}  # those of them that no plans are tried for
+        self._followed_size = 0  # of the call that chose the plan
+        self._windows: dict[Opener, int] = {}  # of the next step of a survey, in bytes
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
         self._survey_reserved_bytes = 0
@@ -145,6 +156,7 @@ class FittedModel(abc.ABC):
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
         self._seen = Seen()
+        self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
@@ -239,6 +251,8 @@ class FittedModel(abc.ABC):
             step=None if self.step is None else self.step.with_more(self._growth.grown_bytes),
             settled=self.settled,
             trials=tuple(self.trials),
+            opener=self._name_of(self._opener),
+            others=tuple((self._name_of(each.opener), each.trial) for each in self._others.values()),
             names=tuple(self.called.names),
             operators=tuple(self.operators),
             obstacles=dict(self.obstacles),
@@ -246,6 +260,11 @@ class FittedModel(abc.ABC):
             left_plan_count=self.left_plan_count,
             notes=tuple(self.notes),
         )
+
+    def _name_of(self, opener: Opener) -> str:
+        """Return the name of a part of the model; nothing for the model itself."""
+        model, module = self.model(), None if opener is None else opener()
+        return "" if model is None else next((name for name, each in model.named_modules() if each is module), "")
 
     def progress(self) -> Progress:
         """Return its present work, in few words."""
@@ -277,7 +296,7 @@ class FittedModel(abc.ABC):
     @property
     def largest_size(self) -> int:
         """The bytes of the arguments of the model's largest call."""
-        return self._seen.size
+        return self._seen.of(self._opener).size
 
     @property
     def settled(self) -> Trial | None:
@@ -311,6 +330,8 @@ class FittedModel(abc.ABC):
         self.trials, self._elsewhere, self.step, self._surveyed, self._own = [], [], None, None, None
         self._patience, self._awaits_large_step = 1, False
         self._followed = None
+        self._all_surveyed, self._others, self._windows = {}, {}, {}
+        self._waited = self._rests = 0
         self._seen.forget_sizes()
         self._steps = self._survey_reserved_bytes = 0
         self.clock.measures = False
@@ -327,20 +348,18 @@ class FittedModel(abc.ABC):
         if not survey.is_timing:  # else the host would have to get memory from the device anew while it is timed
             self.meter.forget_reserved()
 
-    def _make_plan(self, survey: Survey, last: FinishedStep) -> None:
-        """Plan for the largest step of the survey, from the measurements of its last one."""
+    def _note_surveyed(self, survey: Survey, last: FinishedStep) -> None:
+        """Keep what the survey's last step has shown, for the largest one that begins with a call of its module."""
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._options.moving)
         survey.leave_out_open_calls()
         step, keys = surveyed_step(survey, self._link, self._options.moving, self.agreement)
-        if 0 < (share := self._seen.share_of(last)) < 1:
+        reserved_bytes = last.reserved_bytes
+        if 0 < (share := self._seen.of(last.opener).share_of(last)) < 1:
             self.notes.append(f"the survey measured a step of {share:.0%} of the largest one's size")
             step = scaled(step, 1 / share)
-            self._survey_reserved_bytes = int(self._survey_reserved_bytes / share)
-        kinds, self._planned_keys = [self._kinds[key] for key in keys], keys
-        self.operators = [kind.operators for kind in kinds]
-        self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
-        self.called = CalledBlocks(survey.called_modules, self.names)
+            reserved_bytes = int(reserved_bytes / share)
+        kinds = [self._kinds[key] for key in keys]
         called = list(zip(survey.called_modules, step.calls, strict=True))
         for name in dict.fromkeys(type(block).__name__ for block, call in called if kinds[call.kind].copies_inputs):
             self._note(
@@ -348,21 +367,49 @@ class FittedModel(abc.ABC):
                 "computed again holds a copy of them"
             )
         self._tell_unrepeatable(called, kinds)
-        self._tell_unseen(unseen_blocks(self.names, survey.called_modules))
+        self._all_surveyed[last.opener] = SurveyedStep(
+            opener=last.opener, parts=last.parts, step=step, keys=keys,
+            called=CalledBlocks(survey.called_modules, self.names),
+            saved_bytes=[kinds[call.kind].all_saved_bytes for call in step.calls],
+            window_bytes=survey.window_bytes, reserved_bytes=reserved_bytes, began_bytes=survey.began_bytes,
+        )  # fmt: skip
+        survey.forget_tensors()
+
+    def _awaits_others(self) -> bool:
+        """Return whether the survey goes on for steps that begin with a call of another module, as in one before."""
+        alive = [each for each in self._openers if each is None or each() is not None]
+        self._openers = [each for each in alive if each in self._all_surveyed or self._waited < self._most_waited]
+        return len(self._openers) > len(self._all_surveyed)
+
+    def _make_plan(self) -> None:
+        """Plan for the steps of the survey."""
+        all_surveyed = list(self._all_surveyed.values())
+        saved_bytes = self._largest(*(sum(each.saved_bytes) for each in all_surveyed))
+        largest = all_surveyed[saved_bytes.index(max(saved_bytes))]
+        self._opener = largest.opener
+        self._others = {each.opener: each for each in all_surveyed if each is not largest}
+        kinds = [self._kinds[key] for key in largest.keys]
+        self.operators = [kind.operators for kind in kinds]
+        self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
+        self.called, self._saved_bytes = largest.called, largest.saved_bytes
+        self._unseen = unseen_blocks(self.names, [block for each in all_surveyed for block in each.called.modules])
+        if all(self._is_model(each.opener) for each in all_surveyed):
+            self._tell_unseen()  # else a later step may call them: parts of the model may be trained in turns
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
-        self._saved_bytes = [kinds[call.kind].all_saved_bytes for call in step.calls]
         self.is_surveyed = True
-        self._growth.begin(survey.began_bytes)
-        survey.forget_tensors()
+        self._growth.begin(max(each.began_bytes for each in all_surveyed))
+        step, self._survey_reserved_bytes = largest.step, largest.reserved_bytes
         left_bytes = self.meter.counts().allocated_bytes
         if grown := int(self._largest(self._growth.bytes_after(left_bytes, self.budget.memory_bytes))[0]):
             # The optimizer has stepped for the first time. Its own peak was measured with these bytes.
             step = dataclasses.replace(step.with_more(grown), other_bytes=step.other_bytes)
             self._survey_reserved_bytes += grown
             self._growth.take(grown)
+            for other in self._others.values():
+                other.take_more(grown)
         self._surveyed = self.step = step
-        self._own = survey_plan(step, survey.window_bytes)
+        self._own = survey_plan(step, largest.window_bytes)
         self.choose()
 
     @property
@@ -389,11 +436,14 @@ class FittedModel(abc.ABC):
                     "custom_op: then they are computed again as well"
                 )
 
-    def _tell_unseen(self, unseen: tuple[str, bool] | None) -> None:
+    def _is_model(self, opener: Opener) -> bool:
+        return opener is None or opener() is self.model()
+
+    def _tell_unseen(self) -> None:
         """Note the blocks that fit leaves alone, and warn of them once."""
-        if unseen is None or unseen[0] in self.notes:
+        if self._unseen is None or self._unseen[0] in self.notes:
             return
-        text, is_worth_a_warning = unseen
+        text, is_worth_a_warning = self._unseen
         self.notes.append(text)
         if is_worth_a_warning:
             warn_user(f"torchoffload: {text}")
@@ -446,6 +496,8 @@ class FittedModel(abc.ABC):
 
     def choose(self, *, raises: bool = True) -> None:
         """Find plans for the surveyed step, and try them. ``raises``: if none fits, and if the user wants it."""
+        for other in self._others.values():
+            other.takes_less()
         step = cast(Step, self._surveyed)
         _ = self.called.modules  # which is an error if one of them is gone
         self.budget.share(self.agreement, self.meter)
@@ -481,6 +533,7 @@ class FittedModel(abc.ABC):
     def _follow_least(self, step: Step, *, raises: bool) -> None:
         plan = least_plan(step)
         trial = Trial(step, plan)
+        self._tell_unseen()
         self._enter(LeastMemory(trial))
         self._apply(trial)
         self._log(f"least memory: no plan fits. The one of the least memory: {predicted(trial)}")
@@ -515,9 +568,14 @@ class FittedModel(abc.ABC):
                 "many steps in a row had less than half of the surveyed step's size: plans are tried again once a step "
                 "has more"
             )
-        self._follow_settled(trial.with_times(step), max(plan_bytes, trial.plan.peak_bytes))
+        plan_bytes = max(plan_bytes, trial.plan.peak_bytes)
+        more_bytes = trial.allocated_bytes - trial.plan.peak_bytes if trial.allocated_bytes else 0
+        for other in self._others.values():
+            other.take_plan(plan_bytes + more_bytes)
+        self._follow_settled(trial.with_times(step), plan_bytes)
 
     def _follow_settled(self, trial: Trial, plan_bytes: int) -> None:
+        self._tell_unseen()
         if self._followed is None or trial.plan.calls != self._followed.plan.calls:
             self._apply(trial)
         self._followed = trial
@@ -536,6 +594,8 @@ class FittedModel(abc.ABC):
         self.notes.append(f"{human_bytes(nbytes)} more were allocated before a step than in the survey: planned anew")
         self._growth.take(nbytes)
         self._surveyed = cast(Step, self._surveyed).with_more(nbytes)
+        for other in self._others.values():
+            other.take_more(nbytes)
         self._survey_reserved_bytes += nbytes
         self._own = None
         self.trials, self._elsewhere = [], []
@@ -562,13 +622,17 @@ class FittedModel(abc.ABC):
         self._log("least memory: a step ran out of memory, and no plan takes less")
         self._tell_unfit(f"{failure_message(trial)}, and no plan takes less. {MORE_ROOM}")
 
-    def _apply(self, trial: Trial, *, keeps_cache: bool = False) -> None:
+    def _apply(self, trial: Trial, other: SurveyedStep | None = None, *, keeps_cache: bool = False) -> None:
+        """Follow a plan. ``other``: the step that it is for, if that is not the one that plans are tried for."""
         self._followed = trial
-        watches, moving = turns_of(trial, self.called.modules, weakly(self.count_left), weakly(self._refuse_planned))
+        surveyed = other or self._all_surveyed.get(self._opener)  # none if the plan was read from a file
+        called = self.called if other is None else other.called
+        refuse = partial(weakly(self._refuse_planned), [] if surveyed is None else surveyed.keys)
+        watches, moving = turns_of(trial, called.modules, weakly(self.count_left), refuse)
         self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
-        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, self.called.modules))
+        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
         if not keeps_cache:
             self.meter.forget_reserved()
 
@@ -581,8 +645,10 @@ class FittedModel(abc.ABC):
         self.step = self._surveyed = restricted(saved.step, may_recompute=self.may_recompute, may_move=self.may_move)
         fixed = saved.step.fixed
         self._growth.begin(sum(fixed.values()) - fixed.get("gradients", 0))
-        self._seen.size = saved.largest_size
-        self.operators, self._planned_keys = [tuple(operators) for operators in saved.operators], []
+        self._opener = weakref.ref(saved.opening_module(cast(nn.Module, self.model())))
+        self._openers = [self._opener]
+        self._seen.set_size(self._opener, saved.largest_size)
+        self.operators = [tuple(operators) for operators in saved.operators]
         if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:
             self.choose()
             return
@@ -606,8 +672,8 @@ class FittedModel(abc.ABC):
         self._note(message)
         self.clock.forget()  # the step's backward has ended by an error
 
-    def _refuse_planned(self, kind: int, message: str) -> None:
-        self.refuse(self._planned_keys[kind] if self._planned_keys else (None,), message)
+    def _refuse_planned(self, keys: list[tuple[Any, ...]], kind: int, message: str) -> None:
+        self.refuse(keys[kind] if keys else (None,), message)
 
     def remove(self) -> None:
         """Take everything away."""

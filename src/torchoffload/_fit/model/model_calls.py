@@ -119,7 +119,7 @@ class ModelCalls:
         goes_on = not clock.is_between_steps and not (looks and clock.has_lost_step)
         clock.note_call(module, (args, kwargs))
         if module is not model and self._of_parts.has_open_calls and goes_on:
-            clock.call_goes_on()
+            self.driver.call_goes_on((args, kwargs))
             return
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):

@@ -31,6 +31,8 @@ class SavedPlan:
         The memory that it was made for.
     largest_size : int
         The bytes of the arguments of the model's largest call.
+    opener : str
+        The part of the model whose call begins the step; empty for the model itself.
     step : Step
         The surveyed step.
     plan : StepPlan
@@ -47,6 +49,7 @@ class SavedPlan:
 
     memory_bytes: int
     largest_size: int
+    opener: str
     step: Step
     plan: StepPlan
     step_s: float | None
@@ -62,6 +65,12 @@ class SavedPlan:
             raise ValueError(f"the plan is for a block {missing[0]!r}, which this model does not have: fit without it")
         return [by_name[name] for name in self.names]
 
+    def opening_module(self, model: nn.Module) -> nn.Module:
+        """Return the part of a model whose call begins the step. ValueError if the model lacks it."""
+        if self.opener in dict(model.named_modules()):
+            return model.get_submodule(self.opener)
+        raise ValueError(f"the plan is for a module {self.opener!r}, which this model does not have: fit without it")
+
 
 def write_plan(fitted: Snapshot, path: str | os.PathLike[str]) -> None:
     """Write the plan that is followed."""
@@ -73,6 +82,7 @@ def write_plan(fitted: Snapshot, path: str | os.PathLike[str]) -> None:
         "torch": torch.__version__,
         "memory_bytes": fitted.memory_bytes,
         "largest_size": fitted.largest_size,
+        "opener": fitted.opener,
         "step": dataclasses.asdict(settled.step),
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
@@ -106,12 +116,13 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         step = document["step"]
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
         calls = tuple(BlockCall(**call) for call in step.pop("calls"))
-        step["between"] = tuple(step["between"])
+        step["between"], step["late"] = tuple(step["between"]), tuple(step["late"])
         plan = document["plan"]
         planned = tuple(CallPlan(**each | {"moved": tuple(each["moved"])}) for each in plan.pop("calls"))
         return SavedPlan(
             memory_bytes=document["memory_bytes"],
             largest_size=document["largest_size"],
+            opener=document["opener"],
             step=Step(kinds=kinds, calls=calls, **step),
             plan=StepPlan(calls=planned, **plan),
             step_s=document["step_s"],

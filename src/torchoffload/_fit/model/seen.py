@@ -1,46 +1,28 @@
-"""The largest step of a survey, with which later steps are compared."""
+"""The largest steps of a survey, with which later steps are compared."""
 
 from typing import Any
 
-from torchoffload._fit.model.clock import FinishedStep
+from torchoffload._fit.model.clock import FinishedStep, Opener
 
-__all__ = ["Seen"]
+__all__ = ["Largest", "Seen"]
 
 _MOST_STATE_SURVEYS = 8  # because blocks have changed: there may be a change in each step
 
 
-class Seen:
-    """The largest step of a survey, and the states of the blocks in it.
+class Largest:
+    """The largest step of those that one module's call begins.
 
     Attributes
     ----------
     size : int
-        The bytes of the arguments of the model's largest call.
+        The bytes of the arguments of that module's largest call.
     blocks_bytes, block_count : int
         The most bytes of arguments, and the most calls, that the blocks of a step had.
-    has_new_state : bool
-        Whether a block has since had a state that was not surveyed.
     """
 
-    def __init__(self) -> None:
-        self.size = self.blocks_bytes = self.block_count = 0
-        self.has_new_state = False
-        self._states: set[Any] = set()
-        self._state_surveys = 0  # that were begun because of such states
-
-    def forget_sizes(self) -> None:
-        """Begin a survey: the next steps tell the sizes. States that were surveyed stay known."""
-        self._state_surveys += self.has_new_state
-        self.size = self.blocks_bytes = self.block_count = 0
-        self.has_new_state = False
-
-    def note_state(self, state: Any, *, is_surveying: bool) -> None:
-        """Take notice of the state of a block in a call."""
-        if is_surveying:
-            self._states.add(state)
-        elif self._states and state not in self._states:
-            self._states.add(state)
-            self.has_new_state = self._state_surveys < _MOST_STATE_SURVEYS
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+        self.blocks_bytes = self.block_count = 0
 
     def note_surveyed(self, step: FinishedStep) -> bool:
         """Take notice of a step of the survey. Returns whether no step before it was larger."""
@@ -54,3 +36,41 @@ class Seen:
         if self.blocks_bytes:
             return step.blocks_bytes / self.blocks_bytes
         return step.size / self.size if self.size else 1.0
+
+
+class Seen:
+    """The largest steps of a survey, by the module whose call begins them, and the states of the blocks.
+
+    Attributes
+    ----------
+    has_new_state : bool
+        Whether a block has since had a state that was not surveyed.
+    """
+
+    def __init__(self) -> None:
+        self.has_new_state = False
+        self._largest: dict[Opener, Largest] = {}
+        self._states: set[Any] = set()
+        self._state_surveys = 0  # that were begun because of such states
+
+    def of(self, opener: Opener) -> Largest:
+        """Return the largest step of those that begin with a call of this module; one of size 0 if there was none."""
+        return self._largest.setdefault(opener, Largest())
+
+    def set_size(self, opener: Opener, size: int) -> None:
+        """Take notice of the largest step of a plan that was read from a file."""
+        self._largest[opener] = Largest(size)
+
+    def forget_sizes(self) -> None:
+        """Begin a survey: the next steps tell the sizes. States that were surveyed stay known."""
+        self._state_surveys += self.has_new_state
+        self._largest.clear()
+        self.has_new_state = False
+
+    def note_state(self, state: Any, *, is_surveying: bool) -> None:
+        """Take notice of the state of a block in a call."""
+        if is_surveying:
+            self._states.add(state)
+        elif self._states and state not in self._states:
+            self._states.add(state)
+            self.has_new_state = self._state_surveys < _MOST_STATE_SURVEYS

@@ -40,6 +40,10 @@ class Snapshot:
         The plan that is followed for good; None while there is none.
     trials : tuple of Trial
         The plans that were tried.
+    opener : str
+        The part of the model whose call begins the surveyed step; empty for the model itself.
+    others : tuple of (str, Trial)
+        Likewise for the steps that begin with calls of other parts, and the plan that these follow.
     names : tuple of str
         The block of each call of the surveyed step.
     operators : tuple of tuple
@@ -68,6 +72,8 @@ class Snapshot:
     step: Step | None
     settled: Trial | None
     trials: tuple[Trial, ...]
+    opener: str
+    others: tuple[tuple[str, Trial], ...]
     names: tuple[str, ...]
     operators: tuple[tuple[Any, ...], ...]
     obstacles: dict[int, str]

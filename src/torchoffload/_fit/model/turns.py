@@ -63,7 +63,7 @@ class Turns:
 def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:
     """Return the number of each planned call and its plan, and then those of the calls between the step's backwards.
 
-    These repeat earlier ones. If they might keep more than those whose backward is over, they keep the least they can.
+    These repeat earlier ones. If that might take more than the plan is predicted to, they keep the least they can.
     """
     step, plan = trial.step, trial.plan
     may_repeat = step.may_repeat(plan)

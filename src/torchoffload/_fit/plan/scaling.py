@@ -75,6 +75,7 @@ def scaled(step: Step, share: float) -> Step:
         loss_s=step.loss_s * share,
         end_s=step.end_s * share,
         loss_bytes=part(step.loss_bytes),
+        between_bytes=part(step.between_bytes),
     )
 
 

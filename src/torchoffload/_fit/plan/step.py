@@ -168,6 +168,8 @@ class Step:
         its critic's.
     between : tuple of int
         The calls behind the first backward, if any is late: for each, the number of the call that it repeats.
+    between_bytes : int
+        The most on the device while they run.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
     may_move : bool
@@ -188,6 +190,7 @@ class Step:
     fixed: dict[str, int] = field(default_factory=dict)
     late: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
+    between_bytes: int = 0
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True
@@ -206,9 +209,9 @@ class Step:
         return max(0, kind.kept_bytes(kind.ways[planned.way]) - kind.moved_bytes(planned))
 
     def may_repeat(self, plan: "StepPlan") -> bool:
-        """Return whether the calls between the backwards keep no more than those keep whose backward is over."""
-        first = sum(self.stays_bytes(plan, number) for number in range(len(self.calls)) if number not in self.late)
-        return sum(self.stays_bytes(plan, number) for number in self.between) <= first
+        """Return whether the calls between the backwards may keep as much as those that they repeat."""
+        stays_bytes = sum(self.stays_bytes(plan, number) for number in (*self.late, *self.between))
+        return self.between_bytes + stays_bytes <= plan.peak_bytes
 
     @property
     def backward_order(self) -> list[int]:
@@ -252,6 +255,7 @@ class Step:
                 BlockCall(call.kind, call.forward_bytes + nbytes, call.backward_bytes + nbytes) for call in self.calls
             ),
             loss_bytes=self.loss_bytes + nbytes,
+            between_bytes=self.between_bytes + nbytes,
             other_bytes=self.other_bytes + nbytes,
             fixed=self.fixed | {name: self.fixed.get(name, 0) + nbytes},
         )

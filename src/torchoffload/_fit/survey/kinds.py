@@ -292,13 +292,15 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         behind = behind if backward_bytes is None else backward_bytes
         own = of.kept_bytes(of.ways[-1]) if backward_bytes is None else 0
         calls[number] = BlockCall(kind_number, forward_bytes, behind + own)
+    loss_bytes = measured.loss_bytes
     if measured.late:
-        # The calls between the backwards run beside all that the calls before the next backward keep, as its first
-        # block does, whose own bytes are a part of what is measured there.
-        last = calls[measured.late[-1]]
-        own = step_kinds[last.kind].kept_bytes(step_kinds[last.kind].ways[-1])
-        backward_bytes = max(last.backward_bytes, measured.between_bytes + own)
-        calls[measured.late[-1]] = replace(last, backward_bytes=backward_bytes)
+        # The calls between the backwards run beside all that the late calls keep, as the first backward ends.
+        first = next((number for number in range(len(calls)) if number not in measured.late), None)
+        if first is None:
+            loss_bytes = max(loss_bytes, measured.between_bytes)
+        else:
+            backward_bytes = max(calls[first].backward_bytes, measured.between_bytes)
+            calls[first] = replace(calls[first], backward_bytes=backward_bytes)
     head_s, loss_s, end_s = map(_elapsed, measured.times_s)
     return Step(
         kinds=tuple(step_kinds),
@@ -306,10 +308,11 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         head_s=head_s,
         loss_s=loss_s,
         end_s=end_s,
-        loss_bytes=measured.loss_bytes,
+        loss_bytes=loss_bytes,
         other_bytes=measured.other_bytes,
         fixed=measured.fixed,
         late=measured.late,
         between=measured.between,
+        between_bytes=measured.between_bytes,
         **limits,
     )

@@ -193,7 +193,7 @@ class Survey:
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
     is_known : bool
-        Whether the latest step has shown all there is to know.
+        Whether the latest step has shown all there is to know of such steps.
     """
 
     def __init__(
@@ -221,8 +221,11 @@ class Survey:
         self._recording_steps = 0
         self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
         self._has_stopped = self._has_no_windows = False
-        self._smaller_steps = 0  # that were not counted since a larger one had been seen
-        self._least: _LeastMemory | None = None
+        # By the module whose call begins a step: there are as many sorts of steps as there are such modules.
+        self._opener: Any = None  # of the latest step
+        self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
+        self._leasts: dict[Any, _LeastMemory] = {}
+        self._input_bytes: dict[Any, int] = {}  # the most of a call of the latest such step
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
 
@@ -320,19 +323,19 @@ class Survey:
     @property
     def is_timing(self) -> bool:
         """Whether the step measures times. The steps before it measure the least memory."""
-        return self._least is not None or not self.meter.measures_memory
+        return self._opener in self._leasts or not self.meter.measures_memory
 
     @property
     def window_bytes(self) -> int:
-        """The windows of the next step: none while memory is measured, and else two blocks' inputs.
+        """The windows of the next such step: none while memory is measured, and else two blocks' inputs.
 
         So the next block's input comes while a block's backward runs, and the backward's time is not that of the copy.
         If there is no room for two, it is one.
         """
         if not self.is_timing or self._has_no_windows:
             return 0
-        input_bytes = max((call.input_bytes for call in self.calls), default=0)
-        has_room = self._least is None or self._least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
+        input_bytes, least = self._input_bytes.get(self._opener, 0), self._leasts.get(self._opener)
+        has_room = least is None or least.peak_bytes + 2 * input_bytes <= self._budget.usable_bytes
         return 2 * input_bytes if has_room else input_bytes
 
     def _may_compute_again(self, kind: SurveyedKind) -> bool:
@@ -378,9 +381,10 @@ class Survey:
 
     # Steps.
 
-    def begin_step(self) -> None:
-        """Begin a step."""
+    def begin_step(self, opener: Any = None) -> None:
+        """Begin a step with a call of the module ``opener``."""
         self._clear()
+        self._opener = opener
         self._other_bytes = 0
         self._began_bytes = self.meter.counts().allocated_bytes - unique_bytes(gradients(self._model()))
         self._began = self.mark(self._note_other)
@@ -398,7 +402,7 @@ class Survey:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""
         could_take_less = self._new_kinds or self.window_bytes > 0  # a kind that was recorded is not recorded again
         self._has_no_windows = True
-        self._least = None
+        self._leasts.clear()
         return could_take_less
 
     @property
@@ -411,25 +415,26 @@ class Survey:
         self._has_stopped = True
 
     def end_step(self, *, is_largest: bool = True) -> bool:
-        """Return whether the step shows all there is to know. Called when the next step is about to begin.
+        """Return whether the step shows all there is to know of such steps. Called when the next one is about to begin.
 
-        ``is_largest``: whether no step before it was larger. The plan is made for the largest one.
+        ``is_largest``: whether no such step before it was larger. The plan is made for the largest one.
         """
         self._sink(self.meter.take_peak())  # the optimizer's
         self.is_known = False
         if self._ended is None:
             return False
         self._end_copies()
+        self._input_bytes[self._opener] = max((call.input_bytes for call in self.calls), default=0)
         is_new = self._new_kinds or not self.calls
         if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
-            self._least = None
+            self._leasts.pop(self._opener, None)
             return False
-        if not is_largest and self._smaller_steps < _MOST_SMALLER_STEPS:
-            self._smaller_steps += 1
+        if not is_largest and self._smaller_steps[self._opener] < _MOST_SMALLER_STEPS:
+            self._smaller_steps[self._opener] += 1
             return False
         if not self.is_timing:
-            self._least = self._least_memory()
+            self._leasts[self._opener] = self._least_memory()
             return False
         self.is_known = True
         return True
@@ -487,7 +492,7 @@ class Survey:
         else:
             loss_s = max(0.0, end_s - returned_s - sum(kinds[numbers[call.key]].backward_s for call in calls))
             rest_s = 0.0
-        least = self._least or self._least_memory()
+        least = self._leasts.get(self._opener) or self._least_memory()
         late = self._late(calls)
         measured = Measured(
             kinds=tuple(kinds),
