@@ -1,6 +1,5 @@
 """fit on a device of a given size: no step runs out of memory, the fewest are slow, and a plan is settled on soon."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from devices import Device
-from fitted_models import options_of
+from fitted_models import fitted_on, options_of
 from planned_blocks import BLOCKS, WIDTH
-from simulated_allocator import SimulatedAllocator, SimulatedMeter
+from simulated_allocator import SimulatedAllocator
 from torchoffload._core import core
 from torchoffload._fit.model.turns import windows_of
 from torchoffload._fit.plan.step import survey_plan
@@ -72,14 +71,6 @@ class Loop:
         self.times_s.append(self.allocator.now_s - began_s)
 
 
-@contextlib.contextmanager
-def fitted(model: nn.Module, allocator: SimulatedAllocator, memory: Any, **options: Any) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(allocator))
-        with torchoffload.fit(model, memory, **({"move": False} | options)) as handle:
-            yield handle
-
-
 def reserved_by_hand(model: nn.Module, growth: float, *, checkpointed: bool) -> int:
     """What a step reserves with each block in a checkpoint, or as it is."""
     allocator = SimulatedAllocator(growth)
@@ -108,7 +99,7 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
         model.zero_grad()
         memory_bytes = int(least + (stock - least) * part)
         allocator = SimulatedAllocator(growth, memory_bytes)
-        with allocator, fitted(model, allocator, memory_bytes) as handle:
+        with allocator, fitted_on(model, allocator, memory_bytes) as handle:
             loop, own_s = Loop(model, allocator), None
             for step in range(MOST_STEPS + 4):
                 loop.step()
@@ -182,7 +173,7 @@ def test_networks_that_train_against_each_other_keep_to_the_memory(part: float, 
             reserved.append(allocator.most_reserved_bytes)
         model.zero_grad()
     memory_bytes = int(reserved[0] + part * (reserved[1] - reserved[0]))
-    with SimulatedAllocator(1.1, memory_bytes) as allocator, fitted(model, allocator, memory_bytes) as handle:
+    with SimulatedAllocator(1.1, memory_bytes) as allocator, fitted_on(model, allocator, memory_bytes) as handle:
         loop = Loop(model, allocator)
         for _ in range(MOST_STEPS + 8):
             loop.step(model.step)
@@ -195,7 +186,7 @@ def test_networks_that_train_against_each_other_keep_to_the_memory(part: float, 
 def test_a_step_of_parts_that_is_lost_is_over_though_an_output_is_kept():
     """Else no later call would be taken for a step, and all of them would run out of memory."""
     model = Adversaries()
-    with SimulatedAllocator(1.1) as allocator, fitted(model, allocator, 1 << 40) as handle:
+    with SimulatedAllocator(1.1) as allocator, fitted_on(model, allocator, 1 << 40) as handle:
         loop = Loop(model, allocator)
         for _ in range(MOST_STEPS + 4):
             loop.step(model.step)
@@ -216,7 +207,7 @@ def test_nothing_comes_ahead_of_a_later_backward_of_the_step(device_under_test: 
     """Else it would be there beside the forward of the call between the backwards, in memory that no plan counts."""
     torch.manual_seed(0)
     model, allocator = Adversaries(), SimulatedAllocator()
-    with allocator, fitted(model, allocator, 1 << 40, **(options_of(device_under_test) | {"move": True})) as handle:
+    with allocator, fitted_on(model, allocator, 1 << 40, **(options_of(device_under_test) | {"move": True})) as handle:
         loop = Loop(model, allocator)
         for _ in range(MOST_STEPS + 4):
             loop.step(model.step)
@@ -249,7 +240,7 @@ class Convolution(nn.Module):
 def test_an_allocation_that_cudnn_did_without_is_told_once():
     model = nn.Sequential(*(Convolution() for _ in range(4)))
     x = torch.randn(4, 8, 16, 16)
-    with SimulatedAllocator() as allocator, fitted(model, allocator, 1 << 40) as handle:
+    with SimulatedAllocator() as allocator, fitted_on(model, allocator, 1 << 40) as handle:
         loop = Loop(model, allocator)
         for _ in range(MOST_STEPS):
             loop.step(lambda _: model(x))
@@ -307,7 +298,7 @@ def trained_by_moving(device: Device, seed: int) -> Iterator[tuple[Any, Loop, Si
         # and this device's clock stands still meanwhile.
         allocator = SimulatedAllocator(growth, memory_bytes * 9 // 8)
         options = options_of(device) | {"move": True}
-        with allocator, fitted(model, allocator, memory_bytes, **options) as handle:
+        with allocator, fitted_on(model, allocator, memory_bytes, **options) as handle:
             yield handle, Loop(model, allocator), allocator, memory_bytes
 
 
@@ -327,7 +318,7 @@ def test_too_little_memory_is_one_error_that_says_what_would_do():
     fixed = sum(each.nbytes for each in model.parameters())
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, fixed + (least - fixed) // 2)
-    with allocator, fitted(model, allocator, allocator.cap_bytes) as handle:
+    with allocator, fitted_on(model, allocator, allocator.cap_bytes) as handle:
         loop = Loop(model, allocator)
         trained(allocator, loop, 12)
         told = [each for each in loop.errors if "Give a smaller batch" in each]
@@ -343,7 +334,7 @@ def test_a_plan_that_had_settled_and_runs_out_of_memory_is_followed_by_one_that_
     least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, 2 * stock)
-    with allocator, fitted(model, allocator, allocator.cap_bytes) as handle:
+    with allocator, fitted_on(model, allocator, allocator.cap_bytes) as handle:
         loop = Loop(model, allocator)
         trained(allocator, loop, MOST_STEPS)
         assert handle.phase == "settled"
@@ -363,7 +354,7 @@ def test_a_plan_that_had_settled_is_left_alone_where_a_little_more_is_reserved()
     stock = reserved_by_hand(model, 1.0, checkpointed=False)
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, 2 * stock)
-    with allocator, fitted(model, allocator, int(stock * 0.8)) as handle:
+    with allocator, fitted_on(model, allocator, int(stock * 0.8)) as handle:
         loop = Loop(model, allocator)
         trained(allocator, loop, MOST_STEPS)
         assert handle.phase == "settled"
@@ -383,7 +374,7 @@ def test_an_optimizers_state_that_comes_later_is_planned_beside():
     least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, 4 * stock)
-    with allocator, fitted(model, allocator, int(stock * 1.6)) as handle:
+    with allocator, fitted_on(model, allocator, int(stock * 1.6)) as handle:
         loop = Loop(model, allocator)
         trained(allocator, loop, MOST_STEPS)
         assert handle.phase == "settled"
@@ -406,7 +397,7 @@ def test_no_step_runs_out_of_memory_as_an_optimizer_steps_for_the_first_time(eve
     state_bytes = int(0.8 * (stock - least))
     memory_bytes = int(1.15 * least) + state_bytes  # without the state, nearly nothing would be computed again
     allocator = SimulatedAllocator(1.0, memory_bytes)
-    with allocator, fitted(model, allocator, memory_bytes) as handle:
+    with allocator, fitted_on(model, allocator, memory_bytes) as handle:
         loop = Loop(model, allocator)
         state = None
         for number in range(1, 2 * every + 2 * MOST_STEPS):
@@ -434,7 +425,7 @@ def test_a_plan_from_a_file_is_followed_beside_the_bytes_that_it_was_made_beside
     allocator = SimulatedAllocator(1.0, memory_bytes)
     with allocator:
         state = torch.zeros(state_bytes // 4)
-        with fitted(model, allocator, memory_bytes) as handle:
+        with fitted_on(model, allocator, memory_bytes) as handle:
             trained(allocator, Loop(model, allocator), MOST_STEPS)
             assert handle.phase == "settled"
             handle.save(tmp_path / "plan.json")
@@ -442,7 +433,7 @@ def test_a_plan_from_a_file_is_followed_beside_the_bytes_that_it_was_made_beside
     for times in (1, 2):
         model.zero_grad()
         allocator = SimulatedAllocator(1.0, memory_bytes + times * state_bytes)
-        with allocator, fitted(model, allocator, memory_bytes, plan=tmp_path / "plan.json") as handle:
+        with allocator, fitted_on(model, allocator, memory_bytes, plan=tmp_path / "plan.json") as handle:
             loop = Loop(model, allocator)
             trained(allocator, loop, 1)
             state = torch.zeros(times * state_bytes // 4)
@@ -457,7 +448,7 @@ def test_plans_are_tried_again_if_a_large_step_comes_after_many_small_ones():
     stock = reserved_by_hand(model, 1.0, checkpointed=False)
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, 4 * stock)
-    with allocator, fitted(model, allocator, 2 * stock) as handle:
+    with allocator, fitted_on(model, allocator, 2 * stock) as handle:
         loop = Loop(model, allocator)
         while handle.phase != "trials":
             trained(allocator, loop, 1)
@@ -480,7 +471,7 @@ def test_a_survey_goes_on_after_a_step_that_ran_out_of_memory():
     """What that step has recorded is not recorded again."""
     model = nn.Sequential(*(Wide(times, 3) for times in (4, 5, 6, 7) for _ in range(2)))
     allocator = SimulatedAllocator(1.0)
-    with allocator, fitted(model, allocator, 1 << 40) as handle:
+    with allocator, fitted_on(model, allocator, 1 << 40) as handle:
         loop = Loop(model, allocator)
         loop.step()
         kinds = dict(handle._driver._kinds)
@@ -499,7 +490,7 @@ def test_plans_take_no_more_than_the_device_has_when_they_are_made():
     least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
     model.zero_grad()
     allocator = SimulatedAllocator(1.0, (least + stock) // 2)
-    with allocator, fitted(model, allocator, 1 << 50) as handle:
+    with allocator, fitted_on(model, allocator, 1 << 50) as handle:
         loop = Loop(model, allocator)
         trained(allocator, loop, MOST_STEPS)
         assert handle.phase == "settled"

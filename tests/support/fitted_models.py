@@ -1,13 +1,17 @@
-"""fitted_models.py: a model of blocks, and the options with which fit runs on each device under test."""
+"""fitted_models.py: a model of blocks, fit on a simulated device, and its options on each device under test."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import torchoffload
 from devices import Device
 from planned_blocks import WIDTH, Net
+from simulated_allocator import SimulatedAllocator, SimulatedMeter
 
 
 class Model(nn.Module):
@@ -26,3 +30,12 @@ class Model(nn.Module):
 def options_of(device: Device) -> dict[str, Any]:
     options: dict[str, Any] = {"tier": device.tier, "min_offload_size": 0}
     return options | ({"disk_dir": str(device.directory)} if device.tier == "disk" else {})
+
+
+@contextlib.contextmanager
+def fitted_on(model: nn.Module, allocator: SimulatedAllocator, memory: Any, **options: Any) -> Iterator[Any]:
+    """Yield what fit returns for a model on a device whose memory the allocator simulates; nothing moves by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: SimulatedMeter(allocator))
+        with torchoffload.fit(model, memory, **({"move": False} | options)) as handle:
+            yield handle

@@ -1,6 +1,7 @@
 """The beginning and the end of each step of a fitted model, and its times and bytes."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torchoffload._observe.stats import stats
 
 __all__ = ["Clock", "FinishedStep", "Opener"]
 
-Opener = weakref.ref[nn.Module] | None  # the module whose call begins a step; None if that was not told
+Opener = weakref.ref[nn.Module] | None  # the module that a step begins with; None if that was not told
 
 _MOST_OPEN_CALLS = 64
 _STUCK = 20  # calls, and no backward
@@ -26,11 +27,11 @@ class FinishedStep:
     Attributes
     ----------
     opener : weakref.ref of nn.Module
-        The module whose call began it: the model, or the part of it that the loop called first.
-    parts : frozenset of weakref.ref of nn.Module
-        All modules that the loop called in it.
-    size : int
-        The bytes of the arguments of the opener's largest call.
+        The module that it began with, as ``Openers`` explains it.
+    parts : Counter of weakref.ref of nn.Module
+        How often the loop called each module in it.
+    first_size, size : int
+        The bytes of the arguments of its first call, and of the largest one of the module that the loop called first.
     blocks_bytes, block_count : int
         The bytes of the arguments of its calls of blocks, and how many calls there were.
     began, ended : moment
@@ -57,7 +58,8 @@ class FinishedStep:
     """
 
     opener: Opener
-    parts: frozenset[Opener]
+    parts: Counter[Opener]
+    first_size: int
     size: int
     blocks_bytes: int
     block_count: int
@@ -76,6 +78,7 @@ class FinishedStep:
 
 
 class _Listener(Protocol):
+    def opener_of(self, called: Opener) -> Opener: ...
     def step_begins(self, size: int) -> None: ...
     def step_finished(self, step: FinishedStep) -> None: ...
     def backward_began(self) -> None: ...
@@ -89,7 +92,9 @@ class _Step:
 
     counts: Counts  # as it began
     opener: Opener
-    parts: set[Opener]
+    first: Opener  # the module that the loop called first
+    first_size: int
+    parts: Counter[Opener]
     number: int  # of its first call
     is_rest: bool = False
     began: Any = None
@@ -150,14 +155,24 @@ class Clock:
         self.opener: Opener = None  # of the latest step
 
     @property
-    def is_opener_called(self) -> bool:
-        """Whether the latest call is one of the module whose call began the step."""
-        return self._called == self.opener
+    def is_first_called(self) -> bool:
+        """Whether the latest call is one of the module that the loop called first in the step."""
+        return self._step is not None and self._called == self._step.first
+
+    @property
+    def is_without_blocks(self) -> bool:
+        """Whether a step has begun, and none of its blocks yet."""
+        return self._step is not None and self._step.block_count == 0
 
     @property
     def called(self) -> Opener:
         """The module of the latest call."""
         return self._called
+
+    @property
+    def called_count(self) -> int:
+        """How often the step has called it."""
+        return 0 if self._step is None else self._step.parts[self._called]
 
     @property
     def is_backward_seen(self) -> Callable[[], None]:
@@ -210,20 +225,35 @@ class Clock:
                 self._listener.step_finished(self._finished(step, counts, bool(is_lost), reserved_bytes))
             elif is_full or (step.was_open and not self.has_open_calls and step.ended_counts is None):
                 self._step = None  # maybe since no backward comes: begin again
-        if self._step is None:
-            self.opener = self._called
-            self._listener.step_begins(size)
-            self._step = _Step(
-                counts=self._meter.counts(), opener=self.opener, parts={self.opener}, number=self._backwards.count
-            )
-            if self.measures:
-                self._meter.take_peak()
-                self._step.pinned_bytes = stats().pinned_bytes
-                self._step.began = self._meter.now()
+        step = self._step or self._begin_step(size, self._listener.opener_of(self._called))
         self._note_part(size)
-        self._step.blocks_bytes_before, self._step.block_count_before = self._step.blocks_bytes, self._step.block_count
+        step.blocks_bytes_before, step.block_count_before = step.blocks_bytes, step.block_count
         self._is_in_call = True
         return size
+
+    @property
+    def first_size(self) -> int:
+        """The bytes of the arguments of the first call of the step."""
+        return 0 if self._step is None else self._step.first_size
+
+    def begin_anew(self, opener: Opener) -> None:
+        """Begin the step anew, which turned out to begin with this module: none of its blocks was called yet."""
+        size, self._step = self.first_size, None
+        self._begin_step(size, opener)
+        self._note_part(size)
+
+    def _begin_step(self, size: int, opener: Opener) -> _Step:
+        self.opener = opener
+        self._listener.step_begins(size)
+        self._step = step = _Step(
+            counts=self._meter.counts(), opener=opener, first=self._called, first_size=size, parts=Counter(),
+            number=self._backwards.count,
+        )  # fmt: skip
+        if self.measures:
+            self._meter.take_peak()
+            step.pinned_bytes = stats().pinned_bytes
+            step.began = self._meter.now()
+        return step
 
     def call_goes_on(self, size: int) -> None:
         """Take notice of the call of another part of the model, which belongs to the call of the part before."""
@@ -232,15 +262,16 @@ class Clock:
 
     def _note_part(self, size: int) -> None:
         if self._step is not None:
-            self._step.parts.add(self._called)
-            if self.is_opener_called:
+            self._step.parts[self._called] += 1
+            if self.is_first_called:
                 self._step.size = max(self._step.size, size)
 
     def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
         ended = step.ended_counts
         return FinishedStep(
             opener=step.opener,
-            parts=frozenset(step.parts),
+            parts=step.parts,
+            first_size=step.first_size,
             size=step.size,
             blocks_bytes=step.blocks_bytes,
             block_count=step.block_count,
@@ -274,6 +305,7 @@ class Clock:
         step = self._step
         if step is not None:
             step.blocks_bytes, step.block_count = step.blocks_bytes_before, step.block_count_before
+            step.parts[self._called] -= 1
 
     def call_ends(self, output: Any) -> None:
         """Take notice of the model's output."""

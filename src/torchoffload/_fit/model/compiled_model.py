@@ -21,7 +21,7 @@ from torchoffload._contexts.offload_activations import OffloadActivations
 from torchoffload._contexts.planned_graphs import GraphPlan, planned_graphs
 from torchoffload._devices import Meter
 from torchoffload._fit.machine.operators import unique_bytes
-from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.clock import Clock, FinishedStep, Opener
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Phase
 from torchoffload._fit.model.planned_functions import CallSize, PlannedFunction, PlannedFunctions
@@ -229,6 +229,12 @@ class CompiledModel:
         self._most_open_count = max(self._most_open_count, self._open_count)
         self._has_begun = True
 
+    is_opening = False  # compiled graphs are no blocks, which steps could begin with
+
+    def module_opens(self, module: nn.Module) -> bool:  # noqa: ARG002
+        """Return that nothing is to be told of modules that are entered."""
+        return False
+
     def call_goes_on(self, inputs: Any) -> None:  # noqa: ARG002
         """Take notice of the call of another part, which belongs to the call before."""
         self.clock.call_goes_on(0)
@@ -243,6 +249,10 @@ class CompiledModel:
         if self._counted_sizes < len(self._sizes):
             self._counted_sizes = len(self._sizes)
             self._graph_calls = max(self._graph_calls, _graph_calls_behind(output))
+
+    def opener_of(self, called: Opener) -> Opener:
+        """Return the module that a step begins with: the one that is called."""
+        return called
 
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins."""

@@ -135,7 +135,8 @@ def _tried(trial: Trial) -> str:
 
 def _more_memory_lines(fitted: Snapshot, step: Step, settled: Trial) -> list[str]:
     """Return the gain of more memory, in words."""
-    if settled.is_plain and settled.peak_bytes <= fitted.room_bytes:
+    is_plain = all(trial.is_plain for trial in (settled, *(trial for _, trial in fitted.others)))
+    if is_plain and settled.peak_bytes <= fitted.room_bytes:
         return ["The step fits as it is: nothing moves and nothing is computed again, so you can leave fit out."]
     more = plan_step(step, fitted.room_bytes + _GIB)
     if more is None:
@@ -186,6 +187,12 @@ def describe(fitted: Snapshot) -> str:
     lines += _more_memory_lines(fitted, step, settled)
     if fitted.trials:
         lines.append(f"Plans that were tried: {'; '.join(map(_tried, fitted.trials))}.")
+    for name, trial in fitted.others:
+        lines.append(
+            f"Steps that begin with {name or fitted.model_name} have a plan of their own, which was not tried: "
+            f"{trial.again_count} of {len(trial.step.calls)} calls of blocks are computed again, at most "
+            f"{human_bytes(trial.plan.peak_bytes)} allocated (predicted)."
+        )
     if fitted.left_plan_count:
         lines.append(
             f"{fitted.left_plan_count} calls of blocks called other operators than planned: what came after these was "

@@ -1,8 +1,10 @@
 """The steps of a fitted model: it is surveyed, plans are tried, and one is followed and watched."""
 
+import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.machine.agreement import Agreement
@@ -18,7 +20,7 @@ from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
 
-_MOST_OPENERS = 4  # modules whose calls begin steps that are surveyed
+_MOST_OPENERS = 4  # modules for which steps that begin with them are surveyed apart
 _MOST_RESTS = 4
 
 
@@ -35,31 +37,62 @@ class Driver(FittedModel):
         if isinstance(self.state, Surveying):
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._allow_communication(self.state.survey, [(tensor.shape, tensor.dtype) for tensor in tensors])
-        elif (self.clock.is_opener_called and self._is_too_large(size)) or (
-            self._was_refused and self.agreement is None
-        ):
+        elif self._is_larger(size) or (self._was_refused and self.agreement is None):
             self._begin_survey()  # beside calls that wait for their backward, or since one had an error in it
         if isinstance(self.state, Surveying):
             self.state.survey.call_begins()
         if not self.clock.has_open_calls:  # calls before a common backward are one step, as in pipelines
             for reset in self._reset_counters:
                 reset()
-        is_alone = self.clock.is_opener_called and not self.clock.has_open_calls
-        self._follow_size(size if is_alone else self._seen.of(self.clock.opener).size)
+        is_alone = self.clock.is_first_called and not self.clock.has_open_calls
+        self._follow(self.clock.opener, self._share_of(size) if is_alone else 1.0)
+        self._look_at_calls()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the modules that are entered from now on tell what the step begins with."""
+        return not self._openers.is_sure and self.clock.is_without_blocks
+
+    def module_opens(self, module: nn.Module) -> bool:
+        """Take notice of a module that is entered in a step of which no block was. Returns whether to tell of more."""
+        with self._changing:
+            if module in self.names:
+                opener = self._openers.block_begins()
+                if isinstance(self.state, Surveying) and opener != self.clock.opener:
+                    self.clock.begin_anew(opener)
+                return False
+            found = self._openers.enters(weakref.ref(module))
+            if found is not None and (found != self.clock.opener or self._needs_survey(self.clock.first_size)):
+                self.clock.begin_anew(found)
+                self._follow(found, 1.0 if self.clock.has_open_calls else self._share_of(self.clock.first_size))
+            return self.is_opening
 
     def call_goes_on(self, inputs: Any) -> None:
         """Take notice of the call of another part of the model, which belongs to the call of the part before."""
-        size = argument_bytes(inputs) if self.clock.is_opener_called else 0
+        size = argument_bytes(inputs) if self.clock.is_first_called else 0
         self.clock.call_goes_on(size)
-        surveyed = self._all_surveyed.get(self.clock.opener)
-        if self.agreement is not None or surveyed is None or isinstance(self.state, Surveying):
+        if self.agreement is not None:
             return
         with self._changing:
             # The step may have begun with something small, such as a sample, whose output the program keeps.
-            if size > self._followed_size:
-                self._follow_size(size)
-            elif self.clock.called not in surveyed.parts and self._opener != self.clock.opener:
-                self._follow(self._opener, self.largest_size)
+            if self.clock.is_first_called and (share := min(1.0, self._share_of(size))) > self._followed_share:
+                self._follow(self.clock.opener, share)
+            self._look_at_calls()
+
+    def _look_at_calls(self) -> None:
+        """Have the blocks keep as little as they can if a module is called more often than in any surveyed step.
+
+        So is one whose output the program keeps, as a sample, so that it is still there in the next step.
+        """
+        called, known = self.clock.called, self._seen.of(self.clock.opener).parts
+        is_known = not known or self.clock.called_count <= known[called]
+        if is_known or self._has_more_calls or self.agreement is not None or isinstance(self.state, Surveying):
+            return
+        own = self._all_surveyed.get(self.clock.opener)
+        having = [each for each in self._all_surveyed.values() if called in each.parts]
+        if surveyed := own if own in having else next(iter(having), own):
+            self._has_more_calls = True
+            self._apply(surveyed.least, self._others.get(surveyed.opener), keeps_cache=True)
 
     def call_raised(self) -> None:
         """Take notice of a call of the model that has raised: programs make another one in its place."""
@@ -71,15 +104,18 @@ class Driver(FittedModel):
         """Take notice of the model's output."""
         self.clock.call_ends(output)
 
+    def opener_of(self, called: Opener) -> Opener:
+        """Return the module that a step begins with, as far as that is known when the loop calls this one."""
+        return self._openers.call_begins(called) or self._opener or called
+
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins with a call of this size."""
-        if not isinstance(self.state, Surveying):
-            is_new = self._is_new_opener()
-            if is_new or self._is_too_large(size):
-                self._begin_survey()
-            if is_new:  # if it comes seldom, the survey waits longer for the next one
-                self._openers.append(self.clock.opener)
+        self._has_more_calls = False
+        if self._needs_survey(size):
+            if self._is_new_opener():  # if it comes seldom, the survey waits longer for the next one
+                self._openers.known.append(self.clock.opener)
                 self._most_waited *= 2
+            self._begin_survey()
         self._block_calls.begin_step(looks_at_all=isinstance(self.state, Surveying))
         if isinstance(self.state, Surveying):
             if not self._is_survey_logged:
@@ -130,8 +166,8 @@ class Driver(FittedModel):
         if step.is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows better where such a step ends
             self._rests += 1
             return
-        if step.opener not in self._openers:
-            self._openers.append(step.opener)
+        if step.opener not in self._openers.known:
+            self._openers.known.append(step.opener)
         is_known = survey.end_step(is_largest=self._seen.of(step.opener).note_surveyed(step))
         self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
         is_unknown, windows = self._largest(not is_known, survey.window_bytes)
@@ -263,15 +299,24 @@ class Driver(FittedModel):
         )
 
     def _is_new_opener(self) -> bool:
-        """Return whether a step begins with a call of a module that begins none of the surveyed ones."""
+        """Return whether a step is certain to begin with a module that none of the surveyed ones begins with."""
         opener = self.clock.opener
-        is_planned = self._opener is not None and self.step is not None
-        is_new = opener != self._opener and opener not in self._others
-        return is_planned and is_new and len(self._openers) < _MOST_OPENERS
+        is_planned = opener == self._opener or opener in self._others
+        has_plans = self._opener is not None and self.step is not None
+        return has_plans and not is_planned and self._openers.is_sure and len(self._openers.known) < _MOST_OPENERS
 
-    def _is_too_large(self, size: int) -> bool:
-        """Return whether there is no plan for calls of this size that begin a step."""
-        return self._has_no_plan(self.clock.opener, size, self._seen.of(self.clock.opener).size)
+    def _needs_survey(self, size: int) -> bool:
+        """Return whether there is no plan for a step whose first call has this size, if it is certain what it is."""
+        if isinstance(self.state, Surveying) or not self._openers.is_sure:
+            return False
+        opener = self.clock.opener
+        return self._is_new_opener() or self._has_no_plan(opener, size, self._seen.of(opener).first_size)
+
+    def _is_larger(self, size: int) -> bool:
+        """Return whether the step's first module is called again with more than there is a plan for."""
+        opener = self.clock.opener
+        is_known = self.clock.is_first_called and self._openers.is_sure
+        return is_known and self._has_no_plan(opener, size, self._seen.of(opener).size)
 
     def _has_no_plan(self, opener: Opener, size: int, largest: int) -> bool:
         """Return whether there is no plan for steps of this size, if the largest one that was surveyed had another."""
@@ -293,16 +338,16 @@ class Driver(FittedModel):
             case _:
                 return None
 
-    def _follow_size(self, size: int) -> None:
-        """Follow the plan for a step whose first module's calls have at most this size."""
-        self._follow(self.clock.opener, size)
+    def _share_of(self, size: int) -> float:
+        """Return the size of a step's first call over that of the largest one."""
+        first_size = self._seen.of(self.clock.opener).first_size
+        return size / first_size if first_size else 1.0
 
-    def _follow(self, opener: Opener, size: int) -> None:
-        self._followed_size = size
-        if isinstance(self.state, Surveying | Removed):
+    def _follow(self, opener: Opener, share: float) -> None:
+        """Follow the plan for a step that begins with this module, of so many times the size of the largest one."""
+        self._followed_share = share
+        if isinstance(self.state, Surveying | Removed) or self._has_more_calls:
             return
-        if self._others or isinstance(self.state, Settled):
-            largest = self._seen.of(opener).size
-            wanted = self._trial_for(opener, size / largest if largest else 1.0)
-            if wanted is not None and wanted is not self._followed:
-                self._apply(wanted, self._others.get(opener), keeps_cache=True)
+        wanted = self._trial_for(opener, share)
+        if wanted is not None and wanted is not self._followed:
+            self._apply(wanted, self._others.get(opener), keeps_cache=True)

@@ -21,6 +21,7 @@ from torchoffload._fit.machine.link import LinkRates, measure_link
 from torchoffload._fit.machine.operators import gradients
 from torchoffload._fit.model.clock import Clock, FinishedStep, Opener
 from torchoffload._fit.model.growth import Growth
+from torchoffload._fit.model.openers import Openers
 from torchoffload._fit.model.options import FitOptions
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed, Settled, State, Surveying
 from torchoffload._fit.model.plan_file import SavedPlan
@@ -127,13 +128,14 @@ class FittedModel(abc.ABC):
         self.is_surveyed = False
         self._saved_bytes: list[int] = []  # by each call of the surveyed step
         self._opener: Opener = None  # of the steps that plans are tried for
-        self._openers: list[Opener] = []  # of all steps that were surveyed, in any survey
+        self._openers = Openers()
         self._most_waited = _MOST_WAITED_STEPS
         self._rests = 0  # steps of a survey that were the rest of an earlier one
         self._waited = 0  # steps of a survey that were known, while others were waited for
         self._all_surveyed: dict[Opener, SurveyedStep] = {}  # by this survey
         self._others: dict[Opener, SurveyedStep] = {}  # those of them that no plans are tried for
-        self._followed_size = 0  # of the call that chose the plan
+        self._has_more_calls = False  # the step has called a module more often than any that was surveyed
+        self._followed_share = 1.0  # of the largest step's size, for which the plan was chosen
         self._windows: dict[Opener, int] = {}  # of the next step of a survey, in bytes
         self._surveyed: Step | None = None  # before anything was learned from trials
         self._own: StepPlan | None = None  # the plan by which the survey ran
@@ -199,6 +201,10 @@ class FittedModel(abc.ABC):
         self.block_count = len(self.names)
         self._block_calls.watch(self.names)
         self._begin_survey()
+
+    @abc.abstractmethod
+    def opener_of(self, called: Opener) -> Opener:
+        """Return the module that a step begins with, if it begins with a call of this one."""
 
     @abc.abstractmethod
     def step_begins(self, size: int) -> None:
@@ -295,8 +301,8 @@ class FittedModel(abc.ABC):
 
     @property
     def largest_size(self) -> int:
-        """The bytes of the arguments of the model's largest call."""
-        return self._seen.of(self._opener).size
+        """The most bytes that the arguments of a step's first call had."""
+        return self._seen.of(self._opener).first_size
 
     @property
     def settled(self) -> Trial | None:
@@ -377,9 +383,10 @@ class FittedModel(abc.ABC):
 
     def _awaits_others(self) -> bool:
         """Return whether the survey goes on for steps that begin with a call of another module, as in one before."""
-        alive = [each for each in self._openers if each is None or each() is not None]
-        self._openers = [each for each in alive if each in self._all_surveyed or self._waited < self._most_waited]
-        return len(self._openers) > len(self._all_surveyed)
+        alive = [each for each in self._openers.known if each is None or each() is not None]
+        is_over = self._waited >= self._most_waited
+        self._openers.known = [each for each in alive if each in self._all_surveyed or not is_over]
+        return len(self._openers.known) > len(self._all_surveyed)
 
     def _make_plan(self) -> None:
         """Plan for the steps of the survey."""
@@ -393,8 +400,6 @@ class FittedModel(abc.ABC):
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called, self._saved_bytes = largest.called, largest.saved_bytes
         self._unseen = unseen_blocks(self.names, [block for each in all_surveyed for block in each.called.modules])
-        if all(self._is_model(each.opener) for each in all_surveyed):
-            self._tell_unseen()  # else a later step may call them: parts of the model may be trained in turns
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
         self.is_surveyed = True
@@ -436,11 +441,11 @@ class FittedModel(abc.ABC):
                     "custom_op: then they are computed again as well"
                 )
 
-    def _is_model(self, opener: Opener) -> bool:
-        return opener is None or opener() is self.model()
-
     def _tell_unseen(self) -> None:
-        """Note the blocks that fit leaves alone, and warn of them once."""
+        """Note the blocks that fit leaves alone, and warn of them once.
+
+        That is done once a plan has settled, since networks that are trained in turns may be called until then.
+        """
         if self._unseen is None or self._unseen[0] in self.notes:
             return
         text, is_worth_a_warning = self._unseen
@@ -646,7 +651,7 @@ class FittedModel(abc.ABC):
         fixed = saved.step.fixed
         self._growth.begin(sum(fixed.values()) - fixed.get("gradients", 0))
         self._opener = weakref.ref(saved.opening_module(cast(nn.Module, self.model())))
-        self._openers = [self._opener]
+        self._openers.known = [self._opener]
         self._seen.set_size(self._opener, saved.largest_size)
         self.operators = [tuple(operators) for operators in saved.operators]
         if self.step != saved.step or self.budget.memory_bytes != saved.memory_bytes:

@@ -34,6 +34,7 @@ class _Outermost(threading.local):
 
     module: nn.Module | None = None
     frame: FrameType | None = None
+    is_opening = False  # whether the modules that are entered inside of it tell what the step begins with
 
 
 class ModelCalls:
@@ -96,13 +97,16 @@ class ModelCalls:
             # A call that was left by a KeyboardInterrupt is still noted: PyTorch runs no hook then.
             may_have_ended = module is model or module is outermost.module
             if not may_have_ended or not _has_ended(outermost.frame):
+                if outermost.is_opening and _is_training_call():
+                    outermost.is_opening = self.driver.module_opens(module)
                 return
             outermost.module = outermost.frame = None
         if model is None or not _is_training_call():
             return
-        outermost.module, outermost.frame = module, frame
+        outermost.module, outermost.frame, outermost.is_opening = module, frame, False
         try:
             self._begins(model, module, args, kwargs, frame)
+            outermost.is_opening = self.driver.is_opening
         except BaseException:
             outermost.module = outermost.frame = None
             raise

@@ -1,5 +1,6 @@
 """The largest steps of a survey, with which later steps are compared."""
 
+from collections import Counter
 from typing import Any
 
 from torchoffload._fit.model.clock import FinishedStep, Opener
@@ -10,25 +11,30 @@ _MOST_STATE_SURVEYS = 8  # because blocks have changed: there may be a change in
 
 
 class Largest:
-    """The largest step of those that one module's call begins.
+    """The largest step of those that begin with one module.
 
     Attributes
     ----------
-    size : int
-        The bytes of the arguments of that module's largest call.
+    first_size, size : int
+        The most bytes that the arguments of its first call had, and those of any call of the same module.
     blocks_bytes, block_count : int
         The most bytes of arguments, and the most calls, that the blocks of a step had.
+    parts : Counter of weakref.ref of nn.Module
+        How often such a step has called each module at most.
     """
 
     def __init__(self, size: int = 0) -> None:
-        self.size = size
+        self.first_size = self.size = size
         self.blocks_bytes = self.block_count = 0
+        self.parts: Counter[Opener] = Counter()
 
     def note_surveyed(self, step: FinishedStep) -> bool:
         """Take notice of a step of the survey. Returns whether no step before it was larger."""
+        self.first_size = max(self.first_size, step.first_size)
         self.size = max(self.size, step.size)
         self.blocks_bytes = max(self.blocks_bytes, step.blocks_bytes)
         self.block_count = max(self.block_count, step.block_count)
+        self.parts |= step.parts
         return step.size >= self.size and step.blocks_bytes >= self.blocks_bytes
 
     def share_of(self, step: FinishedStep) -> float:
@@ -39,7 +45,7 @@ class Largest:
 
 
 class Seen:
-    """The largest steps of a survey, by the module whose call begins them, and the states of the blocks.
+    """The largest steps of a survey, by the modules that they begin with, and the states of the blocks.
 
     Attributes
     ----------
@@ -54,7 +60,7 @@ class Seen:
         self._state_surveys = 0  # that were begun because of such states
 
     def of(self, opener: Opener) -> Largest:
-        """Return the largest step of those that begin with a call of this module; one of size 0 if there was none."""
+        """Return the largest step of those that begin with this module; one of size 0 if there was none."""
         return self._largest.setdefault(opener, Largest())
 
     def set_size(self, opener: Opener, size: int) -> None:

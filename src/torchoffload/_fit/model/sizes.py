@@ -128,7 +128,8 @@ class BlockCalls:
     def begin_step(self, *, looks_at_all: bool = False) -> None:
         """Look at another call than before, or at all of them."""
         self._looks_at_all = looks_at_all
-        self._looked_at = self._looked_at + 1 if self._looked_at < self._number - 1 else 0
+        if self._number > 0:
+            self._looked_at = self._looked_at + 1 if self._looked_at < self._number - 1 else 0
         self._number = 0
 
     def remove(self) -> None:

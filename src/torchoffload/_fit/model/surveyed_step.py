@@ -1,5 +1,6 @@
 """A step as a survey has shown it, and the plans for it if another step is the one that plans are tried for."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
@@ -25,7 +26,7 @@ class SurveyedStep:
     ----------
     opener : weakref.ref of nn.Module
         The module.
-    parts : frozenset of weakref.ref of nn.Module
+    parts : collection of weakref.ref of nn.Module
         All modules that the loop calls in it.
     step : Step
         The step.
@@ -49,7 +50,7 @@ class SurveyedStep:
     """
 
     def __init__(
-        self, *, opener: Opener, parts: frozenset[Opener], step: Step, keys: list[tuple[Any, ...]],
+        self, *, opener: Opener, parts: Collection[Opener], step: Step, keys: list[tuple[Any, ...]],
         called: CalledBlocks, saved_bytes: list[int], window_bytes: int, reserved_bytes: int, began_bytes: int,
     ) -> None:  # fmt: skip
         self.opener, self.parts, self.step, self.keys, self.called = opener, parts, step, keys, called
@@ -58,8 +59,13 @@ class SurveyedStep:
         self._more_bytes: int | None = None  # than predicted that it has allocated; None if that is not known
         self._take_least()
 
+    @property
+    def least(self) -> Trial:
+        """The plan by which its blocks keep as little as they can."""
+        return Trial(self.step, survey_plan(self.step, self.window_bytes))
+
     def _take_least(self) -> None:
-        self.trial = Trial(self.step, survey_plan(self.step, self.window_bytes))
+        self.trial = self.least
         self._sizes: OtherSizes | None = None
 
     def take_more(self, nbytes: int) -> None:
