@@ -134,6 +134,31 @@ def adversaries(size: Size, device: torch.device) -> ZooModel:
     return ZooModel(model, layers, loss, torch.optim.Adam(model.maker.parameters(), 1e-4, betas=(0.5, 0.999)))
 
 
+@entry
+def critic_in_turns(size: Size, device: torch.device) -> ZooModel:
+    """Three steps of a critic, and one of its generator, whose noise is far smaller than what the critic is given."""
+    width, depth, batch, pixels = (4, 2, 2, 16) if size == "tiny" else (96, 12, 32, 128)
+    model = built(lambda: _Adversaries(width, depth), device)
+    noises, images = noise(device, torch.float32, batch, 8), noise(device, torch.float32, batch, 3, pixels, pixels)
+    of_the_judge = torch.optim.RMSprop(model.judge.parameters(), 1e-4)
+    model.maker.insert(0, nn.Unflatten(1, (8, 1, 1))).insert(1, nn.Upsample(scale_factor=pixels))
+
+    def loss(_: int) -> torch.Tensor:
+        for _ in range(3):
+            with autocast(device, wanted=True):
+                with torch.no_grad():
+                    made = model.maker(noises)
+                judged = model.judge(made).mean() - model.judge(images).mean()
+            judged.backward()
+            of_the_judge.step()
+            of_the_judge.zero_grad()
+        with autocast(device, wanted=True):
+            return -model.judge(model.maker(noises)).mean()
+
+    layers = [each for each in model.modules() if isinstance(each, _Residual)]
+    return ZooModel(model, layers, loss, torch.optim.RMSprop(model.maker.parameters(), 1e-4))
+
+
 # ---- A frozen part
 class _Captions(nn.Module):
     def __init__(self, sees: nn.Module, width: int, speaks: Any) -> None:
