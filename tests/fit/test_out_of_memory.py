@@ -237,13 +237,14 @@ class Convolution(nn.Module):
         return x + torch.tanh(torch.exp(torch.tanh(self.convolution(x))))
 
 
-def test_an_allocation_that_cudnn_did_without_is_told_once():
+def test_an_allocation_that_cudnn_did_without_is_told_once(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(*(Convolution() for _ in range(4)))
     x = torch.randn(4, 8, 16, 16)
     with SimulatedAllocator() as allocator, fitted_on(model, allocator, 1 << 40) as handle:
         loop = Loop(model, allocator)
         for _ in range(MOST_STEPS):
             loop.step(lambda _: model(x))
+        monkeypatch.setattr(handle._driver.meter, "device", torch.device("cuda"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):

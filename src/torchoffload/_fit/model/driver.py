@@ -106,7 +106,9 @@ class Driver(FittedModel):
 
     def opener_of(self, called: Opener) -> Opener:
         """Return the module that a step begins with, as far as that is known when the loop calls this one."""
-        return self._openers.call_begins(called) or self._opener or called
+        module = None if called is None else called()
+        around = self.model if module in self.names else called  # a loop may call the blocks one by one
+        return self._openers.call_begins(around) or self._opener or around
 
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins with a call of this size."""

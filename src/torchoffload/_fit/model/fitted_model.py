@@ -199,6 +199,7 @@ class FittedModel(abc.ABC):
         self._following.remove()
         self._following = self._followed_by(model, chosen)
         self.block_count = len(self.names)
+        self._openers = Openers()
         self._block_calls.watch(self.names)
         self._begin_survey()
 
@@ -476,7 +477,8 @@ class FittedModel(abc.ABC):
             "channels_last, in which cuDNN needs less"
         )
         convolves = any("convolution" in str(operator) for kind in self.operators for operator in kind)
-        if convolves and torch.backends.cudnn.enabled and text not in self.notes:
+        has_cudnn = self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
+        if has_cudnn and convolves and text not in self.notes:
             self.notes.append(text)
             warn_user(f"torchoffload: {text}.")
 
