@@ -26,21 +26,25 @@ class Climbed:
 
     def __init__(
         self, device: SimulatedDevice, reserved_bytes: int, *, is_capped: bool, first_step: float = 1.0,
-        stuck_bytes: int | None = None,
+        stuck_bytes: int | None = None, has_workspaces: bool = False,
     ) -> None:  # fmt: skip
         if is_capped:
             device.cap_bytes = reserved_bytes
         own = survey_plan(device.step)
-        self.room = Room(reserved_bytes, int(reserved_bytes * 0.96), is_measured=True, stuck_bytes=stuck_bytes)
+        self.room = Room(
+            reserved_bytes, int(reserved_bytes * 0.96), is_measured=True, stuck_bytes=stuck_bytes,
+            has_workspaces=has_workspaces,
+        )  # fmt: skip
         self.climb = Climb(device.step, own, self.room, STEPS)
         self.own = self.climb.own
-        self.slowest, self.steps, self.over = 0.0, 0, 0
+        self.slowest, self.steps, self.over, self.most_reserved = 0.0, 0, 0, 0
         while (trial := self.climb.take_next()) is not None:
             if not device.runs(trial):
                 self.climb.note_failure()
                 self.steps += 1
                 break
             self.over += device.reserved_bytes(trial) > reserved_bytes
+            self.most_reserved = max(self.most_reserved, device.reserved_bytes(trial))
             factor = first_step  # of the time, as memory is reserved in it
             ended_bytes = device.backward_reserved_bytes(trial)
             while True:
@@ -152,6 +156,16 @@ def test_the_time_that_it_takes_to_reserve_memory_changes_nothing(seed: int):
         climbed = Climbed(device, amounts(device)[2], is_capped=True, first_step=factor)
         found.append((climbed.best.does, climbed.best.step_s, climbed.steps))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_is_left_free_for_workspaces_if_the_survey_has_left_as_much(seed: int):
+    """A tenth, less what reserved bytes differ by between plans that are predicted to allocate as much."""
+    device = SimulatedDevice.random(random.Random(5000 + seed))
+    for amount in amounts(device):
+        climbed = Climbed(device, amount, is_capped=False, has_workspaces=True)
+        own_bytes = device.reserved_bytes(climbed.own)
+        assert climbed.most_reserved <= max(own_bytes, amount / 1.1 * 1.04)
 
 
 def test_the_first_plan_is_that_of_the_survey():

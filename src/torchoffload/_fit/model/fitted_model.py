@@ -476,11 +476,15 @@ class FittedModel(abc.ABC):
             "many times slower. Begin anew with less memory= or a smaller batch, or give the model the memory format "
             "channels_last, in which cuDNN needs less"
         )
-        convolves = any("convolution" in str(operator) for kind in self.operators for operator in kind)
-        has_cudnn = self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
-        if has_cudnn and convolves and text not in self.notes:
+        if self._has_workspaces and text not in self.notes:
             self.notes.append(text)
             warn_user(f"torchoffload: {text}.")
+
+    @property
+    def _has_workspaces(self) -> bool:
+        """Whether blocks have convolutions of cuDNN."""
+        convolves = any("convolution" in str(operator) for kind in self.operators for operator in kind)
+        return convolves and self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
 
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""
@@ -498,7 +502,7 @@ class FittedModel(abc.ABC):
         is_unknown, most_stuck = self._largest(stuck is None, stuck or 0)
         return Room(
             budget.reservable_bytes, budget.room_bytes(step), self.meter.measures_memory, max(1, budget.sharer_count),
-            None if is_unknown else int(most_stuck),
+            None if is_unknown else int(most_stuck), self._has_workspaces,
         )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:
