@@ -207,7 +207,7 @@ class Driver(FittedModel):
     def _end_trial_step(self, climb: Climb, step: FinishedStep) -> None:
         trial = climb.current
         assert trial is not None
-        if step.is_lost:  # by a trial, which was our idea: the loop is not to lose the next step
+        if step.is_lost and not self._has_more_calls:  # by a trial, which was our idea: no more steps are to be lost
             climb.note_failure()
             self.notes.append(failure_message(trial))
             self._settle(climb)
@@ -287,6 +287,8 @@ class Driver(FittedModel):
 
     def _survey_again(self, step: FinishedStep) -> None:
         """Begin a survey because of a step, which may have been the largest of several that take turns."""
+        if step.is_lost and self._has_more_calls:
+            self._note("a step ran out of memory that called a module more often than any that was surveyed")
         self._begin_survey()
         self._seen.of(step.opener).note_surveyed(step)
 
@@ -295,6 +297,7 @@ class Driver(FittedModel):
         largest = self._seen.of(step.opener)
         return (
             self._was_refused
+            or self._has_more_calls
             or self._seen.has_new_state
             or step.block_count > largest.block_count > 0
             or self._has_no_plan(step.opener, step.blocks_bytes, largest.blocks_bytes)

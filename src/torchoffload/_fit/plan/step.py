@@ -356,6 +356,8 @@ def times_of(step: Step, plans: Sequence[StepPlan], factors: Sequence[tuple[floa
 
 
 def _times(step: Step, plans: Sequence[StepPlan], factors: Sequence[tuple[float, float, float]]) -> Any:
+    if any(len(plan.calls) != len(step.calls) for plan in plans):
+        raise ValueError(f"the plan is for another number of calls than the {len(step.calls)} of the step")
     order = step.backward_order
     ordered = [replace(plan, calls=tuple(plan.calls[number] for number in order)) for plan in plans]
     return core.joint_plan_times(step.as_one_backward, ordered, factors)
