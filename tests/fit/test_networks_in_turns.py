@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import itertools
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ def reserved(model: Networks, train: Callable[[Networks], None], *, is_checkpoin
         each.forward = functools.partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
     with SimulatedAllocator(1.1) as allocator:
         allocator.hold([*model.parameters()])
-        for _ in range(6):
+        for _ in range(12):
             train(model)
             gc.collect()
     for each in blocks:
@@ -191,10 +192,11 @@ def test_report_tells_of_the_steps_that_no_plan_was_tried_for():
 
 
 def test_a_plan_of_a_file_is_for_the_steps_that_it_was_made_for(tmp_path: Path):
+    """The other steps are surveyed then."""
     torch.manual_seed(0)
     model, train = Networks(), LOOPS["wgan"]()
     least, stock = (reserved(model, train, is_checkpointed=each) for each in (True, False))
-    memory_bytes, path = (least + stock) // 2, tmp_path / "plan.json"
+    memory_bytes, path = least + (stock - least) // 10, tmp_path / "plan.json"
     with SimulatedAllocator(1.1, memory_bytes) as allocator, fitted_on(model, allocator, memory_bytes) as handle:
         allocator.hold([*model.parameters()])
         for _ in range(20):
@@ -204,6 +206,45 @@ def test_a_plan_of_a_file_is_for_the_steps_that_it_was_made_for(tmp_path: Path):
     model.zero_grad()
     report = settled(model, memory_bytes, train, plan=path)
     assert "Steps that begin with" in report
+    assert "fit does nothing" not in report
+
+
+def drops_layers(model: Networks, rng: random.Random) -> None:
+    """Calls the blocks one by one, and leaves some out, as LayerDrop does."""
+    model.zero_grad()
+    x = torch.randn(8, 8, WIDTH)
+    for block in model.critic:
+        x = x if rng.random() < 0.3 else block(x)
+    if x.requires_grad:
+        x.square().mean().backward()
+
+
+def trains_later_at_random(model: Networks, rng: random.Random) -> None:
+    """The generator's backward comes behind no, one or two steps of the critic, or not at all."""
+    model.zero_grad()
+    made = model.make()
+    for _ in range(rng.randint(0, 2)):
+        model.judge(made.detach()).mean().backward()
+        model.critic.zero_grad()
+    if rng.random() < 0.6:
+        model.judge(made).mean().backward()
+
+
+@pytest.mark.parametrize("train", [drops_layers, trains_later_at_random])
+@pytest.mark.parametrize("part", [0.1, 0.4])
+def test_no_step_that_differs_at_random_runs_out_of_memory(train: Any, part: float):
+    torch.manual_seed(0)
+    model = Networks()
+    by_hand = [
+        reserved(model, functools.partial(train, rng=random.Random(0)), is_checkpointed=each) for each in (True, False)
+    ]
+    memory_bytes, rng = int(by_hand[0] + part * (by_hand[1] - by_hand[0])), random.Random(0)
+    with SimulatedAllocator(1.1, memory_bytes) as allocator, fitted_on(model, allocator, memory_bytes) as handle:
+        allocator.hold([*model.parameters()])
+        for _ in range(80):
+            train(model, rng)
+            gc.collect()
+        assert handle.phase == "settled", handle.report()
 
 
 def test_a_network_that_comes_seldom_is_awaited_in_the_end():

@@ -33,7 +33,7 @@ class FinishedStep:
     first_size, size : int
         The bytes of the arguments of its first call, and of the largest one of the module that the loop called first.
     blocks_bytes, block_count : int
-        The bytes of the arguments of its calls of blocks, and how many calls there were.
+        The bytes of the arguments of its calls of blocks before its first backward, and how many calls there were.
     began, ended : moment
         When it began, and when its backward ended; None if that did not happen.
     is_lost : bool
@@ -292,7 +292,8 @@ class Clock:
     def block_begins(self, nbytes: int) -> None:
         """Take notice of a call of a block, which is given so many bytes."""
         if self._step is not None and self._is_in_call:  # blocks may be called by themselves as well
-            self._step.blocks_bytes += nbytes
+            if self._step.ended_counts is None:
+                self._step.blocks_bytes += nbytes
             self._step.block_count += 1
 
     def follow_block(self, output: Any) -> None:

@@ -20,7 +20,7 @@ from torchoffload._fit.survey.survey import Survey
 
 __all__ = ["Driver"]
 
-_MOST_OPENERS = 4  # modules for which steps that begin with them are surveyed apart
+_MOST_OPENERS = 16  # modules for which steps that begin with them are surveyed apart
 _MOST_RESTS = 4
 
 
@@ -170,6 +170,7 @@ class Driver(FittedModel):
             return
         if step.opener not in self._openers.known:
             self._openers.known.append(step.opener)
+        self._keys.update(survey.called_keys)
         is_known = survey.end_step(is_largest=self._seen.of(step.opener).note_surveyed(step))
         self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
         is_unknown, windows = self._largest(not is_known, survey.window_bytes)

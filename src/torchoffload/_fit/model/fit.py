@@ -353,7 +353,7 @@ def fit_with(model: nn.Module, blocks: Selector | Sequence[Selector] | None, opt
     if blocks is not None:
         chosen = blocks_of(model, blocks)
     elif saved is not None and not saved.is_of_several:
-        chosen = blocks_named(model, saved.names)
+        chosen = blocks_named(model, saved.blocks)
     else:
         chooser = Chooser(model, may_move=options.move, may_scout=options.move and is_alone, options=options.moving)
         chosen = chooser.first_blocks()

@@ -30,7 +30,7 @@ from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
-from torchoffload._fit.model.turns import turns_of, weakly, windows_of
+from torchoffload._fit.model.turns import Turns, least_turns, turns_of, weakly, windows_of
 from torchoffload._fit.model.unseen import unseen_blocks
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import (
@@ -160,6 +160,8 @@ class FittedModel(abc.ABC):
         self._seen = Seen()
         self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
+        # The kind of each block that a step of a survey has called, by its latest such call.
+        self._keys: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
         self._block_calls = BlockCalls(
@@ -200,6 +202,7 @@ class FittedModel(abc.ABC):
         self._following = self._followed_by(model, chosen)
         self.block_count = len(self.names)
         self._openers = Openers()
+        self._keys.clear()
         self._block_calls.watch(self.names)
         self._begin_survey()
 
@@ -258,6 +261,7 @@ class FittedModel(abc.ABC):
             step=None if self.step is None else self.step.with_more(self._growth.grown_bytes),
             settled=self.settled,
             trials=tuple(self.trials),
+            blocks=tuple(self.names.values()),
             opener=self._name_of(self._opener),
             others=tuple((self._name_of(each.opener), each.trial) for each in self._others.values()),
             names=tuple(self.called.names),
@@ -400,7 +404,7 @@ class FittedModel(abc.ABC):
         self.operators = [kind.operators for kind in kinds]
         self.obstacles = {number: kind.obstacle for number, kind in enumerate(kinds) if kind.obstacle is not None}
         self.called, self._saved_bytes = largest.called, largest.saved_bytes
-        self._unseen = unseen_blocks(self.names, [block for each in all_surveyed for block in each.called.modules])
+        self._unseen = unseen_blocks(self.names, self._keys)
         if self.may_recompute and (why := obstacle()) is not None:
             self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
         self.is_surveyed = True
@@ -640,12 +644,26 @@ class FittedModel(abc.ABC):
         called = self.called if other is None else other.called
         refuse = partial(weakly(self._refuse_planned), [] if surveyed is None else surveyed.keys)
         watches, moving = turns_of(trial, called.modules, weakly(self.count_left), refuse)
+        if not trial.is_plain:
+            self._add_uncalled(watches, moving, set(called.modules))
         self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
         self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
         if not keeps_cache:
             self.meter.forget_reserved()
+
+    def _add_uncalled(
+        self, watches: dict[nn.Module, Turns], moving: dict[nn.Module, list[bool]], called: set[nn.Module]
+    ) -> None:
+        """Have blocks keep as little as they can that the step does not call: another one may, as with LayerDrop."""
+        for block, key in self._keys.items():
+            kind = self._kinds.get(key)
+            if block in called or block not in self.names or kind is None or kind.least is None or kind.groups:
+                continue
+            watches[block] = least_turns(kind.least, weakly(self.count_left), partial(weakly(self.refuse), key))
+            if self.may_move:
+                moving[block] = [True]
 
     def follow_saved(self, saved: SavedPlan) -> None:
         """Follow a plan that was read from a file, without a survey; make another one if the options now differ."""

@@ -39,6 +39,8 @@ class SavedPlan:
         The plan.
     step_s : float or None
         How long it took when it was tried.
+    blocks : list of str
+        All blocks of the model that was fitted: other steps may call others than this one.
     names : list of str
         The block of each call.
     operators : list of list of str
@@ -53,6 +55,7 @@ class SavedPlan:
     step: Step
     plan: StepPlan
     step_s: float | None
+    blocks: list[str]
     names: list[str]
     operators: list[list[str]]
     is_of_several: bool
@@ -87,6 +90,7 @@ def write_plan(fitted: Snapshot, path: str | os.PathLike[str]) -> None:
         "plan": dataclasses.asdict(settled.plan),
         "step_s": settled.step_s,
         "is_of_several": fitted.is_of_several,
+        "blocks": fitted.blocks,
         "names": fitted.names,
         "operators": [[str(each) for each in fitted.operators[kind]] for kind in range(len(step.kinds))],
     }
@@ -126,6 +130,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
             step=Step(kinds=kinds, calls=calls, **step),
             plan=StepPlan(calls=planned, **plan),
             step_s=document["step_s"],
+            blocks=document["blocks"],
             names=document["names"],
             operators=document["operators"],
             is_of_several=document["is_of_several"],

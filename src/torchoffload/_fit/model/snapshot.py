@@ -40,6 +40,8 @@ class Snapshot:
         The plan that is followed for good; None while there is none.
     trials : tuple of Trial
         The plans that were tried.
+    blocks : tuple of str
+        The names of all blocks.
     opener : str
         The part of the model whose call begins the surveyed step; empty for the model itself.
     others : tuple of (str, Trial)
@@ -72,6 +74,7 @@ class Snapshot:
     step: Step | None
     settled: Trial | None
     trials: tuple[Trial, ...]
+    blocks: tuple[str, ...]
     opener: str
     others: tuple[tuple[str, Trial], ...]
     names: tuple[str, ...]

@@ -14,7 +14,7 @@ from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.plan.step import CallPlan, Step
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["Turns", "turns_of", "weakly", "windows_of"]
+__all__ = ["Turns", "least_turns", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
@@ -58,6 +58,11 @@ class Turns:
         turn = self._followed[self._next % len(self._followed)]
         self._next += 1
         return turn
+
+
+def least_turns(plan: BlockPlan, tell: Callable[[], None], refuse: Callable[[str], None]) -> Turns:
+    """Return the turns of a block that follows the same plan in each call; ``tell``, ``refuse``: as in ``turns_of``."""
+    return Turns([_Followed(plan, tell, refuse)])
 
 
 def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:

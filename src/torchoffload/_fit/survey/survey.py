@@ -455,6 +455,11 @@ class Survey:
         return [call.module for call in self._known_calls()]
 
     @property
+    def called_keys(self) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+        """The block of each call of the latest step, and the key of its kind."""
+        return [(call.module, call.key) for call in self._known_calls()]
+
+    @property
     def saves(self) -> list[tuple[nn.Module, int]]:
         """The block of each call of the latest step and the bytes that it saved; nothing before that step has ended.
 
