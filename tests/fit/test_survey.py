@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchoffload
+from fitted_models import fitted_on
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator
 from torchoffload._fit.choosing.structure import find_blocks
@@ -162,3 +163,15 @@ def test_a_block_that_runs_out_of_memory_while_it_is_surveyed_is_an_error(room: 
         with pytest.raises(torch.OutOfMemoryError):
             model(torch.randn(8 * room, WIDTH))
         assert allocator.ooms > 0
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 6])
+def test_a_block_may_be_replaced_between_any_two_steps_of_a_survey(step: int):
+    """And once a plan is settled on. While plans are tried, it is an error that says so."""
+    model = nn.Sequential(*(Normed() for _ in range(4)))
+    with SimulatedAllocator() as allocator, fitted_on(model, allocator, 1 << 40) as handle:
+        for number in range(20):
+            if number == step:
+                model[1] = Normed()
+            model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean().backward()
+        assert handle.phase == "settled", handle.report()

@@ -433,6 +433,8 @@ class Survey:
         if not is_largest and self._smaller_steps[self._opener] < _MOST_SMALLER_STEPS:
             self._smaller_steps[self._opener] += 1
             return False
+        if len(self.called_keys) < len(self._known_calls()):  # the loop has replaced a block since
+            return False
         if not self.is_timing:
             self._leasts[self._opener] = self._least_memory()
             return False
@@ -456,8 +458,9 @@ class Survey:
 
     @property
     def called_keys(self) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-        """The block of each call of the latest step, and the key of its kind."""
-        return [(call.module, call.key) for call in self._known_calls()]
+        """The block of each call of the latest step, and the key of its kind; without blocks that are gone."""
+        found = [(call._module(), call.key) for call in self._known_calls()]
+        return [(block, key) for block, key in found if block is not None]
 
     @property
     def saves(self) -> list[tuple[nn.Module, int]]:
