@@ -3,8 +3,11 @@
 import dataclasses
 
 import pytest
+from torch import nn
 
+from torchoffload._fit.model.turns import windows_of
 from torchoffload._fit.plan.step import BlockCall, BlockKind, Output, Step, Way, plan_step, survey_plan
+from torchoffload._fit.plan.trials import Trial
 
 KEPT = 100  # bytes that a call keeps if it computes nothing again
 
@@ -65,3 +68,17 @@ def test_calls_between_the_backwards_repeat_plans_if_that_fits():
     stays = 2 * (KEPT + 10)
     assert step.may_repeat(dataclasses.replace(plan, peak_bytes=100 + stays))
     assert not step.may_repeat(dataclasses.replace(plan, peak_bytes=100 + stays - 1))
+
+
+def test_nothing_is_reloaded_ahead_across_a_late_call():
+    """Its own backward comes later, beside forwards that no plan counts."""
+    step = dataclasses.replace(step_of([0, 0, 1, 0, 0], late=(2,)), may_move=True)
+    plan = survey_plan(step)
+    ahead = dataclasses.replace(
+        plan, calls=tuple(dataclasses.replace(each, reload_bytes=1 << 30) for each in plan.calls)
+    )
+    blocks = [nn.Identity() for _ in plan.calls]
+    windows = windows_of(Trial(step, ahead), blocks)
+    moved = step.kinds[0].moved_bytes(plan.calls[0])
+    assert moved > 0
+    assert [windows[block][0].reload_bytes for block in blocks] == [0, moved, 1 << 30, 0, moved]

@@ -15,25 +15,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fitted_models import fitted_on
+from devices import Device
+from fitted_models import Wide, fitted_on, options_of
 from planned_blocks import WIDTH
 from simulated_allocator import SimulatedAllocator
 
 WGAN_CRITIC_STEPS = 3
-
-
-class Block(nn.Module):
-    """Keeps more than its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        for _ in range(2):
-            h = torch.tanh(h) * torch.sigmoid(h)
-        return x + self.down(h)
 
 
 class Images(nn.Module):
@@ -48,8 +35,8 @@ class Networks(nn.Module):
 
     def __init__(self, *, is_one: bool = False) -> None:
         super().__init__()
-        self.generator = nn.Sequential(Images(), *(Block() for _ in range(6)))
-        self.critic = nn.Sequential(*(Block() for _ in range(4)))
+        self.generator = nn.Sequential(Images(), *(Wide(3, 2) for _ in range(6)))
+        self.critic = nn.Sequential(*(Wide(3, 2) for _ in range(4)))
         self.is_one = is_one
 
     def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -107,9 +94,9 @@ LOOPS: dict[str, Callable[[], Callable[[Networks], None]]] = {
 
 def reserved(model: Networks, train: Callable[[Networks], None], *, is_checkpointed: bool) -> int:
     """What the loop reserves, with each block in a checkpoint or as it is."""
-    blocks = [each for each in model.modules() if isinstance(each, Block)]
+    blocks = [each for each in model.modules() if isinstance(each, Wide)]
     for each in blocks if is_checkpointed else ():
-        forward: Any = Block.forward.__get__(each)
+        forward: Any = Wide.forward.__get__(each)
         each.forward = functools.partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
     with SimulatedAllocator(1.1) as allocator:
         allocator.hold([*model.parameters()])
@@ -147,7 +134,7 @@ def test_no_step_runs_out_of_memory(loop: str, part: float, is_one: bool):
         assert allocator.most_reserved_bytes <= memory_bytes
 
 
-def trained(model: Networks, train: Callable[[Networks], None], steps: int = 12) -> list[torch.Tensor]:
+def trained(model: Networks, train: Callable[[Networks], None], steps: int = 20) -> list[torch.Tensor]:
     torch.manual_seed(1)
     optimizers = [torch.optim.Adam(each.parameters()) for each in (model.generator, model.critic)]
     for _ in range(steps):
@@ -159,11 +146,16 @@ def trained(model: Networks, train: Callable[[Networks], None], steps: int = 12)
 
 @pytest.mark.parametrize("is_one", [False, True], ids=["by themselves", "by one module"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_weights_are_those_of_stock(loop: str, is_one: bool):
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.devices("disk")
+def test_the_weights_are_those_of_stock(loop: str, is_one: bool, moves: bool, device_under_test: Device):
+    """In half of the memory, with other plans in other steps."""
     torch.manual_seed(0)
     model = Networks(is_one=is_one)
     stock, train = copy.deepcopy(model), LOOPS[loop]()
-    with SimulatedAllocator(1.1) as allocator, fitted_on(model, allocator, 1 << 40):
+    memory_bytes = reserved(model, LOOPS[loop](), is_checkpointed=False) // 2
+    options = options_of(device_under_test) | {"move": moves, "on_unfit": "warn"}
+    with SimulatedAllocator(1.1) as allocator, fitted_on(model, allocator, memory_bytes, **options):
         allocator.hold([*model.parameters()])
         found = trained(model, train)
     expected = trained(stock, LOOPS[loop]())

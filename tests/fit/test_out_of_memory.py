@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from devices import Device
-from fitted_models import fitted_on, options_of
+from fitted_models import Wide, fitted_on, options_of
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator
 from torchoffload._core import core
@@ -26,21 +26,6 @@ from torchoffload._fit.plan.step import survey_plan
 from torchoffload._fit.plan.trials import Trial
 
 MOST_STEPS = 12
-
-
-class Wide(nn.Module):
-    """Keeps more than its input, in several sizes."""
-
-    def __init__(self, times: int, depth: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
-        self.depth = depth
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        for _ in range(self.depth):
-            h = torch.tanh(h) * torch.sigmoid(h)
-        return x + self.down(h)
 
 
 def random_model(rng: random.Random) -> nn.Module:

@@ -27,6 +27,21 @@ class Model(nn.Module):
         return torch.logsumexp(self.head(self.net(self.first(x))), -1).square().mean()
 
 
+class Wide(nn.Module):
+    """Keeps more than its input, in several sizes."""
+
+    def __init__(self, times: int, depth: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        for _ in range(self.depth):
+            h = torch.tanh(h) * torch.sigmoid(h)
+        return x + self.down(h)
+
+
 def options_of(device: Device) -> dict[str, Any]:
     options: dict[str, Any] = {"tier": device.tier, "min_offload_size": 0}
     return options | ({"disk_dir": str(device.directory)} if device.tier == "disk" else {})

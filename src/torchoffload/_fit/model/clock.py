@@ -91,7 +91,6 @@ class _Step:
     """The step that has begun."""
 
     counts: Counts  # as it began
-    opener: Opener
     first: Opener  # the module that the loop called first
     first_size: int
     parts: Counter[Opener]
@@ -246,7 +245,7 @@ class Clock:
         self.opener = opener
         self._listener.step_begins(size)
         self._step = step = _Step(
-            counts=self._meter.counts(), opener=opener, first=self._called, first_size=size, parts=Counter(),
+            counts=self._meter.counts(), first=self._called, first_size=size, parts=Counter(),
             number=self._backwards.count,
         )  # fmt: skip
         if self.measures:
@@ -269,7 +268,7 @@ class Clock:
     def _finished(self, step: _Step, counts: Counts, is_lost: bool, reserved_bytes: int) -> FinishedStep:
         ended = step.ended_counts
         return FinishedStep(
-            opener=step.opener,
+            opener=self.opener,
             parts=step.parts,
             first_size=step.first_size,
             size=step.size,

@@ -54,7 +54,7 @@ class Driver(FittedModel):
         return not self._openers.is_sure and self.clock.is_without_blocks
 
     def module_opens(self, module: nn.Module) -> bool:
-        """Take notice of a module that is entered in a step of which no block was. Returns whether to tell of more."""
+        """Take notice of a module that is entered before the step's first block. Returns whether to tell of more."""
         with self._changing:
             if module in self.names:
                 opener = self._openers.block_begins()
@@ -82,7 +82,7 @@ class Driver(FittedModel):
     def _look_at_calls(self) -> None:
         """Have the blocks keep as little as they can if a module is called more often than in any surveyed step.
 
-        So is one whose output the program keeps, as a sample, so that it is still there in the next step.
+        That happens if the program keeps an output with its graph, as a sample: its call is a part of the next step.
         """
         called, known = self.clock.called, self._seen.of(self.clock.opener).parts
         is_known = not known or self.clock.called_count <= known[called]
@@ -165,14 +165,15 @@ class Driver(FittedModel):
         if step.is_lost:
             self._end_lost_survey_step(survey)
             return
-        if step.is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows better where such a step ends
+        self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
+        is_rest = bool(self._largest(step.is_rest)[0])
+        if is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows where such a step ends
             self._rests += 1
             return
         if step.opener not in self._openers.known:
             self._openers.known.append(step.opener)
         self._keys.update(survey.called_keys)
         is_known = survey.end_step(is_largest=self._seen.of(step.opener).note_surveyed(step))
-        self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
         is_unknown, windows = self._largest(not is_known, survey.window_bytes)
         self._windows[step.opener] = int(windows)
         self._waited = self._waited + 1 if step.opener in self._all_surveyed else 0
@@ -263,7 +264,7 @@ class Driver(FittedModel):
             self._climb_again()
 
     def _end_other_step(self, other: SurveyedStep, step: FinishedStep) -> None:
-        """Go on after a step that begins with a call of another module than the one that plans are tried for."""
+        """Go on after a step that begins with another module than the one that plans are tried for."""
         grown_bytes = 0 if self.budget.sharer_count > 1 or step.is_lost else self._grown_bytes(step)
         if isinstance(self.state, Settled) and other.peak_bytes + grown_bytes <= self.budget.usable_bytes:
             grown_bytes = 0
@@ -275,12 +276,12 @@ class Driver(FittedModel):
         elif grown_bytes:
             self._plan_beside(int(grown_bytes))
         elif is_lost:
-            name = self._name_of(other.opener)
+            name = self._name_of(other.opener) or self.model_name
             self._note(
-                f"a step that begins with a call of {name} ran out of memory: its blocks keep as little as they can"
+                f"a step that begins with {name} ran out of memory: its blocks keep as little as they can from now on"
                 if other.takes_less()
-                else f"a step that begins with a call of {name} ran out of memory, although its blocks keep as little "
-                f"as they can. {MORE_ROOM}"
+                else f"a step that begins with {name} ran out of memory, although its blocks keep as little as they "
+                f"can. {MORE_ROOM}"
             )
 
     def _grown_bytes(self, step: FinishedStep) -> int:

@@ -360,7 +360,7 @@ class FittedModel(abc.ABC):
             self.meter.forget_reserved()
 
     def _note_surveyed(self, survey: Survey, last: FinishedStep) -> None:
-        """Keep what the survey's last step has shown, for the largest one that begins with a call of its module."""
+        """Keep what the survey's last step has shown, for the largest step that begins with the same module."""
         if self.may_move and self._link is None:
             self._link = measure_link(self.meter.device, self._options.moving)
         survey.leave_out_open_calls()
@@ -387,7 +387,10 @@ class FittedModel(abc.ABC):
         survey.forget_tensors()
 
     def _awaits_others(self) -> bool:
-        """Return whether the survey goes on for steps that begin with a call of another module, as in one before."""
+        """Return whether the survey goes on for steps that begin with another module and were not measured yet.
+
+        Modules with which no step has begun for long are forgotten.
+        """
         alive = [each for each in self._openers.known if each is None or each() is not None]
         is_over = self._waited >= self._most_waited
         self._openers.known = [each for each in alive if each in self._all_surveyed or not is_over]
@@ -487,7 +490,8 @@ class FittedModel(abc.ABC):
     @property
     def _has_workspaces(self) -> bool:
         """Whether blocks have convolutions of cuDNN."""
-        convolves = any("convolution" in str(operator) for kind in self.operators for operator in kind)
+        others = [self._kinds[key].operators for each in self._others.values() for key in each.keys]
+        convolves = any("convolution" in str(operator) for kind in (*self.operators, *others) for operator in kind)
         return convolves and self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
 
     def replan(self, memory_bytes: int) -> None:

@@ -5,22 +5,21 @@ from typing import Any
 
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
 from torchoffload._fit.model.clock import Opener
-from torchoffload._fit.plan.scaling import OtherSizes, scaled
+from torchoffload._fit.plan.scaling import MORE, OtherSizes, scaled
 from torchoffload._fit.plan.step import Step, plan_step, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
 __all__ = ["SurveyedStep"]
 
-_MORE = 1.05  # a plan that is not tried is for a step that is larger by this: its prediction may be too low
-
 
 class SurveyedStep:
-    """The step that begins with a call of one module.
+    """The surveyed step of those that begin with the same module.
 
-    If networks are trained in turns, each in steps of its own, there are several of them. Plans are tried for the one
-    that saves most. While they are, the blocks of each other one keep as little as they can, and the bytes are counted
-    that it takes beyond what is predicted: other networks may have gradients that they had not in the survey. Then it
-    has a plan that is not tried, in the memory that the tried ones have shown to be there.
+    If networks are trained in turns, each in steps of its own, several steps are surveyed. Plans are tried for the one
+    in which autograd would save most bytes. Meanwhile the blocks keep as little as they can in the others, and the
+    bytes are noted that these allocate beyond the prediction: other networks may have gradients now that they did not
+    have in the survey. Once a plan has settled, each other step has a plan that is not tried, in the memory that the
+    tried plans have shown to be there.
 
     Parameters
     ----------
@@ -88,7 +87,7 @@ class SurveyedStep:
         self._take_least()
         if self._more_bytes is None:
             return
-        larger, plan_bytes = scaled(self.step, _MORE), allocated_bytes - self._more_bytes
+        larger, plan_bytes = scaled(self.step, MORE), allocated_bytes - self._more_bytes
         plan = plan_step(larger.of_blocks, plan_bytes)
         if plan is not None:
             self.trial = Trial(larger, plan)

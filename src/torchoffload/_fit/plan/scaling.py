@@ -6,10 +6,10 @@ import math
 from torchoffload._fit.plan.step import BlockCall, BlockKind, Step, plan_step
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["OtherSizes", "scaled"]
+__all__ = ["MORE", "OtherSizes", "scaled"]
 
 _PARTS = 8  # sizes are told apart by eighths of the largest one
-_MORE = 1.05  # a step of another size needs its share times this: not all in it grows with its arguments
+MORE = 1.05  # a plan that is not tried is for a step that is larger by this: its prediction may be too low
 _MOST_LARGER = 1.25  # a step that is larger than this is surveyed, unless nothing has to be planned
 _OF_ROOM = 0.8  # the part of the room for a larger step in which nothing is planned
 
@@ -45,7 +45,7 @@ class OtherSizes:
         return self._trials[part]
 
     def _planned(self, part: int) -> Trial | None:
-        share = _MORE * part / _PARTS
+        share = MORE * part / _PARTS
         step = scaled(self._settled.step, min(1.0, share) if part < _PARTS else share)
         plan = plan_step(step.of_blocks, self._plan_bytes)
         return None if plan is None else Trial(step, plan)
@@ -54,7 +54,7 @@ class OtherSizes:
         """Return whether all of a larger step has ample room with nothing computed again or moved."""
         part = math.ceil(_PARTS * share)
         if part not in self._trials:
-            step = scaled(self._settled.step, _MORE * part / _PARTS)
+            step = scaled(self._settled.step, MORE * part / _PARTS)
             plan = plan_step(step.of_blocks, int(self._plan_bytes * _OF_ROOM))
             self._trials[part] = self._settled if plan is not None and Trial(step, plan).is_plain else None
         return self._trials[part] is not None

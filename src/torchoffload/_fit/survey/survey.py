@@ -221,7 +221,7 @@ class Survey:
         self._recording_steps = 0
         self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
         self._has_stopped = self._has_no_windows = False
-        # By the module whose call begins a step: there are as many sorts of steps as there are such modules.
+        # By the module that a step begins with: there are as many sorts of steps as there are such modules.
         self._opener: Any = None  # of the latest step
         self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
         self._leasts: dict[Any, _LeastMemory] = {}
@@ -382,7 +382,7 @@ class Survey:
     # Steps.
 
     def begin_step(self, opener: Any = None) -> None:
-        """Begin a step with a call of the module ``opener``."""
+        """Begin a step. ``opener``: the module that it begins with; another one is another sort of steps."""
         self._clear()
         self._opener = opener
         self._other_bytes = 0
