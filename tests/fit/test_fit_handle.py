@@ -177,14 +177,21 @@ def test_a_handle_says_that_the_environment_turned_it_off(
     assert "TORCHOFFLOAD_DISABLE=1" in handle.report()
 
 
-def test_a_block_that_is_taken_out_of_the_model_is_an_error(device_under_test: Device):
+def test_a_model_that_has_lost_a_block_is_planned_for_anew_in_its_next_step(device_under_test: Device):
     model = Model(BLOCKS["transformer"])
     with settled(model, device_under_test) as handle:
+        count = len(handle._driver.names)
         del model.net.blocks[2]
         gc.collect()
         assert "net.blocks.2" in handle.report() or "net.blocks.0 to" in handle.report()
-        with pytest.raises(RuntimeError, match="a block of the model that was fitted does not exist any more"):
+        with pytest.raises(RuntimeError, match=r"blocks of the model do not exist any more \(net\.blocks\.2\)"):
             handle.replan("1GiB")
+        for _ in range(16):
+            model(torch.randn(4, 8, WIDTH)).backward()
+        assert handle.phase == "settled"
+        assert f"{count - 1} blocks" in handle.report()
+        assert "blocks do not exist any more (net.blocks.2)" in handle.report()
+        handle.replan("1GiB")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 16])

@@ -522,3 +522,24 @@ def test_no_room_to_verify_a_block_is_one_note_and_no_wrong_gradient(monkeypatch
     assert len(told) == (failures > 1), report
     assert "Tried to allocate" not in report
     assert (handle.plan.recompute_s > 0) is (failures == 1)
+
+
+@pytest.mark.parametrize("step", [1, 5, MOST_STEPS + 8])
+def test_blocks_that_replace_others_are_computed_again_as_well(step: int):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide(4, 2) for _ in range(6)))
+    least = reserved_by_hand(model, 1.0, checkpointed=True)
+    stock = reserved_by_hand(model, 1.0, checkpointed=False)
+    memory_bytes = int(least + (stock - least) * 0.2)
+    model.zero_grad()
+    allocator = SimulatedAllocator(1.0, memory_bytes)
+    with allocator, fitted_on(model, allocator, memory_bytes) as handle:
+        loop = Loop(model, allocator)
+        for number in range(step + 2 * MOST_STEPS):
+            if number == step:
+                for index in range(1, 5):
+                    model[index] = Wide(4, 2)
+            loop.step()
+            assert not loop.errors, (number, handle.phase, handle.report())
+        assert handle.phase == "settled", handle.report()
+        assert "blocks do not exist any more (1, 2, 3, ...)" in handle.report()

@@ -180,3 +180,25 @@ def synced(world: World, way: str, budgets: list[float], *, is_late: bool = Fals
         return local_values(model)
 
     return assert_fits(fitting, program)
+
+
+def replaced(world: World, budgets: list[float], step: int) -> dict:
+    """A block that communicates is replaced before a step."""
+    fitting = fitting_of(world, False, budgets)
+
+    def program(run: Run) -> Any:
+        model = run.module(lambda: nn.Sequential(*(Synced("functional") for _ in range(3))))
+        with fitting.fitted(run, model):
+            for number in fitting.steps(run):
+                if number == step:
+                    model[1] = run.module(lambda: Synced("functional"))
+                run.reseed(10 * number + world.rank)
+                loss = model(run.tensor(batch_size_of(world), TOKENS, WIDTH)).square().mean()
+                loss.backward()
+                run.check(loss=loss.detach(), gradients=gradients_of(model))
+                del loss
+                model.zero_grad()
+
+    told = assert_fits(fitting, program)
+    assert "blocks do not exist any more (1)" in told["reports"][0], told
+    return told

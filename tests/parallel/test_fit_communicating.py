@@ -46,3 +46,9 @@ def test_blocks_with_collectives(processes: Processes, way: str):
 def test_collectives_that_come_after_the_survey(processes: Processes):
     """A rank that computed them again would call them more often than one that does not."""
     processes.run("fit_communicating:synced", way="functional", is_late=True, budgets=DIFFERENT, timeout_s=HANGS_S)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_a_block_that_communicates_is_replaced(processes: Processes, step: int):
+    """The ranks survey the new one together."""
+    processes.run("fit_communicating:replaced", step=step, budgets=DIFFERENT, timeout_s=HANGS_S)

@@ -42,7 +42,7 @@ class Following:
     Parameters
     ----------
     model, chosen : nn.Module, list of Chosen
-        The model, and its blocks.
+        The model, and its blocks in the order of ``model.named_modules()``.
     may_move : bool
         Whether anything may move.
     options : OffloadOptions
@@ -57,13 +57,23 @@ class Following:
     def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: OffloadOptions) -> None:
         # Held weakly: an object that a model's hooks hold must not hold the model.
         self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
+        self._all_names = tuple(self.names.values())
+        self._numbers = weakref.WeakKeyDictionary({each.module: number for number, each in enumerate(chosen, start=1)})
         self._model = weakref.ref(model)
         self._keywords = options.as_keywords()
         self._handle: OffloadedModules | None = None
-        if may_move:
+        if may_move and chosen:
             modules = choose(model, list(self.names))
             manager = OffloadActivations(model=model, **self._keywords)
             self._handle = install_offloading(model, modules, Offloading(model, modules, manager, is_of_fit=True))
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """The names of the blocks that do not exist any more."""
+        if len(self.names) == len(self._all_names):
+            return ()
+        left = set(self.names.values())
+        return tuple(name for name in self._all_names if name not in left)
 
     def follow(
         self,
@@ -92,16 +102,17 @@ class Following:
             options = self._keywords | {"offload_window_bytes": size, "reload_window_bytes": size}
             manager = OffloadActivations(model=self._model(), **options)
             turns: dict[int, list[Turn]] = {}
-            numbers = {module: number for number, module in enumerate(self.names, start=1)}
+            numbers = self._numbers
             if windows:
                 all_windows = [each for calls in windows.values() for each in calls]
                 anywhere = BlockWindows(*map(min, zip(*all_windows, strict=True)))
-                first = [windows[module][0] if module in windows else anywhere for module in self.names]
-                core.set_module_windows(manager._context, [anywhere, *first])
+                first = [anywhere] * (1 + len(self._all_names))  # those of each block's first call, by its number
                 for module, calls in windows.items():
+                    first[numbers[module]] = calls[0]
                     each = [Turn(*turn) for turn in zip(moving.get(module, [False] * len(calls)), calls, strict=True)]
                     if len(set(each)) > 1:
                         turns[numbers[module]] = each
+                core.set_module_windows(manager._context, first)
             self._handle._offloading.change(
                 manager, [numbers[module] for module, moves in moving.items() if any(moves)], turns
             )

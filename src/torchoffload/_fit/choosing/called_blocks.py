@@ -30,12 +30,6 @@ class CalledBlocks:
         self._modules = [weakref.ref(module) for module in blocks]
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The block of each call. RuntimeError if one of them is gone."""
-        found = [module for each in self._modules if (module := each()) is not None]
-        if len(found) < len(self._modules):
-            raise RuntimeError(
-                "torchoffload: a block of the model that was fitted does not exist any more: remove() what fit "
-                "returned, and call fit again"
-            )
-        return found
+    def modules(self) -> list[nn.Module | None]:
+        """The block of each call; None if it does not exist any more."""
+        return [each() for each in self._modules]

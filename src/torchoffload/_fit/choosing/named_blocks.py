@@ -8,7 +8,7 @@ from torchoffload._fit.choosing.structure import innermost_blocks
 from torchoffload._modules.selection import Chosen, Selector, choose, outermost
 from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 
-__all__ = ["blocks_named", "blocks_of", "computing"]
+__all__ = ["blocks_in_place", "blocks_named", "blocks_of", "computing"]
 
 
 def blocks_of(model: nn.Module, selectors: Selector | Sequence[Selector]) -> list[Chosen]:
@@ -27,6 +27,15 @@ def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
     wanted, own_name = frozenset(names), type(model).__name__
     found = [module for name, module in model.named_modules() if (name or own_name) in wanted]
     return blocks_of(model, (lambda name, _module: (name or own_name) in wanted) if found else innermost_blocks(model))
+
+
+def blocks_in_place(model: nn.Module, blocks: Iterable[nn.Module], names: Iterable[str]) -> list[Chosen]:
+    """Return those of the blocks that the model still has, and the modules that have the names of former ones."""
+    known, wanted = frozenset(blocks), frozenset(names)
+    try:
+        return blocks_of(model, lambda name, module: module in known or name in wanted)
+    except ValueError:  # there is none
+        return []
 
 
 def computing(module: nn.Module) -> nn.Module:

@@ -113,7 +113,9 @@ class Driver(FittedModel):
     def step_begins(self, size: int) -> None:
         """Take notice of a step that begins with a call of this size."""
         self._has_more_calls = False
-        if self._needs_survey(size):
+        if self._following.gone and self.agreement is None:
+            self._take_replaced()
+        elif self._needs_survey(size):
             if self._is_new_opener():  # if it comes seldom, the survey waits longer for the next one
                 self._openers.known.append(self.clock.opener)
                 self._most_waited *= 2
@@ -166,7 +168,10 @@ class Driver(FittedModel):
             self._end_lost_survey_step(survey)
             return
         self.agreement = Agreement.among(self._options.group, survey.groups, self.agreement)
-        is_rest = bool(self._largest(step.is_rest)[0])
+        is_rest, has_changed = self._largest(step.is_rest, bool(self._following.gone))
+        if has_changed:
+            self._survey_again(step)
+            return
         if is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows where such a step ends
             self._rests += 1
             return
@@ -291,7 +296,10 @@ class Driver(FittedModel):
         """Begin a survey because of a step, which may have been the largest of several that take turns."""
         if step.is_lost and self._has_more_calls:
             self._note("a step ran out of memory that called a module more often than any that was surveyed")
-        self._begin_survey()
+        if self._following.gone:
+            self._take_replaced()
+        else:
+            self._begin_survey()
         self._seen.of(step.opener).note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:
@@ -300,6 +308,7 @@ class Driver(FittedModel):
         return (
             self._was_refused
             or self._has_more_calls
+            or bool(self._following.gone)
             or self._seen.has_new_state
             or step.block_count > largest.block_count > 0
             or self._has_no_plan(step.opener, step.blocks_bytes, largest.blocks_bytes)

@@ -15,6 +15,7 @@ from torchoffload._devices import Meter
 from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
+from torchoffload._fit.choosing.named_blocks import blocks_in_place
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
@@ -27,7 +28,7 @@ from torchoffload._fit.model.phase import Climbing, LeastMemory, Phase, Removed,
 from torchoffload._fit.model.plan_file import SavedPlan
 from torchoffload._fit.model.progress import Progress, log_phase, predicted
 from torchoffload._fit.model.seen import Seen
-from torchoffload._fit.model.sizes import BlockCalls
+from torchoffload._fit.model.sizes import BlockCalls, is_watched
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
 from torchoffload._fit.model.turns import Turns, least_turns, turns_of, weakly, windows_of
@@ -62,6 +63,7 @@ from torchoffload._warnings import warn_user
 
 __all__ = ["FittedModel"]
 
+_SHOWN = 3  # names of blocks, in a note
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
 _MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
@@ -195,16 +197,30 @@ class FittedModel(abc.ABC):
 
     def take_blocks(self, chosen: list[Chosen]) -> None:
         """Have other blocks from the next step on, and survey them."""
+        self._openers = Openers()
+        self._keys.clear()
+        self._change_blocks(chosen)
+
+    def _change_blocks(self, chosen: list[Chosen]) -> None:
         model = self.model()
         assert model is not None
         self._block_calls.remove()
         self._following.remove()
         self._following = self._followed_by(model, chosen)
         self.block_count = len(self.names)
-        self._openers = Openers()
-        self._keys.clear()
         self._block_calls.watch(self.names)
         self._begin_survey()
+
+    def _take_replaced(self) -> None:
+        """Have the blocks of the next step be those that the model has now, since some do not exist any more."""
+        gone = self._following.gone
+        shown = ", ".join(gone[:_SHOWN]) + (", ..." if len(gone) > _SHOWN else "")
+        self._note(
+            f"blocks do not exist any more ({shown}): the modules that the model has by these names now, if there are "
+            "any, are blocks in their place, and the model was surveyed again"
+        )
+        found = blocks_in_place(cast(nn.Module, self.model()), self.names, gone)
+        self._change_blocks([each for each in found if each.module in self.names or not is_watched(each.module)])
 
     @abc.abstractmethod
     def opener_of(self, called: Opener) -> Opener:
@@ -432,7 +448,8 @@ class FittedModel(abc.ABC):
             case Surveying(survey) if not self.is_surveyed:
                 return survey.saves
             case _:
-                return list(zip(self.called.modules, self._saved_bytes, strict=True))
+                both = zip(self.called.modules, self._saved_bytes, strict=True)
+                return [(block, nbytes) for block, nbytes in both if block is not None]
 
     def _tell_unrepeatable(self, called: list[tuple[nn.Module, BlockCall]], kinds: list[SurveyedKind]) -> None:
         """Note the blocks that make much that would come out differently if they were computed again."""
@@ -495,7 +512,12 @@ class FittedModel(abc.ABC):
         return convolves and self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
 
     def replan(self, memory_bytes: int) -> None:
-        """Plan for another amount of memory."""
+        """Plan for another amount of memory. RuntimeError if a block does not exist any more."""
+        if gone := self._following.gone:
+            raise RuntimeError(
+                f"torchoffload: blocks of the model do not exist any more ({gone[0]}): the next training step begins a "
+                "survey of those that it has now, and replan() works once that is over"
+            )
         self.budget.give(memory_bytes)
         if self._surveyed is not None:
             if grown := int(self._largest(self._growth.bytes_beside(memory_bytes))[0]):
@@ -518,7 +540,6 @@ class FittedModel(abc.ABC):
         for other in self._others.values():
             other.takes_less()
         step = cast(Step, self._surveyed)
-        _ = self.called.modules  # which is an error if one of them is gone
         self.budget.share(self.agreement, self.meter)
         for name in self.budget.left_over:
             self._note(
@@ -649,7 +670,7 @@ class FittedModel(abc.ABC):
         refuse = partial(weakly(self._refuse_planned), [] if surveyed is None else surveyed.keys)
         watches, moving = turns_of(trial, called.modules, weakly(self.count_left), refuse)
         if not trial.is_plain:
-            self._add_uncalled(watches, moving, set(called.modules))
+            self._add_uncalled(watches, moving)
         self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
@@ -657,13 +678,11 @@ class FittedModel(abc.ABC):
         if not keeps_cache:
             self.meter.forget_reserved()
 
-    def _add_uncalled(
-        self, watches: dict[nn.Module, Turns], moving: dict[nn.Module, list[bool]], called: set[nn.Module]
-    ) -> None:
+    def _add_uncalled(self, watches: dict[nn.Module, Turns], moving: dict[nn.Module, list[bool]]) -> None:
         """Have blocks keep as little as they can that the step does not call: another one may, as with LayerDrop."""
         for block, key in self._keys.items():
             kind = self._kinds.get(key)
-            if block in called or block not in self.names or kind is None or kind.least is None or kind.groups:
+            if block in moving or block not in self.names or kind is None or kind.least is None or kind.groups:
                 continue
             watches[block] = least_turns(kind.least, weakly(self.count_left), partial(weakly(self.refuse), key))
             if self.may_move:

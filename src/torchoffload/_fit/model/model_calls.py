@@ -128,8 +128,7 @@ class ModelCalls:
         chooser = self._chooser
         if chooser is None or isinstance(self.driver, CompiledModel):
             self.driver.call_begins((args, kwargs))
-            return
-        if not chooser.takes_call(self.driver, module, args, kwargs, frame):
+        elif not chooser.takes_call(self.driver, module, args, kwargs, frame):
             self.driver.call_begins((args, kwargs))
             chooser.agree(self.driver)
         if self._names is not self.driver.names:

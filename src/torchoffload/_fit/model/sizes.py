@@ -10,7 +10,7 @@ from torch import nn
 from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tracing import is_transformed
 
-__all__ = ["BlockCalls", "argument_bytes", "state_of_block", "tensors_in"]
+__all__ = ["BlockCalls", "argument_bytes", "is_watched", "state_of_block", "tensors_in"]
 
 _MOST_OBJECTS = 256  # that are looked into for tensors
 _PLAIN = (int, float, str, bytes, bool, complex, type, torch.dtype, torch.device, torch.Size, nn.Module)
@@ -76,6 +76,11 @@ def _flat(inputs: Any) -> Iterable[Any]:
 
 
 _watched: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[BlockCalls]]" = weakref.WeakKeyDictionary()
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether a module is a block of a fitted model."""
+    return module in _watched
 
 
 class BlockCalls:

@@ -85,7 +85,7 @@ def _least(step: Step, number: int) -> CallPlan:
 
 
 def turns_of(
-    trial: Trial, modules: Iterable[nn.Module], tell: Callable[[], None], refuse: Callable[[int, str], None]
+    trial: Trial, modules: Iterable[nn.Module | None], tell: Callable[[], None], refuse: Callable[[int, str], None]
 ) -> tuple[dict[nn.Module, Turns], dict[nn.Module, list[bool]]]:
     """Return the turns of each block that computes something again, and of each block, which of its calls move.
 
@@ -94,7 +94,7 @@ def turns_of(
     trial : Trial
         The plan.
     modules : iterable of nn.Module
-        The block of each call of the step.
+        The block of each call of the step; None for those that do not exist any more.
     tell : callable
         Called if a block calls another operator than planned.
     refuse : callable
@@ -104,17 +104,19 @@ def turns_of(
     moving: defaultdict[nn.Module, list[bool]] = defaultdict(list)
     blocks = list(modules)
     for number, planned in _calls_of(trial):
-        call = trial.step.calls[number]
+        call, block = trial.step.calls[number], blocks[number]
+        if block is None:
+            continue
         kind = trial.step.kinds[call.kind]
         plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
-        followed[blocks[number]].append(_Followed(plan, tell, partial(refuse, call.kind)))
-        moving[blocks[number]].append(planned.moves)
+        followed[block].append(_Followed(plan, tell, partial(refuse, call.kind)))
+        moving[block].append(planned.moves)
     turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
     return turns, dict(moving)
 
 
-def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, list[BlockWindows]]:
-    """Return the windows of each call of each block.
+def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Module, list[BlockWindows]]:
+    """Return the windows of each call of each block; ``trial``, ``modules``: as in ``turns_of``.
 
     If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
     of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts. Those
@@ -136,7 +138,8 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module]) -> dict[nn.Module, li
     may_repeat = step.may_repeat(trial.plan)
     of_calls += [of_calls[number] if may_repeat else BlockWindows(0, 0, 0) for number in step.between]
     for (number, _), each in zip(_calls_of(trial), of_calls, strict=True):
-        windows[blocks[number]].append(each)
+        if (block := blocks[number]) is not None:
+            windows[block].append(each)
     return dict(windows)
 
 
