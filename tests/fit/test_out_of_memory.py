@@ -538,8 +538,13 @@ def test_blocks_that_replace_others_are_computed_again_as_well(step: int):
         for number in range(step + 2 * MOST_STEPS):
             if number == step:
                 for index in range(1, 5):
+                    latest = model[index]  # the last one lives on
                     model[index] = Wide(4, 2)
+                latest.zero_grad()
             loop.step()
             assert not loop.errors, (number, handle.phase, handle.report())
         assert handle.phase == "settled", handle.report()
-        assert "blocks do not exist any more (1, 2, 3, ...)" in handle.report()
+        assert dict(handle._driver.names) == {block: str(index) for index, block in enumerate(model)}
+        assert latest not in [*model]
+        assert "dry run" not in handle.report()
+        assert "blocks do not exist any more (1, 2, 3)" in handle.report()

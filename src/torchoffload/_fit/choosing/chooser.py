@@ -213,10 +213,10 @@ class Chooser:
         """
         real: dict[nn.Module, int] = {}
         for module, nbytes in driver.saves:
-            if has_compiled(module):
+            if has_compiled(module) or module not in self._predicted:  # or which has replaced another one
                 continue
             real[module] = max(real.get(module, 0), nbytes)
-        both = [(nbytes, self._predicted.get(module, 0)) for module, nbytes in real.items()]
+        both = [(nbytes, self._predicted[module]) for module, nbytes in real.items()]
         difference = sum(abs(nbytes - predicted) for nbytes, predicted in both)
         is_right = difference <= _MOST_DIFFERENCE * sum(nbytes for nbytes, _ in both)
         if is_right and driver.is_surveyed:
@@ -236,9 +236,9 @@ def _calls(tree: CallTree) -> Iterator[ModuleCall]:
 
 
 def _most_saved(tree: CallTree, blocks: set[nn.Module]) -> "weakref.WeakKeyDictionary[nn.Module, int]":
-    """Return the most bytes that a call of each block saves."""
-    found: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+    """Return the most bytes that a call of each block saves; 0 for blocks that are not called."""
+    found = weakref.WeakKeyDictionary(dict.fromkeys(blocks, 0))
     for call in _calls(tree):
         if isinstance(call.module, nn.Module) and call.module in blocks:
-            found[call.module] = max(found.get(call.module, 0), tree.total_bytes(tree.saved_in(call)))
+            found[call.module] = max(found[call.module], tree.total_bytes(tree.saved_in(call)))
     return found

@@ -1,6 +1,6 @@
 """The blocks of a model together with their names, by whatever says which they are."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -29,9 +29,21 @@ def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
     return blocks_of(model, (lambda name, _module: (name or own_name) in wanted) if found else innermost_blocks(model))
 
 
-def blocks_in_place(model: nn.Module, blocks: Iterable[nn.Module], names: Iterable[str]) -> list[Chosen]:
-    """Return those of the blocks that the model still has, and the modules that have the names of former ones."""
-    known, wanted = frozenset(blocks), frozenset(names)
+def blocks_in_place(model: nn.Module, blocks: Mapping[nn.Module, str], gone: Iterable[str]) -> list[Chosen]:
+    """Return those of the blocks that the model still has, and the modules in the places of the others.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    blocks : mapping of nn.Module to str
+        The former blocks that still exist, and their names.
+    gone : iterable of str
+        The names of those that do not.
+    """
+    inside = set(model.modules())
+    known = inside & set(blocks)
+    wanted = {*gone, *(name for block, name in blocks.items() if block not in known)}
     try:
         return blocks_of(model, lambda name, module: module in known or name in wanted)
     except ValueError:  # there is none
