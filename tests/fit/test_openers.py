@@ -3,6 +3,7 @@
 import random
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,3 +81,39 @@ def test_blocks_that_the_loop_calls_one_by_one_are_one_sort_of_steps():
         assert phases[-1] == "settled"
         assert "survey" not in phases[phases.index("settled") :], phases
         assert "Steps that begin with" not in handle.report()
+
+
+class Encoded(nn.Module):
+    """Blocks in a module of a module, which a program may replace as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x)).sum()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(BLOCKS["transformer"]() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("step", [1, 4, 16])
+def test_steps_of_an_encoder_that_is_replaced_begin_with_the_new_one(step: int):
+    torch.manual_seed(0)
+    model = Encoded()
+    with SimulatedAllocator() as allocator, fitted_on(model, allocator, 1 << 40) as handle:
+        for number in range(step + 12):
+            if number == step:
+                model.encoder = Encoder()
+            model(torch.randn(2, 8, WIDTH)).backward()
+        assert handle.phase == "settled", handle.report()
+        driver = handle._driver
+        assert driver._opener() is model.encoder.layers
+        assert [each() for each in driver._openers.known] == [model.encoder.layers]
+        assert set(driver.names) == {*model.encoder.layers, model.head}

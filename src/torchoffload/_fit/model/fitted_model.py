@@ -197,13 +197,9 @@ class FittedModel(abc.ABC):
 
     def take_blocks(self, chosen: list[Chosen]) -> None:
         """Have other blocks from the next step on, and survey them."""
-        self._openers = Openers()
-        self._keys.clear()
-        self._change_blocks(chosen)
-
-    def _change_blocks(self, chosen: list[Chosen]) -> None:
         model = self.model()
         assert model is not None
+        self._openers.take_blocks()
         self._block_calls.remove()
         self._following.remove()
         self._following = self._followed_by(model, chosen)
@@ -220,7 +216,7 @@ class FittedModel(abc.ABC):
             "any, are blocks in their place, and the model was surveyed again"
         )
         found = blocks_in_place(cast(nn.Module, self.model()), self.names, gone)
-        self._change_blocks([each for each in found if each.module in self.names or not is_watched(each.module)])
+        self.take_blocks([each for each in found if each.module in self.names or not is_watched(each.module)])
 
     @abc.abstractmethod
     def opener_of(self, called: Opener) -> Opener:

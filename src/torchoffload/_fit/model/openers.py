@@ -33,6 +33,13 @@ class Openers:
         self._latest: dict[Opener, Opener] = {}  # by the module that the loop calls
         self._inside: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 
+    def take_blocks(self) -> None:
+        """Take notice of other blocks, in other modules maybe."""
+        self.known = [each for each in self.known if each is None or each() is not None]
+        self.is_sure = False
+        self._latest.clear()
+        self._inside.clear()
+
     def call_begins(self, module: Opener) -> Opener:
         """Take notice of a call by the loop. Returns the opener if it begins a step; None if nothing tells of it."""
         self._outer = module
