@@ -586,6 +586,14 @@ def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once(
     assert allowed_bytes(room, [of_bytes(100 * MIB, 0)]) == 960 * MIB
 
 
+def test_bytes_that_are_left_free_are_those_of_the_latest_call():
+    device = SimulatedDevice.random(random.Random(5))
+    climb = Climb(device.step, survey_plan(device.step), Room(1000 * MIB, 960 * MIB, is_measured=True), STEPS)
+    for nbytes in (100 * MIB, 300 * MIB):
+        climb.leave_free(nbytes)
+        assert climb.room == Room(1000 * MIB - nbytes, 960 * MIB - nbytes, is_measured=True)
+
+
 def test_several_models_that_climb_share_what_is_left():
     room = Room(1000 * MIB, 960 * MIB, is_measured=True, sharers=3)
     assert allowed_bytes(room, [of_bytes(100 * MIB, 100 * MIB)]) == pytest.approx(

@@ -403,6 +403,27 @@ def test_no_step_runs_out_of_memory_as_an_optimizer_steps_for_the_first_time(eve
         del state
 
 
+@pytest.mark.parametrize("part", [0.02, 0.05])
+def test_a_climb_ends_though_more_and_more_is_held_beside_it(part: float):
+    """Plans are made anew once for such bytes, and from then on they leave them free."""
+    model = model_of_blocks()
+    least, stock = (reserved_by_hand(model, 1.0, checkpointed=each) for each in (True, False))
+    model.zero_grad()
+    count = 2 * MOST_STEPS
+    piece_bytes = int(part * stock)
+    memory_bytes = least + (stock - least) // 2 + count * piece_bytes
+    allocator = SimulatedAllocator(1.0, memory_bytes)
+    with allocator, fitted_on(model, allocator, memory_bytes) as handle:
+        loop, held, phases = Loop(model, allocator), [], []
+        for _ in range(count):
+            trained(allocator, loop, 1)
+            held.append(torch.zeros(piece_bytes // 4))
+            phases.append(handle.phase)
+        assert not loop.errors
+        assert "settled" in phases[: MOST_STEPS + 4], (phases, handle.report())
+        del held
+
+
 def test_a_plan_from_a_file_is_followed_beside_the_bytes_that_it_was_made_beside(tmp_path: Path):
     """The optimizer's state of the first process was counted. In the second one it comes with the first step."""
     model = model_of_blocks()

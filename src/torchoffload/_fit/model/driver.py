@@ -224,8 +224,8 @@ class Driver(FittedModel):
         differs, grown_bytes = self._largest(self._differs(step), grown_bytes)
         if differs:
             self._survey_again(step)
-        elif grown_bytes:  # the next step might run out of memory
-            self._plan_beside(int(grown_bytes))
+        elif grown_bytes and not self._leaves_free(int(grown_bytes)):
+            self._plan_beside(int(grown_bytes))  # the next step might run out of memory
         else:
             taken_s, allocated, reserved, ended, grown, has_waited, has_resized_host, share = self._largest(
                 self.meter.between_s(step.began, step.ended), step.allocated_bytes, step.reserved_bytes,
@@ -240,13 +240,29 @@ class Driver(FittedModel):
             if is_done and not self._next_trial(climb):
                 self._settle(climb)
 
+    def _leaves_free(self, grown_bytes: int) -> bool:
+        """Have later plans of a climb leave bytes free that have come meanwhile, if it has begun anew for such before.
+
+        A program may go on to keep more, as samples with their graphs, of which each plan keeps other bytes. Returns
+        False if that is not enough: plans are to be made anew.
+        """
+        match self.state:
+            case Climbing(climb) if self._has_planned_beside:
+                assert climb.current is not None
+                if self._fits_beside(climb.current, grown_bytes):
+                    climb.leave_free(grown_bytes)
+                    return True
+        return False
+
+    def _fits_beside(self, trial: Trial, grown_bytes: int) -> bool:
+        return max(trial.plan.peak_bytes, trial.allocated_bytes) + grown_bytes <= self.budget.usable_bytes
+
     def _end_settled_step(self, trial: Trial, step: FinishedStep) -> None:
         """See whether the memory and the calls are as planned, after a step of a settled plan."""
         trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
         grown_bytes = 0 if self._surveyed is None or step.is_lost else self._grown_bytes(step)
         is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
-        fits = max(trial.plan.peak_bytes, trial.allocated_bytes) + grown_bytes <= self.budget.usable_bytes
-        if not is_tight and (fits or self.budget.sharer_count > 1):
+        if not is_tight and (self._fits_beside(trial, grown_bytes) or self.budget.sharer_count > 1):
             grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None
         is_large = self._awaits_large_step and self._seen.of(self._opener).share_of(step) >= LEAST_SHARE
@@ -278,7 +294,7 @@ class Driver(FittedModel):
         differs, is_lost, grown_bytes = self._largest(self._differs(step), step.is_lost, grown_bytes)
         if differs:
             self._survey_again(step)
-        elif grown_bytes:
+        elif grown_bytes and not self._leaves_free(int(grown_bytes)):
             self._plan_beside(int(grown_bytes))
         elif is_lost:
             name = self._name_of(other.opener) or self.model_name

@@ -159,6 +159,7 @@ class FittedModel(abc.ABC):
         self._elsewhere: list[Trial] = []  # plans that have failed in other amounts of memory
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
+        self._has_planned_beside = False  # in this climb, since bytes had come
         self._seen = Seen()
         self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
@@ -352,6 +353,7 @@ class FittedModel(abc.ABC):
         self._known_shapes = None
         self.trials, self._elsewhere, self.step, self._surveyed, self._own = [], [], None, None, None
         self._patience, self._awaits_large_step = 1, False
+        self._has_planned_beside = False
         self._followed = None
         self._all_surveyed, self._others, self._windows = {}, {}, {}
         self._waited = self._rests = 0
@@ -615,6 +617,7 @@ class FittedModel(abc.ABC):
         if self._followed is None or trial.plan.calls != self._followed.plan.calls:
             self._apply(trial)
         self._followed = trial
+        self._has_planned_beside = False
         self.clock.measures = False
         self._enter(Settled(trial, OtherSizes(trial, plan_bytes)))
         self._log_settled(trial)
@@ -622,7 +625,10 @@ class FittedModel(abc.ABC):
     def _plan_beside(self, nbytes: int) -> None:
         """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
         self._count_beside(nbytes)
-        self._steps = 0
+        if isinstance(self.state, Climbing):
+            self._has_planned_beside = True
+        else:
+            self._steps = 0
         self.choose(raises=False)
 
     def _count_beside(self, nbytes: int) -> None:

@@ -303,7 +303,7 @@ class Climb:
         self, step: Step, own: StepPlan, room: Room, steps: int, known: Iterable[Trial] = (),
         own_reserved_bytes: int = 0, patience: int = 1,
     ) -> None:  # fmt: skip
-        self.room = room
+        self.room = self._whole_room = room
         self._most_others = patience * _STEPS_OF_OTHER_SIZES
         # A plan that reserved more where there was more is to be tried anew in this room. Its time tells nonetheless.
         here: list[Trial] = []
@@ -477,6 +477,16 @@ class Climb:
         trial.step_s = step_s if trial.step_s is None else min(trial.step_s, step_s)
         self._learn()
         return True
+
+    def leave_free(self, nbytes: int) -> None:
+        """Leave so many bytes of the room free from now on, as something beside the step has come to hold them.
+
+        Plans that ran since then are counted with these bytes as well, so that they have a little less than there is.
+        """
+        self.room = dataclasses.replace(
+            self._whole_room, reserved_bytes=self._whole_room.reserved_bytes - nbytes,
+            allocated_bytes=self._whole_room.allocated_bytes - nbytes,
+        )  # fmt: skip
 
     def note_failure(self) -> None:
         """Note that a step of the current plan ran out of memory."""
