@@ -184,14 +184,13 @@ def test_a_model_that_has_lost_a_block_is_planned_for_anew_in_its_next_step(devi
         del model.net.blocks[2]
         gc.collect()
         assert "net.blocks.2" in handle.report() or "net.blocks.0 to" in handle.report()
-        with pytest.raises(RuntimeError, match=r"blocks of the model do not exist any more \(net\.blocks\.2\)"):
-            handle.replan("1GiB")
+        handle.replan("1GiB")
         for _ in range(16):
             model(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "settled"
         assert f"{count - 1} blocks" in handle.report()
         assert "blocks do not exist any more (net.blocks.2)" in handle.report()
-        handle.replan("1GiB")
+        assert "within 1.0 GiB" in handle.report()
 
 
 @pytest.mark.parametrize("steps", [0, 1, 16])

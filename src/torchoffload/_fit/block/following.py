@@ -1,7 +1,7 @@
 """The blocks of a fitted model as they follow a plan: which of them compute again, and which of them move."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,6 +11,7 @@ from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.block.blocks import unplan_block, watch_block
 from torchoffload._fit.block.replay import Watch
+from torchoffload._fit.choosing.named_blocks import blocks_if
 from torchoffload._modules.hooks import Offloading, Turn
 from torchoffload._modules.offload_modules import OffloadedModules, install_offloading
 from torchoffload._modules.selection import Chosen, choose
@@ -52,12 +53,15 @@ class Following:
     ----------
     names : mapping of nn.Module to str
         The names of the blocks.
+    all_names : tuple of str
+        The same, also of blocks that do not exist any more.
     """
 
     def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: OffloadOptions) -> None:
         # Held weakly: an object that a model's hooks hold must not hold the model.
         self.names = weakref.WeakKeyDictionary({each.module: each.name for each in chosen})
-        self._all_names = tuple(self.names.values())
+        self.all_names = tuple(self.names.values())
+        self._modules_then = weakref.WeakSet(model.modules())
         self._numbers = weakref.WeakKeyDictionary({each.module: number for number, each in enumerate(chosen, start=1)})
         self._model = weakref.ref(model)
         self._keywords = options.as_keywords()
@@ -70,10 +74,27 @@ class Following:
     @property
     def gone(self) -> tuple[str, ...]:
         """The names of the blocks that do not exist any more."""
-        if len(self.names) == len(self._all_names):
+        if len(self.names) == len(self.all_names):
             return ()
         left = set(self.names.values())
-        return tuple(name for name in self._all_names if name not in left)
+        return tuple(name for name in self.all_names if name not in left)
+
+    def successors(self, model: nn.Module) -> list[Chosen]:
+        """Return the blocks that the model still has, and the modules that have come in the places of the others."""
+        known = {each for each in model.modules() if each in self.names}
+        places = set(self.all_names) - {self.names[each] for each in known}
+        return blocks_if(model, lambda name, each: each in known or (name in places and each not in self._modules_then))
+
+    def missing(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks that exist, and that the model does not have any more."""
+        inside = set(model.modules())
+        return [each for each in self.names if each not in inside]
+
+    def leave(self, blocks: Iterable[nn.Module]) -> None:
+        """Leave blocks alone from now on, as if they did not exist any more."""
+        for block in blocks:
+            unplan_block(block)
+            del self.names[block]
 
     def follow(
         self,
@@ -106,7 +127,7 @@ class Following:
             if windows:
                 all_windows = [each for calls in windows.values() for each in calls]
                 anywhere = BlockWindows(*map(min, zip(*all_windows, strict=True)))
-                first = [anywhere] * (1 + len(self._all_names))  # those of each block's first call, by its number
+                first = [anywhere] * (1 + len(self.all_names))  # those of each block's first call, by its number
                 for module, calls in windows.items():
                     first[numbers[module]] = calls[0]
                     each = [Turn(*turn) for turn in zip(moving.get(module, [False] * len(calls)), calls, strict=True)]

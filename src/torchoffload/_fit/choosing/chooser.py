@@ -104,6 +104,10 @@ class Chooser:
         self._names = tuple(each.name for each in chosen)
         return chosen
 
+    def begin_anew(self) -> None:
+        """Choose again at the next call: blocks do not exist any more."""
+        self._state, self._names = _State.NEW, ()
+
     def takes_call(self, driver: _Fitted, called: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> bool:
         """Choose before a call of the model with gradients, if it is time to.
 
@@ -130,7 +134,9 @@ class Chooser:
         if self._state is _State.NEW and called is not model and called in driver.names:
             # The loop calls the blocks one by one, and the saved bytes of one tell nothing of the others.
             self._state = _State.KNOWN
-            driver.notes.append("blocks are chosen by the structure of the model, since they are called one by one")
+            _note(driver, "blocks are chosen by the structure of the model, since they are called one by one")
+            if not self._names:
+                driver.take_blocks(self.first_blocks())
         elif self._state is _State.NEW:
             self._predict(model, driver, called, args, kwargs)
         elif self._state is _State.PREDICTED:
@@ -185,7 +191,7 @@ class Chooser:
             self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             then = "by a first step in which all moves" if self._may_scout else "by the structure of the model"
             reason = str(error).splitlines()[0]
-            driver.notes.append(f"blocks were chosen {then}, since a dry run of the model failed: {reason}")
+            _note(driver, f"blocks were chosen {then}, since a dry run of the model failed: {reason}")
             return
         chosen = self._chosen(model, tree)
         if tuple(each.name for each in chosen) != self._names:
@@ -225,6 +231,11 @@ class Chooser:
             self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             what = "and so are chosen anew" if self._may_scout else "and cannot be chosen anew"
             driver.notes.append(f"blocks save other bytes than a dry run of the model has said, {what}")
+
+
+def _note(driver: _Fitted, text: str) -> None:
+    if text not in driver.notes:
+        driver.notes.append(text)
 
 
 def _calls(tree: CallTree) -> Iterator[ModuleCall]:

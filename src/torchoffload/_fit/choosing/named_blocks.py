@@ -1,6 +1,6 @@
 """The blocks of a model together with their names, by whatever says which they are."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from torchoffload._fit.choosing.structure import innermost_blocks
 from torchoffload._modules.selection import Chosen, Selector, choose, outermost
 from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 
-__all__ = ["blocks_in_place", "blocks_named", "blocks_of", "computing"]
+__all__ = ["blocks_if", "blocks_named", "blocks_of", "computing"]
 
 
 def blocks_of(model: nn.Module, selectors: Selector | Sequence[Selector]) -> list[Chosen]:
@@ -29,23 +29,10 @@ def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
     return blocks_of(model, (lambda name, _module: (name or own_name) in wanted) if found else innermost_blocks(model))
 
 
-def blocks_in_place(model: nn.Module, blocks: Mapping[nn.Module, str], gone: Iterable[str]) -> list[Chosen]:
-    """Return those of the blocks that the model still has, and the modules in the places of the others.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The model.
-    blocks : mapping of nn.Module to str
-        The former blocks that still exist, and their names.
-    gone : iterable of str
-        The names of those that do not.
-    """
-    inside = set(model.modules())
-    known = inside & set(blocks)
-    wanted = {*gone, *(name for block, name in blocks.items() if block not in known)}
+def blocks_if(model: nn.Module, wants: Callable[[str, nn.Module], bool]) -> list[Chosen]:
+    """Return the modules that a function of their names and themselves wants, without those inside of another one."""
     try:
-        return blocks_of(model, lambda name, module: module in known or name in wanted)
+        return blocks_of(model, wants)
     except ValueError:  # there is none
         return []
 

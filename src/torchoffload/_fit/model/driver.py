@@ -147,6 +147,7 @@ class Driver(FittedModel):
         self.budget.note_step()
         if step.went_without:
             self.note_slow_convolutions()
+        self._look_for_blocks(step)
         match self.state:
             case Surveying(survey):
                 self._end_survey_step(survey, step)
@@ -162,6 +163,20 @@ class Driver(FittedModel):
             case Removed():
                 pass
 
+    def _look_for_blocks(self, step: FinishedStep) -> None:
+        """See whether the model still has all blocks, if a step did not call all: a program may hold replaced ones.
+
+        It may also put them back later, so that they are given up only if a step was lost.
+        """
+        model = self.model()
+        if model is None or step.block_count >= self._seen.of(step.opener).block_count:
+            return
+        self._small_steps += 1
+        if step.is_lost and self.agreement is None:
+            self._following.leave(self._following.missing(model))
+        elif self._small_steps.bit_count() == 1:  # more and more seldom
+            self._tell_missing()
+
     def _end_survey_step(self, survey: Survey, step: FinishedStep) -> None:
         """Plan if the survey is done, and else let it go on."""
         if step.is_lost:
@@ -174,6 +189,8 @@ class Driver(FittedModel):
             return
         if is_rest and self._rests < _MOST_RESTS:  # from now on the clock knows where such a step ends
             self._rests += 1
+            if step.opener in self._openers.known and step.opener not in self._all_surveyed:
+                self._openers.known.remove(step.opener)  # no step begins with it
             return
         if step.opener not in self._openers.known:
             self._openers.known.append(step.opener)
@@ -312,10 +329,10 @@ class Driver(FittedModel):
         """Begin a survey because of a step, which may have been the largest of several that take turns."""
         if step.is_lost and self._has_more_calls:
             self._note("a step ran out of memory that called a module more often than any that was surveyed")
-        if self._following.gone:
+        if self._following.gone:  # the next steps are of other sizes
             self._take_replaced()
-        else:
-            self._begin_survey()
+            return
+        self._begin_survey()
         self._seen.of(step.opener).note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:

@@ -15,7 +15,6 @@ from torchoffload._devices import Meter
 from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
-from torchoffload._fit.choosing.named_blocks import blocks_in_place
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
@@ -64,11 +63,16 @@ from torchoffload._warnings import warn_user
 __all__ = ["FittedModel"]
 
 _SHOWN = 3  # names of blocks, in a note
+_MANY_REPLACEMENTS = 8
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
 _MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
 _MOST_WAITED_STEPS = 8  # of others: a critic may take five for each one of its generator
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 class FittedModel(abc.ABC):
@@ -160,6 +164,10 @@ class FittedModel(abc.ABC):
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
         self._has_planned_beside = False  # in this climb, since bytes had come
+        self._gone: dict[str, None] = {}  # the names of blocks that have ceased to exist
+        self._replacements = 0  # surveys that were begun for it
+        self._has_told_missing = False
+        self._small_steps = 0  # in which fewer blocks were called than in the largest one
         self._seen = Seen()
         self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
@@ -168,8 +176,9 @@ class FittedModel(abc.ABC):
         self._known_shapes: Any = None
         self.clock = Clock(self, meter, self._largest)
         self._block_calls = BlockCalls(
-            weakly(self._block_begins), weakly(self._look_at_state), weakly(self.clock.follow_block)
-        )
+            weakly(self._block_begins), weakly(self._look_at_state), weakly(self.clock.follow_block),
+            lambda: reference() is not None,
+        )  # fmt: skip
         self.state: State = Removed(None)
         try:
             self._block_calls.watch(self.names)
@@ -197,27 +206,64 @@ class FittedModel(abc.ABC):
         return self._options.on_unfit == "warn"
 
     def take_blocks(self, chosen: list[Chosen]) -> None:
-        """Have other blocks from the next step on, and survey them."""
+        """Have other blocks from the next step on, as far as that is possible, and survey them."""
         model = self.model()
         assert model is not None
+        if self._following.gone:
+            self._note_gone()
+        possible = []
+        for each in chosen:
+            if isinstance(each.module, torch.jit.ScriptModule):
+                self._note(f"{each.name} is left alone, since a TorchScript module takes no hooks")
+            elif each.module not in self.names and is_watched(each.module):
+                self._note(f"{each.name} is left alone, since it is a block of another model that is fitted")
+            else:
+                possible.append(each)
         self._openers.take_blocks()
         self._block_calls.remove()
         self._following.remove()
-        self._following = self._followed_by(model, chosen)
+        self._following = self._followed_by(model, possible)
         self.block_count = len(self.names)
         self._block_calls.watch(self.names)
         self._begin_survey()
 
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether blocks do not exist any more, and others may be taken before the next call."""
+        return bool(self._following.gone) and self.agreement is None and self.clock.is_between_steps
+
     def _take_replaced(self) -> None:
-        """Have the blocks of the next step be those that the model has now, since some do not exist any more."""
-        gone = self._following.gone
-        shown = ", ".join(gone[:_SHOWN]) + (", ..." if len(gone) > _SHOWN else "")
-        self._note(
-            f"blocks do not exist any more ({shown}): the modules that the model has by these names now, if there are "
-            "any, are blocks in their place, and the model was surveyed again"
+        """Have the modules that came in the places of blocks be blocks from the next step on."""
+        self.take_blocks(self._following.successors(cast(nn.Module, self.model())))
+
+    def _note_gone(self) -> None:
+        """Note that blocks do not exist any more, and warn if that happens again and again."""
+        begun = "blocks do not exist any more"
+        self._gone |= dict.fromkeys(self._following.gone)
+        self._replacements += 1
+        self.notes = [each for each in self.notes if not each.startswith(begun)]
+        self.notes.append(f"{begun} ({_shown([*self._gone])}): a survey of those that the model has now was begun")
+        if self._replacements == _MANY_REPLACEMENTS:
+            text = (
+                f"blocks of {self.model_name} are replaced again and again. Each time, a survey begins anew, in which "
+                "they keep as little as they can, so that steps take longer. Change the parameters of blocks instead, "
+                "or remove() what fit returned"
+            )
+            self.notes.append(text)
+            warn_user(f"torchoffload: {text}.")
+
+    def _tell_missing(self) -> None:
+        """Tell, once, of blocks that exist, and that the model does not have any more."""
+        missing = self._following.missing(cast(nn.Module, self.model()))
+        if not missing or self._has_told_missing:
+            return
+        self._has_told_missing = True
+        text = (
+            f"the model does not have some of its blocks any more ({_shown([self.names[each] for each in missing])}), "
+            "though they still exist. Modules that are in their places are left alone: call fit again"
         )
-        found = blocks_in_place(cast(nn.Module, self.model()), self.names, gone)
-        self.take_blocks([each for each in found if each.module in self.names or not is_watched(each.module)])
+        self.notes.append(text)
+        warn_user(f"torchoffload: {text}.")
 
     @abc.abstractmethod
     def opener_of(self, called: Opener) -> Opener:
@@ -274,7 +320,7 @@ class FittedModel(abc.ABC):
             step=None if self.step is None else self.step.with_more(self._growth.grown_bytes),
             settled=self.settled,
             trials=tuple(self.trials),
-            blocks=tuple(self.names.values()),
+            blocks=self._following.all_names,
             opener=self._name_of(self._opener),
             others=tuple((self._name_of(each.opener), each.trial) for each in self._others.values()),
             names=tuple(self.called.names),
@@ -510,18 +556,17 @@ class FittedModel(abc.ABC):
         return convolves and self.meter.device.type == "cuda" and torch.backends.cudnn.enabled
 
     def replan(self, memory_bytes: int) -> None:
-        """Plan for another amount of memory. RuntimeError if a block does not exist any more."""
-        if gone := self._following.gone:
-            raise RuntimeError(
-                f"torchoffload: blocks of the model do not exist any more ({gone[0]}): the next training step begins a "
-                "survey of those that it has now, and replan() works once that is over"
-            )
+        """Plan for another amount of memory."""
         self.budget.give(memory_bytes)
-        if self._surveyed is not None:
-            if grown := int(self._largest(self._growth.bytes_beside(memory_bytes))[0]):
-                self._count_beside(grown)
-            self._steps = 0
-            self.choose()
+        if self._surveyed is None:
+            return
+        gone, grown = self._largest(bool(self._following.gone), self._growth.bytes_beside(memory_bytes))
+        if gone:  # the next step begins a survey, whose plans are for this amount
+            return
+        if grown:
+            self._count_beside(int(grown))
+        self._steps = 0
+        self.choose()
 
     def _room(self, step: Step) -> Room:
         budget = self.budget

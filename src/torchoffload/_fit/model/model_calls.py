@@ -125,12 +125,15 @@ class ModelCalls:
         if module is not model and self._of_parts.has_open_calls and goes_on:
             self.driver.call_goes_on((args, kwargs))
             return
-        chooser = self._chooser
-        if chooser is None or isinstance(self.driver, CompiledModel):
-            self.driver.call_begins((args, kwargs))
-        elif not chooser.takes_call(self.driver, module, args, kwargs, frame):
-            self.driver.call_begins((args, kwargs))
-            chooser.agree(self.driver)
+        chooser, driver = self._chooser, self.driver
+        if chooser is None or isinstance(driver, CompiledModel):
+            driver.call_begins((args, kwargs))
+        else:
+            if driver.lacks_blocks:
+                chooser.begin_anew()
+            if not chooser.takes_call(driver, module, args, kwargs, frame):
+                driver.call_begins((args, kwargs))
+                chooser.agree(driver)
         if self._names is not self.driver.names:
             self._install(model)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tracing import is_transformed
@@ -58,12 +59,16 @@ def state_of_block(module: nn.Module, inputs: Any) -> Any:
     Its modules and their modes, its parameters, which of these and of the arguments want gradients, and autocast.
     """
     modules = tuple((type(each), each.training) for each in module.modules())
-    parameters = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in module.parameters())
+    parameters = tuple((_shape_of(each), each.dtype, each.requires_grad) for each in module.parameters())
     given = [each for each in _flat(inputs) if isinstance(each, torch.Tensor)]
     arguments = tuple((each.dtype, each.requires_grad, each.dim()) for each in given)
     device_type = next((each.device.type for each in given), "cpu")
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return modules, parameters, arguments, autocast
+
+
+def _shape_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    return None if is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _flat(inputs: Any) -> Iterable[Any]:
@@ -79,8 +84,9 @@ _watched: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[BlockCalls]]" = weak
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module is a block of a fitted model."""
-    return module in _watched
+    """Return whether a module is a block of a fitted model that still exists."""
+    calls = None if (reference := _watched.get(module)) is None else reference()
+    return calls is not None and calls.has_model()
 
 
 class BlockCalls:
@@ -96,6 +102,8 @@ class BlockCalls:
         Called with the state of the block that is looked at.
     tell_output : callable, optional
         Called with the output of each call with gradients.
+    has_model : callable, optional
+        Returns whether the model still exists that the blocks belong to.
     """
 
     def __init__(
@@ -103,8 +111,9 @@ class BlockCalls:
         tell: Callable[[int], None],
         tell_state: Callable[[Any], None],
         tell_output: Callable[[Any], None] = lambda _output: None,
+        has_model: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._tell, self._tell_state, self.tell_output = tell, tell_state, tell_output
+        self._tell, self._tell_state, self.tell_output, self.has_model = tell, tell_state, tell_output, has_model
         self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._number = 0  # of the next call in the step
         self._looked_at, self._looks_at_all = 0, True  # the number of the call to look at
@@ -140,8 +149,10 @@ class BlockCalls:
     def remove(self) -> None:
         """Take the hooks away."""
         for block in self._blocks:
-            remove_call_hooks(block, _enter, _leave)
-            _watched.pop(block, None)
+            if (reference := _watched.get(block)) is not None and reference() is self:  # not another model's by now
+                remove_call_hooks(block, _enter, _leave)
+                del _watched[block]
+        self._blocks.clear()
 
 
 def _calls_of(module: nn.Module) -> BlockCalls | None:
