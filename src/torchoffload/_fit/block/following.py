@@ -11,7 +11,6 @@ from torchoffload._contexts.options import OffloadOptions
 from torchoffload._core import core
 from torchoffload._fit.block.blocks import unplan_block, watch_block
 from torchoffload._fit.block.replay import Watch
-from torchoffload._fit.choosing.named_blocks import blocks_if
 from torchoffload._modules.hooks import Offloading, Turn
 from torchoffload._modules.offload_modules import OffloadedModules, install_offloading
 from torchoffload._modules.selection import Chosen, choose
@@ -79,11 +78,9 @@ class Following:
         left = set(self.names.values())
         return tuple(name for name in self.all_names if name not in left)
 
-    def successors(self, model: nn.Module) -> list[Chosen]:
-        """Return the blocks that the model still has, and the modules that have come in the places of the others."""
-        known = {each for each in model.modules() if each in self.names}
-        places = set(self.all_names) - {self.names[each] for each in known}
-        return blocks_if(model, lambda name, each: each in known or (name in places and each not in self._modules_then))
+    def was_in_model(self, module: nn.Module) -> bool:
+        """Return whether the model had a module as the blocks were taken."""
+        return module in self._modules_then
 
     def missing(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks that exist, and that the model does not have any more."""

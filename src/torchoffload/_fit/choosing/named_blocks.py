@@ -1,6 +1,6 @@
 """The blocks of a model together with their names, by whatever says which they are."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from torchoffload._fit.choosing.structure import innermost_blocks
 from torchoffload._modules.selection import Chosen, Selector, choose, outermost
 from torchoffload._pytorch.module_wrappers import INNER_BY_CLASS, PEFT
 
-__all__ = ["blocks_if", "blocks_named", "blocks_of", "computing"]
+__all__ = ["blocks_in_place", "blocks_named", "blocks_of", "computing"]
 
 
 def blocks_of(model: nn.Module, selectors: Selector | Sequence[Selector]) -> list[Chosen]:
@@ -29,10 +29,27 @@ def blocks_named(model: nn.Module, names: Iterable[str]) -> list[Chosen]:
     return blocks_of(model, (lambda name, _module: (name or own_name) in wanted) if found else innermost_blocks(model))
 
 
-def blocks_if(model: nn.Module, wants: Callable[[str, nn.Module], bool]) -> list[Chosen]:
-    """Return the modules that a function of their names and themselves wants, without those inside of another one."""
+def blocks_in_place(
+    model: nn.Module, blocks: Mapping[nn.Module, str], names: Iterable[str], was_in_model: Callable[[nn.Module], bool]
+) -> list[Chosen]:
+    """Return the blocks that a model still has, and the modules that have come in the places of the others.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    blocks : mapping of nn.Module to str
+        The names of the blocks, as far as these exist.
+    names : iterable of str
+        The names of all blocks.
+    was_in_model : callable
+        Returns whether the model had a module as the blocks were taken: that is no new one, though it may have the name
+        of a block by now.
+    """
+    known = {each for each in model.modules() if each in blocks}
+    places = set(names) - {blocks[each] for each in known}
     try:
-        return blocks_of(model, wants)
+        return blocks_of(model, lambda name, each: each in known or (name in places and not was_in_model(each)))
     except ValueError:  # there is none
         return []
 

@@ -147,7 +147,7 @@ class Driver(FittedModel):
         self.budget.note_step()
         if step.went_without:
             self.note_slow_convolutions()
-        self._look_for_blocks(step)
+        called_all = step.block_count >= self._seen.of(step.opener).block_count
         match self.state:
             case Surveying(survey):
                 self._end_survey_step(survey, step)
@@ -162,14 +162,16 @@ class Driver(FittedModel):
                     self._survey_again(step)
             case Removed():
                 pass
+        if not called_all:
+            self._look_for_blocks(step)
 
     def _look_for_blocks(self, step: FinishedStep) -> None:
-        """See whether the model still has all blocks, if a step did not call all: a program may hold replaced ones.
+        """See whether the model still has all blocks after a step without calls of some: these may have been replaced.
 
         It may also put them back later, so that they are given up only if a step was lost.
         """
         model = self.model()
-        if model is None or step.block_count >= self._seen.of(step.opener).block_count:
+        if model is None:
             return
         self._small_steps += 1
         if step.is_lost and self.agreement is None:

@@ -15,6 +15,7 @@ from torchoffload._devices import Meter
 from torchoffload._fit.block.following import Following
 from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.choosing.called_blocks import CalledBlocks
+from torchoffload._fit.choosing.named_blocks import blocks_in_place
 from torchoffload._fit.machine.agreement import Agreement
 from torchoffload._fit.machine.allocator import stuck_bytes
 from torchoffload._fit.machine.link import LinkRates, measure_link
@@ -31,7 +32,7 @@ from torchoffload._fit.model.sizes import BlockCalls, is_watched
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
 from torchoffload._fit.model.turns import Turns, least_turns, turns_of, weakly, windows_of
-from torchoffload._fit.model.unseen import unseen_blocks
+from torchoffload._fit.model.unseen import shown, unseen_blocks
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import (
     SPARE_BYTES,
@@ -62,17 +63,12 @@ from torchoffload._warnings import warn_user
 
 __all__ = ["FittedModel"]
 
-_SHOWN = 3  # names of blocks, in a note
 _MANY_REPLACEMENTS = 8
 _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
 _MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
 _MOST_WAITED_STEPS = 8  # of others: a critic may take five for each one of its generator
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 class FittedModel(abc.ABC):
@@ -234,7 +230,8 @@ class FittedModel(abc.ABC):
 
     def _take_replaced(self) -> None:
         """Have the modules that came in the places of blocks be blocks from the next step on."""
-        self.take_blocks(self._following.successors(cast(nn.Module, self.model())))
+        model, following = cast(nn.Module, self.model()), self._following
+        self.take_blocks(blocks_in_place(model, self.names, following.all_names, following.was_in_model))
 
     def _note_gone(self) -> None:
         """Note that blocks do not exist any more, and warn if that happens again and again."""
@@ -242,7 +239,7 @@ class FittedModel(abc.ABC):
         self._gone |= dict.fromkeys(self._following.gone)
         self._replacements += 1
         self.notes = [each for each in self.notes if not each.startswith(begun)]
-        self.notes.append(f"{begun} ({_shown([*self._gone])}): a survey of those that the model has now was begun")
+        self.notes.append(f"{begun} ({shown([*self._gone])}): a survey of those that the model has now was begun")
         if self._replacements == _MANY_REPLACEMENTS:
             text = (
                 f"blocks of {self.model_name} are replaced again and again. Each time, a survey begins anew, in which "
@@ -259,7 +256,7 @@ class FittedModel(abc.ABC):
             return
         self._has_told_missing = True
         text = (
-            f"the model does not have some of its blocks any more ({_shown([self.names[each] for each in missing])}), "
+            f"the model does not have some of its blocks any more ({shown([self.names[each] for each in missing])}), "
             "though they still exist. Modules that are in their places are left alone: call fit again"
         )
         self.notes.append(text)
