@@ -588,10 +588,17 @@ def test_where_nothing_is_measured_all_that_may_be_allocated_is_allowed_at_once(
 
 def test_bytes_that_are_left_free_are_those_of_the_latest_call():
     device = SimulatedDevice.random(random.Random(5))
-    climb = Climb(device.step, survey_plan(device.step), Room(1000 * MIB, 960 * MIB, is_measured=True), STEPS)
-    for nbytes in (100 * MIB, 300 * MIB):
-        climb.leave_free(nbytes)
-        assert climb.room == Room(1000 * MIB - nbytes, 960 * MIB - nbytes, is_measured=True)
+    whole = Room(1000 * MIB, 960 * MIB, is_measured=True)
+    climb = Climb(device.step, survey_plan(device.step), whole, STEPS)
+    own = climb.take_next()
+    assert own is not None
+    own.allocated_bytes, own.reserved_bytes = 400 * MIB, 500 * MIB
+    for nbytes in (100 * MIB, 300 * MIB):  # as many more are reserved for them as for those of the plan
+        assert climb.leaves_free(nbytes)
+        assert climb.room == Room(1000 * MIB - nbytes * 5 // 4, 960 * MIB - nbytes, is_measured=True)
+    room = climb.room
+    assert not climb.leaves_free(400 * MIB)  # the plan that runs has no room beside them
+    assert climb.room == room
 
 
 def test_several_models_that_climb_share_what_is_left():

@@ -189,7 +189,7 @@ def test_a_model_that_has_lost_a_block_is_planned_for_anew_in_its_next_step(devi
             model(torch.randn(4, 8, WIDTH)).backward()
         assert handle.phase == "settled"
         assert f"{count - 1} blocks" in handle.report()
-        assert "blocks do not exist any more (net.blocks.2)" in handle.report()
+        assert "blocks were replaced or deleted (net.blocks.2)" in handle.report()
         assert "within 1.0 GiB" in handle.report()
 
 

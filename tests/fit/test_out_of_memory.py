@@ -568,4 +568,27 @@ def test_blocks_that_replace_others_are_computed_again_as_well(step: int):
         assert dict(handle._driver.names) == {block: str(index) for index, block in enumerate(model)}
         assert latest not in [*model]
         assert "dry run" not in handle.report()
-        assert "blocks do not exist any more (1, 2, 3)" in handle.report()
+        assert "blocks were replaced or deleted (1, 2, 3)" in handle.report()
+
+
+@pytest.mark.parametrize("part", [0.3, 0.8])
+@pytest.mark.parametrize(("share", "every"), [(25, 1), (12, 2), (60, 1), (12, 1)])
+def test_no_step_runs_out_of_memory_as_more_and_more_is_held(share: int, every: int, part: float):
+    """The allocator reserves more than is allocated, also for what is held."""
+    growth, steps = 1.15, 30
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide(4, 2) for _ in range(6)))
+    least, stock = (reserved_by_hand(model, growth, checkpointed=each) for each in (True, False))
+    model.zero_grad()
+    piece_bytes = int((stock - least) / growth) // share
+    memory_bytes = int(least + (stock - least) * part + steps // every * piece_bytes * growth)
+    allocator = SimulatedAllocator(growth, memory_bytes)
+    with allocator, fitted_on(model, allocator, memory_bytes) as handle:
+        loop, held = Loop(model, allocator), []
+        for number in range(2 * steps):
+            loop.step()
+            if number < steps and number % every == every - 1:
+                held.append(torch.zeros(piece_bytes // 4))
+        assert not loop.errors
+        assert handle.phase == "settled", handle.report()
+        del held

@@ -176,5 +176,5 @@ def test_a_block_may_be_replaced_between_any_two_steps(step: int):
             model(torch.randn(4, 8, WIDTH, requires_grad=True)).square().mean().backward()
         assert handle.phase == "settled", handle.report()
         assert dict(handle._driver.names) == {block: str(number) for number, block in enumerate(model)}
-        assert "blocks do not exist any more (1)" in handle.report()
+        assert "blocks were replaced or deleted (1)" in handle.report()
         assert "left alone" not in handle.report()

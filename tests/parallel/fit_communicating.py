@@ -200,5 +200,5 @@ def replaced(world: World, budgets: list[float], step: int) -> dict:
                 model.zero_grad()
 
     told = assert_fits(fitting, program)
-    assert "blocks do not exist any more (1)" in told["reports"][0], told
+    assert "blocks were replaced or deleted (1)" in told["reports"][0], told
     return told

@@ -13,7 +13,7 @@ from torchoffload._fit.model.fitted_model import FittedModel
 from torchoffload._fit.model.phase import Climbing, LeastMemory, Removed, Settled, Surveying
 from torchoffload._fit.model.sizes import argument_bytes
 from torchoffload._fit.model.surveyed_step import SurveyedStep
-from torchoffload._fit.plan.climb import LEAST_SHARE, Climb
+from torchoffload._fit.plan.climb import FULL_PART, LEAST_SHARE, Climb
 from torchoffload._fit.plan.scaling import OtherSizes
 from torchoffload._fit.plan.trials import MORE_ROOM, Trial, failure_message
 from torchoffload._fit.survey.survey import Survey
@@ -266,11 +266,9 @@ class Driver(FittedModel):
         False if that is not enough: plans are to be made anew.
         """
         match self.state:
-            case Climbing(climb) if self._has_planned_beside:
+            case Climbing(climb) if self._restarts:
                 assert climb.current is not None
-                if self._fits_beside(climb.current, grown_bytes):
-                    climb.leave_free(grown_bytes)
-                    return True
+                return self._fits_beside(climb.current, grown_bytes) and climb.leaves_free(grown_bytes)
         return False
 
     def _fits_beside(self, trial: Trial, grown_bytes: int) -> bool:
@@ -280,7 +278,7 @@ class Driver(FittedModel):
         """See whether the memory and the calls are as planned, after a step of a settled plan."""
         trial.reserved_bytes = max(trial.reserved_bytes, step.reserved_bytes)
         grown_bytes = 0 if self._surveyed is None or step.is_lost else self._grown_bytes(step)
-        is_tight = step.has_waited or step.reserved_bytes > self.budget.memory_bytes
+        is_tight = step.has_waited or step.reserved_bytes > FULL_PART * self.budget.reservable_bytes
         if not is_tight and (self._fits_beside(trial, grown_bytes) or self.budget.sharer_count > 1):
             grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None

@@ -68,6 +68,8 @@ _MOST_STEPS = 12  # from the first step of a survey until a plan is settled on
 _MUCH = 0.1  # of what a block saves: so much that cannot be computed again is told
 _MORE_PATIENCE = 8  # so many times as many small steps in a row end a climb that follows one that they have ended
 _MOST_WAITED_STEPS = 8  # of others: a critic may take five for each one of its generator
+_MOST_RESTARTS = 2  # of a climb: from then on it tries the survey's own plan and one more
+_STEPS_OF_TWO_PLANS = 4
 _LEAST_TRIAL_STEPS = 8  # however long the survey was: up to four for its own plan, and some for others
 
 
@@ -159,7 +161,7 @@ class FittedModel(abc.ABC):
         self._elsewhere: list[Trial] = []  # plans that have failed in other amounts of memory
         self._patience = 1  # how many times as many small steps as usual do not end a climb
         self._awaits_large_step = False
-        self._has_planned_beside = False  # in this climb, since bytes had come
+        self._restarts = 0  # of this climb, since bytes had come
         self._gone: dict[str, None] = {}  # the names of blocks that have ceased to exist
         self._replacements = 0  # surveys that were begun for it
         self._has_told_missing = False
@@ -234,8 +236,8 @@ class FittedModel(abc.ABC):
         self.take_blocks(blocks_in_place(model, self.names, following.all_names, following.was_in_model))
 
     def _note_gone(self) -> None:
-        """Note that blocks do not exist any more, and warn if that happens again and again."""
-        begun = "blocks do not exist any more"
+        """Note that the model has lost blocks, and warn if that happens again and again."""
+        begun = "blocks were replaced or deleted"
         self._gone |= dict.fromkeys(self._following.gone)
         self._replacements += 1
         self.notes = [each for each in self.notes if not each.startswith(begun)]
@@ -396,7 +398,7 @@ class FittedModel(abc.ABC):
         self._known_shapes = None
         self.trials, self._elsewhere, self.step, self._surveyed, self._own = [], [], None, None, None
         self._patience, self._awaits_large_step = 1, False
-        self._has_planned_beside = False
+        self._restarts = 0
         self._followed = None
         self._all_surveyed, self._others, self._windows = {}, {}, {}
         self._waited = self._rests = 0
@@ -595,7 +597,8 @@ class FittedModel(abc.ABC):
         if own is None:
             self._follow_least(step, raises=raises)
             return
-        steps = max(_MOST_STEPS - self._steps, _LEAST_TRIAL_STEPS)
+        least_steps = _LEAST_TRIAL_STEPS if self._restarts < _MOST_RESTARTS else _STEPS_OF_TWO_PLANS
+        steps = max(_MOST_STEPS - self._steps, least_steps)
         climb = Climb(
             step, own, room, steps, known, own_reserved_bytes=ran_bytes if own is self._own else 0,
             patience=self._patience,
@@ -659,7 +662,7 @@ class FittedModel(abc.ABC):
         if self._followed is None or trial.plan.calls != self._followed.plan.calls:
             self._apply(trial)
         self._followed = trial
-        self._has_planned_beside = False
+        self._restarts = 0
         self.clock.measures = False
         self._enter(Settled(trial, OtherSizes(trial, plan_bytes)))
         self._log_settled(trial)
@@ -668,7 +671,7 @@ class FittedModel(abc.ABC):
         """Plan anew beside bytes that have come since the survey for good, as the state of an optimizer may."""
         self._count_beside(nbytes)
         if isinstance(self.state, Climbing):
-            self._has_planned_beside = True
+            self._restarts += 1
         else:
             self._steps = 0
         self.choose(raises=False)

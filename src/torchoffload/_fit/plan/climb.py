@@ -9,7 +9,17 @@ from torchoffload._fit.plan.scaling import scaled
 from torchoffload._fit.plan.step import Step, StepPlan, least_plan, plan_step, plan_steps, survey_plan
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["LEAST_SHARE", "SPARE_BYTES", "Climb", "Room", "allowed_bytes", "disagreement", "first_plan", "next_below"]
+__all__ = [
+    "FULL_PART",
+    "LEAST_SHARE",
+    "SPARE_BYTES",
+    "Climb",
+    "Room",
+    "allowed_bytes",
+    "disagreement",
+    "first_plan",
+    "next_below",
+]
 
 # Memory is reserved in the first one, which took 2 to 7 times as long as the second one on H100s: that one is timed.
 _STEPS_OF_PLAN = 2
@@ -33,6 +43,7 @@ _SAFE_PART = 0.04  # reserved bytes differ by this part between plans that are p
 # If there is no memory for a workspace of a convolution, PyTorch takes another algorithm, and keeps to it until the
 # process ends: a generator and its critic took 2,190 ms instead of 225 from then on, on an H200.
 _SAFE_PART_WITH_WORKSPACES = 0.1
+FULL_PART = 1 - _SAFE_PART  # a memory in which more is reserved counts as full
 _AFTER_WAITING = 0.94  # of the bytes of a plan under which the allocator had too little room
 # Expandable segments that are given back page by page leave pieces of pages. In full memory Llamas reserved 1.4 to 4.3%
 # more than they had allocated on H200s, and 186 MiB, or 6%, were in pieces as a video DiT ran out of memory.
@@ -478,15 +489,24 @@ class Climb:
         self._learn()
         return True
 
-    def leave_free(self, nbytes: int) -> None:
-        """Leave so many bytes of the room free from now on, as something beside the step has come to hold them.
+    def leaves_free(self, nbytes: int) -> bool:
+        """Leave so many allocated bytes of the room free from now on, which something beside the step has come to hold.
 
         Plans that ran since then are counted with these bytes as well, so that they have a little less than there is.
+        Returns False, and changes nothing, if the current plan and the survey's own may not run beside them.
         """
-        self.room = dataclasses.replace(
-            self._whole_room, reserved_bytes=self._whole_room.reserved_bytes - nbytes,
-            allocated_bytes=self._whole_room.allocated_bytes - nbytes,
+        ran = [each for each in self.trials if each.allocated_bytes and each.reserved_bytes]
+        growth = max((each.reserved_bytes / each.allocated_bytes for each in ran), default=_MOST_GROWTH)
+        whole = self._whole_room
+        room = dataclasses.replace(
+            whole, reserved_bytes=whole.reserved_bytes - int(max(1.0, growth) * nbytes),
+            allocated_bytes=whole.allocated_bytes - nbytes,
         )  # fmt: skip
+        for each in (self._own, self.current):
+            if each is not None and room.needed_bytes(each) > FULL_PART * room.reserved_bytes:
+                return False
+        self.room = room
+        return True
 
     def note_failure(self) -> None:
         """Note that a step of the current plan ran out of memory."""
