@@ -281,6 +281,24 @@ def blocks_that_are_replaced_from_the_first_step_on(loop: Loop) -> None:
 
 
 @program
+def blocks_that_come_and_go(loop: Loop) -> None:
+    """Also while an output of theirs waits for its backward, and while gradients accumulate."""
+    model = loop.make(Net)
+    for step in range(40):
+        if step in (3, 16):
+            model.blocks.append(loop.run.module(Mlp))
+        if step in (7, 24):
+            del model.blocks[0]
+        loss = model(loop.batch()).float().square().mean()
+        if step in (5, 20):
+            model.blocks[1] = loop.run.module(Mlp)
+        loss.backward()
+        loop.ends_step(model, loss=loss.detach())
+        if step % 3 == 2:
+            model.zero_grad()
+
+
+@program
 def hooks_that_come_later(loop: Loop) -> None:
     model = loop.make(Net)
     for step in range(24):

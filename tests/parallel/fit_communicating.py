@@ -158,6 +158,14 @@ class Synced(nn.Module):
         return x + self.down(torch.sin(torch.tanh(h * torch.rsqrt(power + 1))))
 
 
+def synced_step(run: Run, world: World, number: int, model: nn.Module, called: nn.Module) -> None:
+    """Forward and backward of a model by way of the module that is called, with a batch of this rank's own."""
+    run.reseed(10 * number + world.rank)
+    loss = called(run.tensor(batch_size_of(world), TOKENS, WIDTH)).square().mean()
+    loss.backward()
+    run.check(loss=loss.detach(), gradients=gradients_of(model))
+
+
 def synced(world: World, way: str, budgets: list[float], *, is_late: bool = False) -> dict:
     """DDP of blocks that communicate in a ``way``; if ``is_late`` they begin to once fit is settled."""
     fitting = fitting_of(world, False, budgets)
@@ -170,11 +178,7 @@ def synced(world: World, way: str, budgets: list[float], *, is_late: bool = Fals
             for step in fitting.steps(run):
                 for block in model:
                     block.way = way if not is_late or fitting.was_settled(step) else "none"
-                run.reseed(10 * step + world.rank)
-                loss = wrapped(run.tensor(batch_size_of(world), TOKENS, WIDTH)).square().mean()
-                loss.backward()
-                run.check(loss=loss.detach(), gradients=gradients_of(model))
-                del loss
+                synced_step(run, world, step, model, wrapped)
                 optimizer.step()
                 optimizer.zero_grad()
         return local_values(model)
@@ -192,11 +196,7 @@ def replaced(world: World, budgets: list[float], step: int) -> dict:
             for number in fitting.steps(run):
                 if number == step:
                     model[1] = run.module(lambda: Synced("functional"))
-                run.reseed(10 * number + world.rank)
-                loss = model(run.tensor(batch_size_of(world), TOKENS, WIDTH)).square().mean()
-                loss.backward()
-                run.check(loss=loss.detach(), gradients=gradients_of(model))
-                del loss
+                synced_step(run, world, number, model, model)
                 model.zero_grad()
 
     told = assert_fits(fitting, program)

@@ -53,7 +53,7 @@ class Following:
     names : mapping of nn.Module to str
         The names of the blocks.
     all_names : tuple of str
-        The same, also of blocks that do not exist any more.
+        The names of all blocks, also of those that do not exist any more.
     """
 
     def __init__(self, model: nn.Module, chosen: list[Chosen], *, may_move: bool, options: OffloadOptions) -> None:

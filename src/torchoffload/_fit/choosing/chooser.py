@@ -51,6 +51,8 @@ class _Fitted(Protocol):
     @property
     def names(self) -> Mapping[nn.Module, str]: ...
 
+    def note(self, text: str) -> None: ...
+
     def take_blocks(self, chosen: list[Chosen]) -> None: ...
 
 
@@ -134,7 +136,7 @@ class Chooser:
         if self._state is _State.NEW and called is not model and called in driver.names:
             # The loop calls the blocks one by one, and the saved bytes of one tell nothing of the others.
             self._state = _State.KNOWN
-            _note(driver, "blocks are chosen by the structure of the model, since they are called one by one")
+            driver.note("blocks are chosen by the structure of the model, since they are called one by one")
             if not self._names:
                 driver.take_blocks(self.first_blocks())
         elif self._state is _State.NEW:
@@ -191,7 +193,7 @@ class Chooser:
             self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             then = "by a first step in which all moves" if self._may_scout else "by the structure of the model"
             reason = str(error).splitlines()[0]
-            _note(driver, f"blocks were chosen {then}, since a dry run of the model failed: {reason}")
+            driver.note(f"blocks were chosen {then}, since a dry run of the model failed: {reason}")
             return
         chosen = self._chosen(model, tree)
         if tuple(each.name for each in chosen) != self._names:
@@ -231,11 +233,6 @@ class Chooser:
             self._state = _State.SCOUTING if self._may_scout else _State.KNOWN
             what = "and so are chosen anew" if self._may_scout else "and cannot be chosen anew"
             driver.notes.append(f"blocks save other bytes than a dry run of the model has said, {what}")
-
-
-def _note(driver: _Fitted, text: str) -> None:
-    if text not in driver.notes:
-        driver.notes.append(text)
 
 
 def _calls(tree: CallTree) -> Iterator[ModuleCall]:

@@ -168,7 +168,7 @@ class Driver(FittedModel):
     def _look_for_blocks(self, step: FinishedStep) -> None:
         """See whether the model still has all blocks after a step without calls of some: these may have been replaced.
 
-        It may also put them back later, so that they are given up only if a step was lost.
+        A program may put blocks back later, so that they are given up only if a step was lost.
         """
         model = self.model()
         if model is None:
@@ -315,7 +315,7 @@ class Driver(FittedModel):
             self._plan_beside(int(grown_bytes))
         elif is_lost:
             name = self._name_of(other.opener) or self.model_name
-            self._note(
+            self.note(
                 f"a step that begins with {name} ran out of memory: its blocks keep as little as they can from now on"
                 if other.takes_less()
                 else f"a step that begins with {name} ran out of memory, although its blocks keep as little as they "
@@ -328,7 +328,7 @@ class Driver(FittedModel):
     def _survey_again(self, step: FinishedStep) -> None:
         """Begin a survey because of a step, which may have been the largest of several that take turns."""
         if step.is_lost and self._has_more_calls:
-            self._note("a step ran out of memory that called a module more often than any that was surveyed")
+            self.note("a step ran out of memory that called a module more often than any that was surveyed")
         if self._following.gone:  # the next steps are of other sizes
             self._take_replaced()
             return

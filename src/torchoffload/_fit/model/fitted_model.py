@@ -163,8 +163,7 @@ class FittedModel(abc.ABC):
         self._awaits_large_step = False
         self._restarts = 0  # of this climb, since bytes had come
         self._gone: dict[str, None] = {}  # the names of blocks that have ceased to exist
-        self._replacements = 0  # surveys that were begun for it
-        self._has_told_missing = False
+        self._replacements = 0  # surveys in a row that began for it before a plan had settled
         self._small_steps = 0  # in which fewer blocks were called than in the largest one
         self._seen = Seen()
         self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
@@ -212,9 +211,9 @@ class FittedModel(abc.ABC):
         possible = []
         for each in chosen:
             if isinstance(each.module, torch.jit.ScriptModule):
-                self._note(f"{each.name} is left alone, since a TorchScript module takes no hooks")
+                self.note(f"{each.name} is left alone, since a TorchScript module takes no hooks")
             elif each.module not in self.names and is_watched(each.module):
-                self._note(f"{each.name} is left alone, since it is a block of another model that is fitted")
+                self.note(f"{each.name} is left alone, since it is a block of another model that is fitted")
             else:
                 possible.append(each)
         self._openers.take_blocks()
@@ -236,33 +235,28 @@ class FittedModel(abc.ABC):
         self.take_blocks(blocks_in_place(model, self.names, following.all_names, following.was_in_model))
 
     def _note_gone(self) -> None:
-        """Note that the model has lost blocks, and warn if that happens again and again."""
+        """Note that the model has lost blocks, and warn if that happens again and again before a plan has settled."""
         begun = "blocks were replaced or deleted"
         self._gone |= dict.fromkeys(self._following.gone)
-        self._replacements += 1
+        self._replacements = 0 if isinstance(self.state, Settled) else self._replacements + 1
         self.notes = [each for each in self.notes if not each.startswith(begun)]
-        self.notes.append(f"{begun} ({shown([*self._gone])}): a survey of those that the model has now was begun")
-        if self._replacements == _MANY_REPLACEMENTS:
-            text = (
+        self.notes.append(f"{begun} ({shown([*self._gone])}): a survey of the blocks that the model has now was begun")
+        if self._replacements >= _MANY_REPLACEMENTS:
+            self._warn(
                 f"blocks of {self.model_name} are replaced again and again. Each time, a survey begins anew, in which "
                 "they keep as little as they can, so that steps take longer. Change the parameters of blocks instead, "
                 "or remove() what fit returned"
             )
-            self.notes.append(text)
-            warn_user(f"torchoffload: {text}.")
 
     def _tell_missing(self) -> None:
         """Tell, once, of blocks that exist, and that the model does not have any more."""
         missing = self._following.missing(cast(nn.Module, self.model()))
-        if not missing or self._has_told_missing:
-            return
-        self._has_told_missing = True
-        text = (
-            f"the model does not have some of its blocks any more ({shown([self.names[each] for each in missing])}), "
-            "though they still exist. Modules that are in their places are left alone: call fit again"
-        )
-        self.notes.append(text)
-        warn_user(f"torchoffload: {text}.")
+        begun = "the model does not have some of its blocks any more"
+        if missing and not any(each.startswith(begun) for each in self.notes):
+            self._warn(
+                f"{begun} ({shown([self.names[each] for each in missing])}), though they still exist. Modules that are "
+                "in their places are left alone: call fit again"
+            )
 
     @abc.abstractmethod
     def opener_of(self, called: Opener) -> Opener:
@@ -432,7 +426,7 @@ class FittedModel(abc.ABC):
         kinds = [self._kinds[key] for key in keys]
         called = list(zip(survey.called_modules, step.calls, strict=True))
         for name in dict.fromkeys(type(block).__name__ for block, call in called if kinds[call.kind].copies_inputs):
-            self._note(
+            self.note(
                 f"the program writes to arguments of a {name} after its forward, as x += block(x) does: a call that is "
                 "computed again holds a copy of them"
             )
@@ -468,7 +462,7 @@ class FittedModel(abc.ABC):
         self.called, self._saved_bytes = largest.called, largest.saved_bytes
         self._unseen = unseen_blocks(self.names, self._keys)
         if self.may_recompute and (why := obstacle()) is not None:
-            self._note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
+            self.note(f"PyTorch shows the operators of blocks by way of Python, so that each takes longer: {why}")
         self.is_surveyed = True
         self._growth.begin(max(each.began_bytes for each in all_surveyed))
         step, self._survey_reserved_bytes = largest.step, largest.reserved_bytes
@@ -502,7 +496,7 @@ class FittedModel(abc.ABC):
             nbytes, operators = kind.unrepeatable
             if kind.obstacle is None and nbytes > _MUCH * kind.all_saved_bytes and name not in told:
                 told.add(name)
-                self._note(
+                self.note(
                     f"{human_bytes(nbytes)} of each {name} stay or move, since they would come out differently if they "
                     f"were computed again: what {' and '.join(operators)} made. If kernels that PyTorch does not see "
                     "write them, as Triton's in a custom Function, register these by torch.library.triton_op or "
@@ -521,9 +515,16 @@ class FittedModel(abc.ABC):
         if is_worth_a_warning:
             warn_user(f"torchoffload: {text}")
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Have the report tell of an event, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def _warn(self, text: str) -> None:
+        """Warn of an event, once, and have the report tell of it."""
+        if text not in self.notes:
+            self.notes.append(text)
+            warn_user(f"torchoffload: {text}.")
 
     def note_stuck(self) -> None:
         """Warn, once, that steps begin and do not end."""
@@ -531,9 +532,7 @@ class FittedModel(abc.ABC):
             f"the backward of none of the last calls of {self.model_name} was seen, so that fit does nothing. It sees "
             "a backward through tensors that the model returns, and through its blocks"
         )
-        if text not in self.notes:
-            self.notes.append(text)
-            warn_user(f"torchoffload: {text}.")
+        self._warn(text)
 
     def note_slow_convolutions(self) -> None:
         """Warn, once, if an allocation failed that cuDNN may have done without, at the cost of time."""
@@ -543,9 +542,8 @@ class FittedModel(abc.ABC):
             "many times slower. Begin anew with less memory= or a smaller batch, or give the model the memory format "
             "channels_last, in which cuDNN needs less"
         )
-        if self._has_workspaces and text not in self.notes:
-            self.notes.append(text)
-            warn_user(f"torchoffload: {text}.")
+        if self._has_workspaces:
+            self._warn(text)
 
     @property
     def _has_workspaces(self) -> bool:
@@ -584,7 +582,7 @@ class FittedModel(abc.ABC):
         step = cast(Step, self._surveyed)
         self.budget.share(self.agreement, self.meter)
         for name in self.budget.left_over:
-            self._note(
+            self.note(
                 f"{name}, which was fitted before, takes no more steps: this plan has its share of the memory. If it "
                 "is left over, as from a cell of a notebook that ran before, remove() what fit returned for it"
             )
@@ -647,7 +645,7 @@ class FittedModel(abc.ABC):
         self.notes += [each for each in told if each not in self.notes]
         self._awaits_large_step = climb.met_small_steps
         if climb.met_small_steps:
-            self._note(
+            self.note(
                 "many steps in a row had less than half of the surveyed step's size: plans are tried again once a step "
                 "has more"
             )
@@ -768,7 +766,7 @@ class FittedModel(abc.ABC):
         for other, kind in self._kinds.items():
             if other[0] == key[0]:
                 kind.refuse(message)
-        self._note(message)
+        self.note(message)
         self.clock.forget()  # the step's backward has ended by an error
 
     def _refuse_planned(self, keys: list[tuple[Any, ...]], kind: int, message: str) -> None:
