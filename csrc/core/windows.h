@@ -49,6 +49,8 @@ struct SavedRecord {
   uint64_t nbytes = 0;
 };
 
+constexpr uint64_t kAnyBytes = std::numeric_limits<uint64_t>::max();
+
 // Whether a search for reloads goes on or stops at a record whose source is still on the device.
 enum class AtSource : uint8_t { GoesOn, Stops };
 
@@ -238,16 +240,18 @@ class CopyWindows {
   // The records to reload next for a tape, from the place that earlier calls reached towards the tape's start. The
   // search ends before the first record that is on its way from a disk, or does not fit in the tape's reload window any
   // more, beside the records that are reloaded and not yet asked for, those being started, those taken by this call,
-  // and `kept_bytes`; or that would not fit in a window that the consumer comes to before it asks for the record.
+  // and `kept_bytes`; or that would not fit in a window that the consumer comes to before it asks for the record. If
+  // the consumer is in another tape, `most_bytes` is the smallest reload window of the tapes before this one.
   // `records` answers questions about the tape: `first_save()` is the number of its first save that is not forgotten,
   // and `at(save)` is the SavedRecord there.
   template <typename Records>
-  std::vector<Ahead> take_reloads(TapeWindows& tape, uint64_t kept_bytes, AtSource at_source, const Records& records) {
+  std::vector<Ahead> take_reloads(TapeWindows& tape, uint64_t kept_bytes, AtSource at_source, const Records& records,
+                                  uint64_t most_bytes = kAnyBytes) {
     std::vector<Ahead> taken;
     const auto is_taken = [&](RecordId id) {
       return std::any_of(taken.begin(), taken.end(), [&](const Ahead& ahead) { return ahead.record == id; });
     };
-    const uint64_t window_bytes = tape.limits().reload_bytes;
+    const uint64_t window_bytes = std::min(tape.limits().reload_bytes, most_bytes);
     const uint64_t first_save = records.first_save();
     uint64_t held_bytes = reload_bytes_ + starting_bytes_ + kept_bytes;
     uint64_t place = tape.reload_place();

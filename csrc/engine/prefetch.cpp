@@ -11,6 +11,12 @@ namespace {
 
 constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, if each is smaller than the window
 
+// How much may be reloaded ahead while a tape is in backward: if modules have windows of their own, these belong to a
+// plan, in which the windows of other modules have no room.
+uint64_t most_ahead_of(const HeldTape& tape) {
+  return tape.context->module_windows.empty() ? kAnyBytes : tape.windows.limits().reload_bytes;
+}
+
 }  // namespace
 
 // ---- ahead ----
@@ -29,18 +35,22 @@ void Reloader::prefetch(TapeId tape, const AlsoWait& also) {
   if (backend_.streams.is_capturing()) return;
   const HeldTape& asked = held(tape);
   const uint64_t kept_bytes = asked.windows.kept_bytes();
+  const uint64_t most_bytes = most_ahead_of(asked);
   const bool goes_on = asked.context->options.learn && lessons_.is_latest(asked.lessons);
-  if (reload_ahead(tape, kept_bytes, AtSource::GoesOn, also) && goes_on) prefetch_coming(kept_bytes);
+  if (reload_ahead(tape, kept_bytes, kAnyBytes, AtSource::GoesOn, also) && goes_on) {
+    prefetch_coming(kept_bytes, most_bytes);
+  }
 }
 
-bool Reloader::reload_ahead(TapeId id, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also) {
+bool Reloader::reload_ahead(TapeId id, uint64_t kept_bytes, uint64_t most_bytes, AtSource at_source,
+                            const AlsoWait& also) {
   TapeWindows& windows = held(id).windows;
   if (windows.reload_place() == ledger_.tape(id).first_save) return true;
   const TapeRecords::IsHere is_here = [this](RecordId record)
                                           REQUIRES(gil) { return slots_.is_here(held(record).slot); };
   if (slots_.moves_slots()) fetch_ahead(id);
   const TapeRecords records(ledger_, id, slots_.moves_slots() ? &is_here : nullptr);
-  auto wanted = windows_.take_reloads(windows, kept_bytes, at_source, records);
+  auto wanted = windows_.take_reloads(windows, kept_bytes, at_source, records, most_bytes);
   std::erase_if(wanted, [&](const CopyWindows::Ahead& ahead)
                             REQUIRES(gil) { return records_.lock_weak(ahead.record).has_value(); });
   start_reloads(wanted, Reload::Ahead, also);
@@ -66,14 +76,16 @@ void Reloader::fetch_ahead(TapeId id) {
 // Reloads the ends of the tapes whose backwards come next, as far as the window goes. The search stops at a tape whose
 // end has not left the device yet: records reloaded from before that end would fill the window that the end needs
 // first.
-void Reloader::prefetch_coming(uint64_t kept_bytes) {
+void Reloader::prefetch_coming(uint64_t kept_bytes, uint64_t most_bytes) {
   for (size_t places = 0; places < kTapesAhead; ++places) {
     const std::optional<TapeId> next = lessons_.coming(places);
     if (!next || !ledger_.has_tape(*next) || ledger_.is_open(*next)) return;
     const HeldTape& coming = held(*next);
     if (!coming.context->options.learn) return;
     kept_bytes += coming.windows.kept_bytes();
-    if (!reload_ahead(*next, kept_bytes, AtSource::Stops)) return;
+    const uint64_t most_before = most_bytes;
+    most_bytes = std::min(most_bytes, most_ahead_of(coming));  // what comes behind is there in its backward, too
+    if (!reload_ahead(*next, kept_bytes, most_before, AtSource::Stops)) return;
   }
 }
 
@@ -83,7 +95,7 @@ void Reloader::forward_ended(TapeId tape) {
   if (records_.is_inherited() || !lessons_.is_backward_next() || lessons_.coming(0) == tape ||
       backend_.streams.is_capturing())
     return;
-  prefetch_coming(0);
+  prefetch_coming(0, kAnyBytes);
 }
 
 // ---- passed by ----

@@ -118,10 +118,12 @@ class Reloader {
 
   // Starts reloads ahead for a tape that was asked, and for the tapes after it, as far as the window goes. May block.
   void prefetch(TapeId tape, const AlsoWait& also = {}) REQUIRES(gil);
-  // Starts reloads of the ends of the tapes whose backwards are expected next. May block.
-  void prefetch_coming(uint64_t kept_bytes) REQUIRES(gil);
-  // Starts reloads of one tape as far as the window goes. Returns whether all of the tape was looked at. May block.
-  bool reload_ahead(TapeId tape, uint64_t kept_bytes, AtSource at_source, const AlsoWait& also = {}) REQUIRES(gil);
+  // Starts reloads of the ends of the tapes whose backwards are expected next, in no more than `most_bytes`. May block.
+  void prefetch_coming(uint64_t kept_bytes, uint64_t most_bytes) REQUIRES(gil);
+  // Starts reloads of one tape as far as its window and `most_bytes` go. Returns whether all of the tape was looked at.
+  // May block.
+  bool reload_ahead(TapeId tape, uint64_t kept_bytes, uint64_t most_bytes, AtSource at_source,
+                    const AlsoWait& also = {}) REQUIRES(gil);
   // If slots may be on a disk: begins to read those that are reloaded next, as far as there is room in memory.
   void fetch_ahead(TapeId tape) REQUIRES(gil);
   // Passes by the records that the consumer, now at `place`, has left behind it by more than the reload window (R11).

@@ -273,6 +273,11 @@ uint64_t SimWorld::peak_bytes(int device) const {
   return heap_.peak_bytes(device);
 }
 
+uint64_t SimWorld::take_peak_bytes(int device) {
+  const MutexLock lock(mutex_);
+  return heap_.take_peak_bytes(device);
+}
+
 uint64_t SimWorld::access_count() const {
   const MutexLock lock(mutex_);
   return accesses_.access_count();

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace torchoffload {
 
@@ -76,6 +77,11 @@ uint64_t SimHeap::allocated_bytes(int device) const {
 uint64_t SimHeap::peak_bytes(int device) const {
   const auto usage = usage_.find(device);
   return usage == usage_.end() ? 0 : usage->second.peak_bytes;
+}
+
+uint64_t SimHeap::take_peak_bytes(int device) {
+  Usage& usage = usage_[device];
+  return std::exchange(usage.peak_bytes, usage.allocated_bytes);
 }
 
 }  // namespace torchoffload

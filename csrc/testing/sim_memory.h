@@ -56,6 +56,7 @@ class SimHeap {
 
   uint64_t allocated_bytes(int device) const;
   uint64_t peak_bytes(int device) const;
+  uint64_t take_peak_bytes(int device);  // and begin anew with what is allocated
 
  private:
   struct Usage {

@@ -112,8 +112,9 @@ class SimWorld {
   void clear_races();
   uint64_t allocated_bytes(int device) const;
   uint64_t peak_bytes(int device) const;
-  uint64_t queued_count() const;  // copies and waits that have not run
-  uint64_t access_count() const;  // remembered; for tests that it stays bounded
+  uint64_t take_peak_bytes(int device);  // and begin anew with what is allocated
+  uint64_t queued_count() const;         // copies and waits that have not run
+  uint64_t access_count() const;         // remembered; for tests that it stays bounded
 
  private:
   enum class CommandKind : uint8_t { CopyOut, CopyIn, Wait };

@@ -223,6 +223,7 @@ void bind_simulated_testing(py::module_& m) {
   m.def("clear_races", [] { world_of_tests().clear_races(); });
   m.def("allocated_bytes", [](int device) { return world_of_tests().allocated_bytes(device); });
   m.def("peak_bytes", [](int device) { return world_of_tests().peak_bytes(device); });
+  m.def("take_peak_bytes", [](int device) { return world_of_tests().take_peak_bytes(device); });
   m.def("queued_count", [] { return world_of_tests().queued_count(); });
   m.def("access_count", [] { return world_of_tests().access_count(); });
   m.def("device_index_of",

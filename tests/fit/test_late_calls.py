@@ -66,8 +66,8 @@ def test_calls_between_the_backwards_repeat_plans_if_that_fits():
     plan = plan_step(step, 10_000)
     assert all(call.way == 1 for call in plan.calls)
     stays = 2 * (KEPT + 10)
-    assert step.may_repeat(dataclasses.replace(plan, peak_bytes=100 + stays))
-    assert not step.may_repeat(dataclasses.replace(plan, peak_bytes=100 + stays - 1))
+    assert step.room_between(dataclasses.replace(plan, peak_bytes=100 + stays)) == 0
+    assert step.room_between(dataclasses.replace(plan, peak_bytes=100 + stays - 1)) == -1
 
 
 def test_nothing_is_reloaded_ahead_across_a_late_call():

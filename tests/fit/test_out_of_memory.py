@@ -206,13 +206,17 @@ def test_nothing_comes_ahead_of_a_later_backward_of_the_step(device_under_test: 
             plan, calls=tuple(dataclasses.replace(each, reload_bytes=1 << 30) for each in plan.calls)
         )
         windows = windows_of(Trial(step, ahead), modules)
-        of_one_backward = windows_of(Trial(dataclasses.replace(step, late=()), ahead), modules)
+        of_one_backward = windows_of(Trial(dataclasses.replace(step, late=(), between=()), ahead), modules)
     assert {each.reload_bytes for found in of_one_backward.values() for each in found} == {1 << 30}
     assert {each.reload_bytes for block in model.maker for each in windows[block]} == {1 << 30}
     moved = [step.kinds[call.kind].moved_bytes(each) for call, each in zip(step.calls, plan.calls, strict=True)]
     assert min(moved) > 0
     found = [windows[block][number].reload_bytes for number in range(2) for block in model.judge]
     assert found == [sum(moved[4:number]) for number in range(4, 12)], "what the same backward needs"
+    between, room = [windows[block][2] for block in model.judge], step.room_between(ahead)
+    assert room == plan.peak_bytes - step.between_bytes > 0, "all that can move does"
+    assert max(map(max, between)) <= room
+    assert between[-1].after_bytes == 0, "a backward begins there"
 
 
 class Convolution(nn.Module):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from torchoffload import _C_testing
+from torchoffload._devices import Counts
 
 _control = _C_testing.testing
 
@@ -110,9 +111,47 @@ class Simulation:
         """The most that allocated_bytes() was since the simulation began."""
         return int(_control.peak_bytes(device))
 
+    def take_peak_bytes(self, device: int = 0) -> int:
+        """The most that allocated_bytes() was since this was last called."""
+        return int(_control.take_peak_bytes(device))
+
     def queued_count(self) -> int:
         """Copies and waits that are enqueued and have not run."""
         return int(_control.queued_count())
+
+
+class SimulationMeter:
+    """The meter of a simulated device, for fit. Each look at the clock takes as long."""
+
+    measures_memory = True
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.device = torch.device("cpu")
+        self._simulation = simulation
+        self._now_s = 0.0
+
+    def now(self) -> float:
+        self._now_s += 1e-4
+        return self._now_s
+
+    def between_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def take_peak(self) -> int:
+        return self._simulation.take_peak_bytes()
+
+    def counts(self) -> Counts:
+        allocated_bytes = self._simulation.allocated_bytes()
+        return Counts(allocated_bytes, allocated_bytes, 0, 0)
+
+    def forget_reserved(self) -> None:
+        pass
+
+    def total_bytes(self) -> int:
+        return 1 << 60
+
+    def keep_host_ahead(self, operator_count: int) -> None:
+        pass
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The plan that each call of a block follows."""
 
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -71,7 +72,7 @@ def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:
     These repeat earlier ones. If that might take more than the plan is predicted to, they keep the least they can.
     """
     step, plan = trial.step, trial.plan
-    may_repeat = step.may_repeat(plan)
+    may_repeat = step.room_between(plan) >= 0
     between = [(number, plan.calls[number] if may_repeat else _least(step, number)) for number in step.between]
     return [*enumerate(plan.calls), *between]
 
@@ -120,7 +121,8 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Mod
 
     If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
     of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts. Those
-    calls have the windows of the calls that they repeat, or none if they keep as little as they can.
+    calls have the windows of the calls that they repeat, as far as there is room beside what is on the device then: the
+    gradients of the first backward are. Nothing is on its way out behind them, as a backward may begin there.
     """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
     calls, step, blocks = trial.plan.calls, trial.step, list(modules)
@@ -135,8 +137,10 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Mod
             reload_bytes = min(reload_bytes, before_bytes)
             before_bytes += step.kinds[step.calls[number].kind].moved_bytes(call)
         of_calls.append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
-    may_repeat = step.may_repeat(trial.plan)
-    of_calls += [of_calls[number] if may_repeat else BlockWindows(0, 0, 0) for number in step.between]
+    room = max(0, step.room_between(trial.plan))
+    for number, following in itertools.zip_longest(step.between, step.between[1:]):
+        then = BlockWindows(*(min(room, nbytes) for nbytes in of_calls[number]))
+        of_calls.append(then if following == number + 1 else then._replace(after_bytes=0))
     for (number, _), each in zip(_calls_of(trial), of_calls, strict=True):
         if (block := blocks[number]) is not None:
             windows[block].append(each)

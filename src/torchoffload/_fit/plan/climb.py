@@ -138,8 +138,9 @@ class Room:
         return estimate is not None and estimate <= self.reserved_bytes
 
     def has_to_spare(self, peak_bytes: int) -> bool:
-        """Return whether a plan that is predicted to allocate so much leaves a little for pieces."""
-        return not self.is_measured or peak_bytes + int(_PIECES_PART * peak_bytes) <= self.reserved_bytes
+        """Return whether a plan that is predicted to allocate so much leaves a little for pieces and workspaces."""
+        spare_bytes = int(_PIECES_PART * peak_bytes) + (self.spare_bytes(peak_bytes) if self.has_workspaces else 0)
+        return not self.is_measured or peak_bytes + spare_bytes <= self.reserved_bytes
 
     def is_ample_for(self, trial: Trial) -> bool:
         """Return whether the next step of a plan runs as well, although the allocator gave pages back in the last."""

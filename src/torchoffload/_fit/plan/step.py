@@ -208,10 +208,13 @@ class Step:
         kind, planned = self.kinds[self.calls[number].kind], plan.calls[number]
         return max(0, kind.kept_bytes(kind.ways[planned.way]) - kind.moved_bytes(planned))
 
-    def may_repeat(self, plan: "StepPlan") -> bool:
-        """Return whether the calls between the backwards may keep as much as those that they repeat."""
+    def room_between(self, plan: "StepPlan") -> int:
+        """Return how many bytes are left for windows if calls between the backwards keep as much as those they repeat.
+
+        If that is less than none, they may not keep as much.
+        """
         stays_bytes = sum(self.stays_bytes(plan, number) for number in (*self.late, *self.between))
-        return self.between_bytes + stays_bytes <= plan.peak_bytes
+        return plan.peak_bytes - self.between_bytes - stays_bytes
 
     @property
     def backward_order(self) -> list[int]:

@@ -243,6 +243,7 @@ class Survey:
         self._backward_ends: list[Any] = []
         self._between: list[weakref.ref[nn.Module]] = []  # the block of each call behind the first backward
         self._between_bytes = 0
+        self._is_between = False  # a backward has ended, and since then none of a surveyed call has begun
 
     @property
     def _ended(self) -> Any:
@@ -286,11 +287,12 @@ class Survey:
         if begins_backward and not self._has_backward_begun:
             self._has_backward_begun = True
             self._note_loss(peak)
-        elif begins_backward and self._backward_ends:
+        elif begins_backward and self._is_between:
             self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
         self._sink = sink
+        self._is_between = False
         return self.meter.now()
 
     def _note_loss(self, peak: int) -> None:
@@ -397,6 +399,7 @@ class Survey:
     def backward_ended(self) -> None:
         """Take notice of the end of a backward. Calls behind the first one are not surveyed."""
         self._backward_ends.append(self.mark(self._note_other))
+        self._is_between = True
 
     def takes_less(self) -> bool:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""

@@ -1,0 +1,115 @@
+"""No plan takes more bytes than it is predicted to, however late copies come, and whatever the loop calls."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchoffload
+from devices import Device
+from fitted_models import Wide
+from planned_blocks import WIDTH
+from torchoffload._fit.machine.link import LinkRates
+from torchoffload._fit.plan.step import least_plan, plan_step, plan_steps
+from torchoffload._fit.plan.trials import Trial
+
+simulated = pytest.importorskip("simulated", reason="the simulated device is in the test build alone")
+
+pytestmark = pytest.mark.devices("simulated-late", "simulated-early")
+
+RATES = (3e7, 3e8)  # of the link, in bytes per second
+PARTS = (0.0, 0.1, 0.3, 0.6)
+MOST_STEPS = 40
+
+
+class Whole(nn.Module):
+    """Blocks that the loop calls through the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Wide(3, 2) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+class Parts(Whole):
+    """Blocks that the loop calls by themselves: each call has a tape of its own."""
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+class Against(nn.Module):
+    """Two networks that train against each other: the second one is called in both backwards of a step."""
+
+    def __init__(self, *, judges_first: bool) -> None:
+        super().__init__()
+        self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
+        self.judges_first = judges_first
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        real = self.judge(x).square().mean() if self.judges_first else 0
+        made = self.maker(x)
+        real = real if self.judges_first else self.judge(x).square().mean()
+        (self.judge(made.detach()).square().mean() - real).backward()
+        self.judge.zero_grad()
+        return self.judge(made).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Whole, id="the model"),
+        pytest.param(Parts, id="its parts"),
+        pytest.param(lambda: Against(judges_first=False), id="a generator before its critic"),
+        pytest.param(lambda: Against(judges_first=True), id="a critic before its generator"),
+    ],
+)
+def test_a_step_takes_no_more_than_planned(
+    make: Callable[[], Any], device_under_test: Device, monkeypatch: pytest.MonkeyPatch
+):
+    with device_under_test.scope() as simulation:
+        torch.manual_seed(0)
+        model = make()
+        meter = simulated.SimulationMeter(simulation)
+        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
+        rates = LinkRates(2e8, 2e8, 1e-5)
+        monkeypatch.setattr("torchoffload._fit.model.fitted_model.measure_link", lambda *_: rates)
+
+        def step() -> None:
+            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
+            model.zero_grad()
+
+        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
+            for _ in range(MOST_STEPS):
+                step()
+                if handle.phase == "settled":
+                    break
+            driver = handle._driver
+            surveyed = driver.step
+            least_bytes = least_plan(surveyed).peak_bytes
+            most = plan_step(dataclasses.replace(surveyed, may_move=False), 1 << 60)
+            assert most is not None
+            most_bytes = most.peak_bytes
+            moved_bytes = 0
+            for rate, part in itertools.product(RATES, PARTS):
+                planned_for = dataclasses.replace(surveyed, out_bytes_per_s=rate, in_bytes_per_s=rate)
+                memory_bytes = int(least_bytes + part * (most_bytes - least_bytes))
+                for plan in plan_steps([planned_for.of_blocks], memory_bytes):
+                    trial = Trial(planned_for, plan)
+                    driver._follow_settled(trial, trial.peak_bytes)
+                    moved_bytes += plan.moved_bytes
+                    step()  # the order of the tapes is learned
+                    simulation.take_peak_bytes()
+                    step()
+                    assert driver._followed.plan.calls == plan.calls
+                    assert simulation.take_peak_bytes() <= trial.peak_bytes, (rate, part)
+            assert moved_bytes > 0
