@@ -197,6 +197,27 @@ def test_the_plan_of_the_survey_is_tried_only_if_pieces_have_room_beside_it(is_m
     assert first_plan(step, room, own, ran_bytes=0) == own
 
 
+def test_workspaces_have_room_beside_the_first_plan_also_beside_large_weights():
+    """On an H200 a convolution found no room for 110 MiB under the survey's plan, whose windows had 216 MiB."""
+    device = SimulatedDevice.random(random.Random(5))
+    own, least = survey_plan(device.step, 64 * MIB), survey_plan(device.step)
+    peak_bytes = device.step.peak_bytes(own)
+
+    def first(part: float, more_bytes: int, *, has_workspaces: bool) -> StepPlan | None:
+        step = device.step.with_more(more_bytes)
+        peaks = [dataclasses.replace(each, peak_bytes=each.peak_bytes + more_bytes) for each in (own, least)]
+        room = Room(int((peak_bytes + more_bytes) * part), 1 << 60, is_measured=True, has_workspaces=has_workspaces)
+        found = first_plan(step, room, peaks[0], ran_bytes=0)
+        return None if found is None else dataclasses.replace(found, peak_bytes=found.peak_bytes - more_bytes)
+
+    assert first(1.22, 0, has_workspaces=True) == own
+    assert first(1.18, 0, has_workspaces=False) == own
+    assert first(1.18, 0, has_workspaces=True) == least
+    more_bytes = 100 * peak_bytes  # beside them the windows are a small part of the peak
+    assert first(1.01, more_bytes, has_workspaces=False) == own
+    assert first(1.01, more_bytes, has_workspaces=True) == least
+
+
 def test_a_plan_of_the_survey_that_is_known_to_fit_is_the_first_one_again():
     """As after a replan(): whether pieces have room beside it was seen."""
     device = SimulatedDevice.random(random.Random(5))
