@@ -11,8 +11,8 @@ namespace {
 
 constexpr size_t kTapesAhead = 4;  // so many tapes may be reloaded at once, if each is smaller than the window
 
-// How much may be reloaded ahead while a tape is in backward: if modules have windows of their own, these belong to a
-// plan, in which the windows of other modules have no room.
+// The most that may be reloaded ahead while a tape is in backward. If a plan gives modules windows of their own, it
+// counts no more for the module in backward than that module's window.
 uint64_t most_ahead_of(const HeldTape& tape) {
   return tape.context->module_windows.empty() ? kAnyBytes : tape.windows.limits().reload_bytes;
 }
@@ -83,9 +83,8 @@ void Reloader::prefetch_coming(uint64_t kept_bytes, uint64_t most_bytes) {
     const HeldTape& coming = held(*next);
     if (!coming.context->options.learn) return;
     kept_bytes += coming.windows.kept_bytes();
-    const uint64_t most_before = most_bytes;
-    most_bytes = std::min(most_bytes, most_ahead_of(coming));  // what comes behind is there in its backward, too
-    if (!reload_ahead(*next, kept_bytes, most_before, AtSource::Stops)) return;
+    most_bytes = std::min(most_bytes, most_ahead_of(coming));  // for the tapes behind it, too: it comes before them
+    if (!reload_ahead(*next, kept_bytes, most_bytes, AtSource::Stops)) return;
   }
 }
 

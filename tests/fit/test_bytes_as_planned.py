@@ -11,7 +11,7 @@ from torch import nn
 
 import torchoffload
 from devices import Device
-from fitted_models import Wide
+from fitted_models import Adversaries, Wide
 from planned_blocks import WIDTH
 from torchoffload._fit.machine.link import LinkRates
 from torchoffload._fit.plan.step import least_plan, plan_step, plan_steps
@@ -47,30 +47,15 @@ class Parts(Whole):
         return self.blocks(x).square().mean()
 
 
-class Against(nn.Module):
-    """Two networks that train against each other: the second one is called in both backwards of a step."""
-
-    def __init__(self, *, judges_first: bool) -> None:
-        super().__init__()
-        self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
-        self.judges_first = judges_first
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        real = self.judge(x).square().mean() if self.judges_first else 0
-        made = self.maker(x)
-        real = real if self.judges_first else self.judge(x).square().mean()
-        (self.judge(made.detach()).square().mean() - real).backward()
-        self.judge.zero_grad()
-        return self.judge(made).square().mean()
-
-
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(Whole, id="the model"),
         pytest.param(Parts, id="its parts"),
-        pytest.param(lambda: Against(judges_first=False), id="a generator before its critic"),
-        pytest.param(lambda: Against(judges_first=True), id="a critic before its generator"),
+        pytest.param(Adversaries, id="a generator before its critic"),
+        pytest.param(lambda: Adversaries(order="judge first"), id="a critic before its generator"),
+        pytest.param(lambda: Adversaries(views=3), id="a critic that judges three times"),
+        pytest.param(lambda: Adversaries(is_one=True), id="both through one module"),
     ],
 )
 def test_a_step_takes_no_more_than_planned(
@@ -93,6 +78,7 @@ def test_a_step_takes_no_more_than_planned(
                 step()
                 if handle.phase == "settled":
                     break
+            assert handle.phase == "settled"
             driver = handle._driver
             surveyed = driver.step
             least_bytes = least_plan(surveyed).peak_bytes

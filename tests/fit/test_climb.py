@@ -205,9 +205,9 @@ def test_workspaces_have_room_beside_the_first_plan_also_beside_large_weights():
 
     def first(part: float, more_bytes: int, *, has_workspaces: bool) -> StepPlan | None:
         step = device.step.with_more(more_bytes)
-        peaks = [dataclasses.replace(each, peak_bytes=each.peak_bytes + more_bytes) for each in (own, least)]
+        of_survey = dataclasses.replace(own, peak_bytes=peak_bytes + more_bytes)
         room = Room(int((peak_bytes + more_bytes) * part), 1 << 60, is_measured=True, has_workspaces=has_workspaces)
-        found = first_plan(step, room, peaks[0], ran_bytes=0)
+        found = first_plan(step, room, of_survey, ran_bytes=0)
         return None if found is None else dataclasses.replace(found, peak_bytes=found.peak_bytes - more_bytes)
 
     assert first(1.22, 0, has_workspaces=True) == own

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchoffload
 from devices import Device
-from fitted_models import Wide, fitted_on, options_of
+from fitted_models import Adversaries, Wide, fitted_on, options_of
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator
 from torchoffload._core import core
@@ -100,35 +100,6 @@ def test_no_step_runs_out_of_memory_where_checkpoints_by_hand_run(seed: int):
             assert loop.times_s[-1] <= own_s * 1.001
             if part > 1:
                 assert handle.plan.recompute_s <= 0.03 * handle.plan.predicted_s, "there is room for all"
-
-
-class Adversaries(nn.Module):
-    """Two networks that train against each other: a step calls the second one in both of its backwards.
-
-    ``views``: how often it is called for the second backward. ``order``: of the calls before the first backward.
-    ``is_one``: the loop calls both of them by way of the model.
-    """
-
-    def __init__(self, views: int = 1, order: str = "maker first", *, is_one: bool = False) -> None:
-        super().__init__()
-        self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
-        self.views, self.order, self.is_one = views, order, is_one
-
-    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule(name)(x)
-
-    def call(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self(name, x) if self.is_one else self.get_submodule(name)(x)
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        real = self.call("judge", x).square().mean() if self.order == "judge first" else 0
-        made = self.call("maker", x)
-        if self.order == "maker first" and self.views == 1:
-            real = self.call("judge", x).square().mean()
-        (self.call("judge", made.detach()).square().mean() - real).backward()
-        self.judge.zero_grad()
-        judged = (self.call("judge", made * (view + 1)).square().mean() for view in range(self.views))
-        return sum(judged, torch.zeros(()))
 
 
 @pytest.mark.parametrize("is_one", [False, True])

@@ -42,6 +42,35 @@ class Wide(nn.Module):
         return x + self.down(h)
 
 
+class Adversaries(nn.Module):
+    """Two networks that train against each other: a step calls the second one in both of its backwards.
+
+    ``views``: how often it is called for the second backward. ``order``: of the calls before the first backward.
+    ``is_one``: the loop calls both of them by way of the model.
+    """
+
+    def __init__(self, views: int = 1, order: str = "maker first", *, is_one: bool = False) -> None:
+        super().__init__()
+        self.maker, self.judge = (nn.Sequential(*(Wide(3, 2) for _ in range(4))) for _ in range(2))
+        self.views, self.order, self.is_one = views, order, is_one
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule(name)(x)
+
+    def call(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self(name, x) if self.is_one else self.get_submodule(name)(x)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        real = self.call("judge", x).square().mean() if self.order == "judge first" else 0
+        made = self.call("maker", x)
+        if self.order == "maker first" and self.views == 1:
+            real = self.call("judge", x).square().mean()
+        (self.call("judge", made.detach()).square().mean() - real).backward()
+        self.judge.zero_grad()
+        judged = (self.call("judge", made * (view + 1)).square().mean() for view in range(self.views))
+        return sum(judged, torch.zeros(()))
+
+
 def options_of(device: Device) -> dict[str, Any]:
     options: dict[str, Any] = {"tier": device.tier, "min_offload_size": 0}
     return options | ({"disk_dir": str(device.directory)} if device.tier == "disk" else {})

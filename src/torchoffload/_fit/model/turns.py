@@ -121,8 +121,9 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Mod
 
     If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
     of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts. Those
-    calls have the windows of the calls that they repeat, as far as there is room beside what is on the device then: the
-    gradients of the first backward are. Nothing is on its way out behind them, as a backward may begin there.
+    calls have the windows of the calls that they repeat, but no larger than ``Step.room_between``: the gradients of the
+    first backward are on the device then. Behind the last of them the offload window has 0 bytes, since a backward may
+    begin there.
     """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
     calls, step, blocks = trial.plan.calls, trial.step, list(modules)

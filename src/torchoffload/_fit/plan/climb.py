@@ -230,7 +230,7 @@ def first_plan(
     least_windows = survey_plan(step)
     if own is not None and step.peak_bytes(own) <= room.allocated_bytes:
         saved_bytes = step.peak_bytes(own) - step.peak_bytes(least_windows)
-        # A small part of the peak may be much of what a step allocates beside frozen weights, and hold a workspace.
+        # Beside large weights the windows are a small part of the peak, and may yet take the room of a workspace.
         saves_little = saved_bytes <= (0 if room.has_workspaces else _SAFE_PART * step.peak_bytes(own))
         if room.has_to_spare(step.peak_bytes(own)) or saves_little:
             return own

@@ -209,9 +209,9 @@ class Step:
         return max(0, kind.kept_bytes(kind.ways[planned.way]) - kind.moved_bytes(planned))
 
     def room_between(self, plan: "StepPlan") -> int:
-        """Return how many bytes are left for windows if calls between the backwards keep as much as those they repeat.
+        """Return the bytes left for windows if the calls between the backwards keep as much as those that they repeat.
 
-        If that is less than none, they may not keep as much.
+        A negative number: they have to keep less.
         """
         stays_bytes = sum(self.stays_bytes(plan, number) for number in (*self.late, *self.between))
         return plan.peak_bytes - self.between_bytes - stays_bytes
