@@ -98,9 +98,12 @@ class Offloading:
         self._turns = turns or {}
         self.reset_turns()
 
-    def reset_turns(self) -> None:
-        """Begin with the first call of each module again: a step begins."""
-        self._calls = dict.fromkeys(self._turns, 0)
+    def reset_turns(self, called: Mapping[int, int] | None = None) -> None:
+        """Begin with the first call of each module again: a step begins.
+
+        ``called``: by the same numbers, the calls of modules that the step had already; none if not given.
+        """
+        self._calls = {number: 0 if called is None else called.get(number, 0) for number in self._turns}
 
     def take_turn(self, number: int) -> bool:
         """Begin a call of a module, with its windows if its calls differ; return whether its saved tensors move."""

@@ -139,10 +139,11 @@ class Following:
         for module, watch in blocks.items():
             watch_block(module, watch)
 
-    def reset_turns(self) -> None:
-        """Begin with the first call of each block again: a step begins."""
+    def reset_turns(self, called: Mapping[nn.Module, int] | None = None) -> None:
+        """Begin with the first call of each block again: a step begins. ``called``: the calls that it had already."""
         if self._handle is not None:
-            self._handle._offloading.reset_turns()
+            counts = {self._numbers[each]: count for each, count in (called or {}).items()}
+            self._handle._offloading.reset_turns(counts)
 
     def remove(self) -> None:
         """Take all hooks away."""

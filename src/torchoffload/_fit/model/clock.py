@@ -164,6 +164,11 @@ class Clock:
         return self._step is not None and self._step.block_count == 0
 
     @property
+    def block_count(self) -> int:
+        """How many calls of blocks the step had."""
+        return 0 if self._step is None else self._step.block_count
+
+    @property
     def called(self) -> Opener:
         """The module of the latest call."""
         return self._called

@@ -92,6 +92,13 @@ class Driver(FittedModel):
         having = [each for each in self._all_surveyed.values() if called in each.parts]
         if surveyed := own if own in having else next(iter(having), own):
             self._has_more_calls = True
+            if not self._seen.may_survey_calls:
+                self._warn(
+                    f"steps of {self.model_name} call other modules, or call them more often, than the steps that were "
+                    "surveyed, again and again. No survey is begun for that any more: in such steps all blocks keep as "
+                    "little as they can, so that they take longer. If the loop calls parts of the model one by one, "
+                    "call fit for each of these parts instead"
+                )
             self._apply(surveyed.least, self._others.get(surveyed.opener), keeps_cache=True)
 
     def call_raised(self) -> None:
@@ -243,6 +250,8 @@ class Driver(FittedModel):
         differs, grown_bytes = self._largest(self._differs(step), grown_bytes)
         if differs:
             self._survey_again(step)
+        elif self._has_more_calls:  # the step did not follow the plan, and more such steps may come
+            self._settle(climb)
         elif grown_bytes and not self._leaves_free(int(grown_bytes)):
             self._plan_beside(int(grown_bytes))  # the next step might run out of memory
         else:
@@ -332,7 +341,7 @@ class Driver(FittedModel):
         if self._following.gone:  # the next steps are of other sizes
             self._take_replaced()
             return
-        self._begin_survey()
+        self._begin_survey(keeps_sizes=self._has_more_calls)
         self._seen.of(step.opener).note_surveyed(step)
 
     def _differs(self, step: FinishedStep) -> bool:
@@ -340,7 +349,7 @@ class Driver(FittedModel):
         largest = self._seen.of(step.opener)
         return (
             self._was_refused
-            or self._has_more_calls
+            or (self._has_more_calls and self._seen.may_survey_calls)
             or bool(self._following.gone)
             or self._seen.has_new_state
             or step.block_count > largest.block_count > 0

@@ -4,12 +4,14 @@ import abc
 import dataclasses
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchoffload._devices import Meter
 from torchoffload._fit.block.following import Following
@@ -31,8 +33,8 @@ from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls, is_watched
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
-from torchoffload._fit.model.turns import Turns, least_turns, turns_of, weakly, windows_of
-from torchoffload._fit.model.unseen import shown, unseen_blocks
+from torchoffload._fit.model.turns import FoundTurns, Turns, least_turns, turns_of, weakly, windows_of
+from torchoffload._fit.model.unseen import Unseen, shown, unseen_blocks
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import (
     SPARE_BYTES,
@@ -53,7 +55,7 @@ from torchoffload._fit.plan.trials import (
     restricted,
     unfit_message,
 )
-from torchoffload._fit.survey.kinds import SurveyedKind
+from torchoffload._fit.survey.kinds import SurveyedKind, kind_of_call
 from torchoffload._fit.survey.planning import surveyed_step
 from torchoffload._fit.survey.survey import Survey
 from torchoffload._modules.selection import Chosen
@@ -153,6 +155,7 @@ class FittedModel(abc.ABC):
         self.obstacles: dict[int, str] = {}
         self._link: LinkRates | None = None
         self._reset_counters: list[Callable[[], None]] = []
+        self._was_unfit_told = False  # since a plan was settled on
         self._steps = 0  # since the survey began
         self._phase_steps = 0  # that are over, of the present phase
         self._is_survey_logged = False
@@ -166,7 +169,9 @@ class FittedModel(abc.ABC):
         self._replacements = 0  # surveys in a row that began for it before a plan had settled
         self._small_steps = 0  # in which fewer blocks were called than in the largest one
         self._seen = Seen()
-        self._unseen: tuple[str, bool] | None = None  # what to tell of blocks whose calls were not seen
+        self._unseen: Unseen | None = None  # what to tell of blocks whose calls were not seen
+        self._told_unseen = ""  # the note of it
+        self._warned_unseen: set[str] = set()  # the causes that were warned of
         self._kinds: dict[tuple[Any, ...], SurveyedKind] = {}  # of blocks, that were recorded
         # The kind of each block that a step of a survey has called, by its latest such call.
         self._keys: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -380,8 +385,11 @@ class FittedModel(abc.ABC):
         """Return for each value the largest one of the ranks that decide together."""
         return values if self.agreement is None else self.agreement.largest(*values)
 
-    def _begin_survey(self) -> None:
-        """Begin a survey. The kinds of blocks that are known already are not recorded again."""
+    def _begin_survey(self, *, keeps_sizes: bool = False) -> None:
+        """Begin a survey. The kinds of blocks that are known already are not recorded again.
+
+        ``keeps_sizes``: as in ``Seen.begin_survey``.
+        """
         survey = Survey(
             cast(nn.Module, self.model()), self.meter, self.budget, self.clock.is_backward_seen, weakly(self.refuse),
             may_recompute=self.may_recompute, may_agree=self._options.group is not None, kinds=self._kinds,
@@ -396,7 +404,7 @@ class FittedModel(abc.ABC):
         self._followed = None
         self._all_surveyed, self._others, self._windows = {}, {}, {}
         self._waited = self._rests = 0
-        self._seen.forget_sizes()
+        self._seen.begin_survey(keeps_sizes=keeps_sizes)
         self._steps = self._survey_reserved_bytes = 0
         self.clock.measures = False
         self.clock.forget()
@@ -504,16 +512,21 @@ class FittedModel(abc.ABC):
                 )
 
     def _tell_unseen(self) -> None:
-        """Note the blocks that fit leaves alone, and warn of them once.
+        """Note the blocks that fit has no plan for, and warn of each cause once.
 
         That is done once a plan has settled, since networks that are trained in turns may be called until then.
         """
-        if self._unseen is None or self._unseen[0] in self.notes:
-            return
-        text, is_worth_a_warning = self._unseen
-        self.notes.append(text)
-        if is_worth_a_warning:
-            warn_user(f"torchoffload: {text}")
+        self._note_unseen()
+        unseen = self._unseen
+        if unseen is not None and unseen.is_worth_a_warning and unseen.cause not in self._warned_unseen:
+            self._warned_unseen.add(unseen.cause)
+            warn_user(f"torchoffload: {unseen.text}")
+
+    def _note_unseen(self) -> None:
+        self.notes = [each for each in self.notes if each != self._told_unseen]
+        self._told_unseen = "" if self._unseen is None else self._unseen.text
+        if self._unseen is not None:
+            self.notes.append(self._unseen.text)
 
     def note(self, text: str) -> None:
         """Have the report tell of an event, once."""
@@ -555,6 +568,7 @@ class FittedModel(abc.ABC):
     def replan(self, memory_bytes: int) -> None:
         """Plan for another amount of memory."""
         self.budget.give(memory_bytes)
+        self._was_unfit_told = False
         if self._surveyed is None:
             return
         gone, grown = self._largest(bool(self._following.gone), self._growth.bytes_beside(memory_bytes))
@@ -621,7 +635,11 @@ class FittedModel(abc.ABC):
         self._tell_unfit(unfit_message(step, plan, self.budget), raises=raises)
 
     def _tell_unfit(self, message: str, *, raises: bool = True) -> None:
-        self.notes.append(message)
+        """Tell, once until a plan is settled on, that there is too little memory. ``raises``: as in ``choose``."""
+        self.note(message)
+        if self._was_unfit_told:
+            return
+        self._was_unfit_told = True
         if raises and not self.is_lenient:
             raise does_not_fit(message, self.meter.device)
         warn_user(f"torchoffload: fit: {message} It runs in the least memory.")
@@ -661,6 +679,7 @@ class FittedModel(abc.ABC):
             self._apply(trial)
         self._followed = trial
         self._restarts = 0
+        self._was_unfit_told = False
         self.clock.measures = False
         self._enter(Settled(trial, OtherSizes(trial, plan_bytes)))
         self._log_settled(trial)
@@ -713,25 +732,55 @@ class FittedModel(abc.ABC):
         surveyed = other or self._all_surveyed.get(self._opener)  # none if the plan was read from a file
         called = self.called if other is None else other.called
         refuse = partial(weakly(self._refuse_planned), [] if surveyed is None else surveyed.keys)
-        watches, moving = turns_of(trial, called.modules, weakly(self.count_left), refuse)
+        planned, moving = turns_of(trial, called.modules, weakly(self.count_left), refuse)
+        watches: dict[nn.Module, Turns | FoundTurns] = {**planned}
         if not trial.is_plain:
             self._add_uncalled(watches, moving)
         self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
         self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
+        if self.clock.block_count:  # the step has begun: its calls so far are not planned any more
+            blocks = called.modules
+            in_order = [*blocks, *(blocks[number] for number in trial.step.between)]
+            begun = Counter(each for each in in_order[: self.clock.block_count] if each is not None)
+            for block, turns in watches.items():
+                turns.reset(begun[block])
+            self._following.reset_turns(begun)
         if not keeps_cache:
             self.meter.forget_reserved()
 
-    def _add_uncalled(self, watches: dict[nn.Module, Turns], moving: dict[nn.Module, list[bool]]) -> None:
+    def _add_uncalled(self, watches: dict[nn.Module, Turns | FoundTurns], moving: dict[nn.Module, list[bool]]) -> None:
         """Have blocks keep as little as they can that the step does not call: another one may, as with LayerDrop."""
-        for block, key in self._keys.items():
-            kind = self._kinds.get(key)
-            if block in moving or block not in self.names or kind is None or kind.least is None or kind.groups:
+        for block in self.names:
+            if block in moving:
                 continue
-            watches[block] = least_turns(kind.least, weakly(self.count_left), partial(weakly(self.refuse), key))
+            if block not in self._keys:
+                watches[block] = FoundTurns(weakly(self._find_turns))
+            elif turns := self._least_turns(self._keys[block]):
+                watches[block] = turns
             if self.may_move:
                 moving[block] = [True]
+
+    def _least_turns(self, key: tuple[Any, ...]) -> Turns | None:
+        """Return the turns by which blocks of a kind keep as little as they can; None if none is computed again."""
+        kind = self._kinds.get(key)
+        if kind is None or kind.least is None or kind.groups:
+            return None
+        return least_turns(kind.least, weakly(self.count_left), partial(weakly(self.refuse), key))
+
+    def _find_turns(self, module: nn.Module, inputs: Any) -> Turns | None:
+        """Return what a block is to follow whose first call comes behind the survey. A new kind begins another one."""
+        if any(map(is_lazy, module.parameters())):
+            return None
+        key = kind_of_call(module, inputs)
+        if key not in self._kinds:
+            self._seen.note_new_state()
+            return None
+        self._keys[module] = key
+        self._unseen = unseen_blocks(self.names, self._keys)
+        self._note_unseen()
+        return self._least_turns(key)
 
     def follow_saved(self, saved: SavedPlan) -> None:
         """Follow a plan that was read from a file, without a survey; make another one if the options now differ."""

@@ -7,7 +7,7 @@ from torchoffload._fit.model.clock import FinishedStep, Opener
 
 __all__ = ["Largest", "Seen"]
 
-_MOST_STATE_SURVEYS = 8  # because blocks have changed: there may be a change in each step
+_MOST_SURVEYS = 8  # for each such cause: blocks have changed, or modules were called more often. It may go on for ever
 
 
 class Largest:
@@ -16,7 +16,7 @@ class Largest:
     Attributes
     ----------
     first_size, size : int
-        The most bytes that the arguments of its first call had, and those of any call of the same module.
+        The bytes that the arguments of its first call had, and the most that those of any call of the same module had.
     blocks_bytes, block_count : int
         The most bytes of arguments, and the most calls, that the blocks of a step had.
     parts : Counter of weakref.ref of nn.Module
@@ -30,7 +30,10 @@ class Largest:
 
     def note_surveyed(self, step: FinishedStep) -> bool:
         """Take notice of a step of the survey. Returns whether no step before it was larger."""
-        self.first_size = max(self.first_size, step.first_size)
+        if step.blocks_bytes > self.blocks_bytes:  # its first call may be smaller than that of a smaller step
+            self.first_size = step.first_size
+        elif step.blocks_bytes == self.blocks_bytes:
+            self.first_size = max(self.first_size, step.first_size)
         self.size = max(self.size, step.size)
         self.blocks_bytes = max(self.blocks_bytes, step.blocks_bytes)
         self.block_count = max(self.block_count, step.block_count)
@@ -58,6 +61,7 @@ class Seen:
         self._largest: dict[Opener, Largest] = {}
         self._states: set[Any] = set()
         self._state_surveys = 0  # that were begun because of such states
+        self._call_surveys = 0  # that were begun because modules were called more often than in any surveyed step
 
     def of(self, opener: Opener) -> Largest:
         """Return the largest step of those that begin with this module; one of size 0 if there was none."""
@@ -67,11 +71,23 @@ class Seen:
         """Take notice of the largest step of a plan that was read from a file."""
         self._largest[opener] = Largest(size)
 
-    def forget_sizes(self) -> None:
-        """Begin a survey: the next steps tell the sizes. States that were surveyed stay known."""
+    @property
+    def may_survey_calls(self) -> bool:
+        """Whether a step that calls a module more often than any surveyed one begins a survey."""
+        return self._call_surveys < _MOST_SURVEYS
+
+    def begin_survey(self, *, keeps_sizes: bool = False) -> None:
+        """Begin a survey: the next steps tell the sizes. States that were surveyed stay known.
+
+        ``keeps_sizes``: the survey is begun because a module was called more often. The sizes and calls of the steps
+        before stay known, or steps of two sorts that take turns would each begin a survey for ever.
+        """
         self._state_surveys += self.has_new_state
-        self._largest.clear()
         self.has_new_state = False
+        if keeps_sizes:
+            self._call_surveys += 1
+        else:
+            self._largest.clear()
 
     def note_state(self, state: Any, *, is_surveying: bool) -> None:
         """Take notice of the state of a block in a call."""
@@ -79,4 +95,8 @@ class Seen:
             self._states.add(state)
         elif self._states and state not in self._states:
             self._states.add(state)
-            self.has_new_state = self._state_surveys < _MOST_STATE_SURVEYS
+            self.note_new_state()
+
+    def note_new_state(self) -> None:
+        """Take notice of a block in a state that was not surveyed."""
+        self.has_new_state = self._state_surveys < _MOST_SURVEYS

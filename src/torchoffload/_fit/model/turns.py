@@ -15,7 +15,7 @@ from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.plan.step import CallPlan, Step
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["Turns", "least_turns", "turns_of", "weakly", "windows_of"]
+__all__ = ["FoundTurns", "Turns", "least_turns", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
@@ -51,14 +51,36 @@ class Turns:
         self._followed = followed
         self._next = 0
 
-    def reset(self) -> None:
-        """Begin with the first call again: a step begins."""
-        self._next = 0
+    def reset(self, called: int = 0) -> None:
+        """Begin with the first call again: a step begins. ``called``: the calls of the block that it had already."""
+        self._next = called
 
     def __call__(self, _module: nn.Module, _inputs: Any) -> Watch:
         turn = self._followed[self._next % len(self._followed)]
         self._next += 1
         return turn
+
+
+class FoundTurns:
+    """The calls of a block of which no survey has seen one. The plan that they follow is found as one is called.
+
+    Parameters
+    ----------
+    find : callable
+        Called with the module and its arguments, until it has found a plan. It returns the turns to follow, or None.
+    """
+
+    def __init__(self, find: Callable[[nn.Module, Any], Turns | None]) -> None:
+        self._find = find
+        self._found: Turns | None = None
+
+    def reset(self, called: int = 0) -> None:
+        """Begin a step: all calls are alike."""
+
+    def __call__(self, module: nn.Module, inputs: Any) -> Watch:
+        if self._found is None:
+            self._found = self._find(module, inputs)
+        return Watch(None) if self._found is None else self._found(module, inputs)
 
 
 def least_turns(plan: BlockPlan, tell: Callable[[], None], refuse: Callable[[str], None]) -> Turns:
