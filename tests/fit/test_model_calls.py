@@ -1,5 +1,6 @@
 """Steps are followed by whichever module the loop calls: what contains the model, the model, or what is inside."""
 
+import contextlib
 import copy
 import types
 import warnings
@@ -16,6 +17,7 @@ from devices import Device
 from fitted_models import options_of
 from gradients import Run, assert_same_gradients, execute
 from planned_blocks import WIDTH
+from torchoffload._fit.choosing.dry_run import DryRunError
 
 pytestmark = pytest.mark.devices("disk", "cuda")
 
@@ -162,6 +164,30 @@ def test_steps_go_on_after_a_call_that_was_interrupted(device_under_test: Device
         for _ in range(STEPS):
             CALLS[call](model, torch.randn(4, 8, WIDTH, device=device_under_test.torch_device)).backward()
         assert handle.phase == "settled", handle.report()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 12])
+@pytest.mark.parametrize("scouts", [False, True])
+@pytest.mark.filterwarnings("error:torchoffload")
+def test_an_interrupted_call_leaves_no_hooks_that_are_taken_for_the_users(
+    device_under_test: Device, at: int, scouts: bool
+):
+    """The hooks on saved tensors of the block that was interrupted are still there as the next call begins."""
+    model = nn.Sequential(*(Interrupted() for _ in range(4))).to(device_under_test.torch_device)
+    with pytest.MonkeyPatch.context() as patch:
+        if scouts:
+            patch.setattr("torchoffload._fit.choosing.dry_run.dry_run", _no_dry_run)
+        with torchoffload.fit(model, ROOM, recompute=False, **options_of(device_under_test)) as handle:
+            for step in range(STEPS):
+                model[2].interrupts = step == at
+                with pytest.raises(KeyboardInterrupt) if step == at else contextlib.nullcontext():
+                    model(torch.randn(4, 8, WIDTH, device=device_under_test.torch_device)).square().mean().backward()
+            assert handle.phase == "settled", handle.report()
+            assert "others have hooks" not in handle.report()
+
+
+def _no_dry_run(*_arguments: Any) -> Any:
+    raise DryRunError("the test wants none")
 
 
 @pytest.fixture

@@ -112,6 +112,7 @@ class ModelCalls:
             raise
 
     def _begins(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> None:
+        hook_stack.drop_ended()  # else the hooks of a call that a KeyboardInterrupt has left are taken for the user's
         self._warn_of_context()
         for block in self._names:
             keep_call_hooks(block)
