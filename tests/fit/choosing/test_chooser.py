@@ -10,10 +10,11 @@ from torch import nn
 import torchoffload
 from devices import Device
 from fitted_models import options_of
-from gradients import Run, assert_same_gradients
+from gradients import Run, assert_same_gradients, execute
 from planned_blocks import BLOCKS, WIDTH
 from torchoffload._fit.choosing import dry_run as dry_run_module
 from torchoffload._fit.choosing.chooser import Chooser
+from torchoffload._fit.choosing.collector import Collector
 from torchoffload._fit.choosing.dry_run import DryRunError
 from torchoffload._fit.choosing.structure import find_blocks, innermost_blocks
 
@@ -252,6 +253,52 @@ def test_the_modules_of_a_flat_sequence_are_blocks_by_themselves():
     with torchoffload.fit(model, ROOM, move=False) as handle:
         model(torch.randn(4, 8, WIDTH)).sum().backward()
         assert set(names(handle)) <= {"Sequential", *map(str, range(12))}
+
+
+class Lazy(nn.Module):
+    """Its parameters have no values before its first call. ``has_unused``: one of its layers is never called."""
+
+    def __init__(self, has_unused: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.LazyLinear(4 * WIDTH), nn.LazyBatchNorm1d(), nn.LazyLinear(WIDTH)
+        self.unused = nn.LazyLinear(4) if has_unused else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+@pytest.mark.devices("disk", "simulated-late", "cuda")
+@pytest.mark.parametrize("has_unused", [False, True])
+@pytest.mark.parametrize("options", [{}, {"blocks": "*"}, {"move": False}], ids=str)
+def test_a_lazy_model_is_trained_and_planned(device_under_test: Device, has_unused: bool, options: dict[str, Any]):
+    def program(run: Run):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Lazy(has_unused) for _ in range(4))).to(run.device)
+        handle = None if run.stock else torchoffload.fit(model, ROOM, **(options_of(device_under_test) | options))
+        for _ in range(24):
+            loss = model(run.tensor(16, WIDTH)).square().mean()
+            loss.backward()
+            known = {name: each for name, each in model.named_parameters() if not nn.parameter.is_lazy(each)}
+            run.check(loss=loss.detach(), parameters=known, gradients={name: each.grad for name, each in known.items()})
+        if handle is not None:
+            assert handle.phase == "settled", handle.report()
+            assert not handle._driver._following.gone
+            assert len(names(handle)) >= 4
+            assert handle._driver.step is not None
+            assert len(handle._driver.step.calls) == len(names(handle))
+            assert has_unused or "dry run" not in str(handle._driver.notes)
+            handle.remove()
+
+    if options.get("move", True):
+        assert_same_gradients(program, device=device_under_test, min_moved_fraction=1e-9)
+    else:
+        stock, fitted = (execute(program, device_under_test, stock=stock) for stock in (True, False))
+        assert stock == fitted
+
+
+def test_a_lazy_model_can_be_counted_before_its_first_call():
+    model = nn.Sequential(Lazy(has_unused=True), nn.Linear(4, 4))
+    assert Collector(model).tree().fixed_bytes == 2 * 4 * (4 * 4 + 4) + 8  # and the norm's count of batches
 
 
 class Fails(Hierarchical):

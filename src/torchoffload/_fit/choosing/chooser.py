@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchoffload._contexts.options import OffloadOptions
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
@@ -92,6 +93,7 @@ class Chooser:
         self._state = _State.NEW
         self._scouting: Scouting | None = None
         self._has_agreed = False
+        self._has_waited = False  # for a call in which lazy parameters got their values
         self._tries = 0
         self._names: tuple[str, ...] = ()
         self._predicted: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -108,7 +110,7 @@ class Chooser:
 
     def begin_anew(self) -> None:
         """Choose again at the next call: blocks do not exist any more."""
-        self._state, self._names = _State.NEW, ()
+        self._state, self._names, self._has_waited = _State.NEW, (), False
 
     def takes_call(self, driver: _Fitted, called: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> bool:
         """Choose before a call of the model with gradients, if it is time to.
@@ -139,6 +141,8 @@ class Chooser:
             driver.note("blocks are chosen by the structure of the model, since they are called one by one")
             if not self._names:
                 driver.take_blocks(self.first_blocks())
+        elif self._state is _State.NEW and self._waits_for_values(model, driver):
+            return False
         elif self._state is _State.NEW:
             self._predict(model, driver, called, args, kwargs)
         elif self._state is _State.PREDICTED:
@@ -150,6 +154,15 @@ class Chooser:
             return False
         self._scouting = Scouting(called, (args, kwargs), self._options, frame)
         return True
+
+    def _waits_for_values(self, model: nn.Module, driver: _Fitted) -> bool:
+        """Return whether to choose at the next call only, since lazy parameters get their values in this one.
+
+        A parameter that no call gives values is waited for once. Ranks that plan together do not wait, since they agree
+        on their blocks at the first call.
+        """
+        is_first, self._has_waited = not self._has_waited, True
+        return is_first and driver.agreement is None and any(map(is_lazy, (*model.parameters(), *model.buffers())))
 
     def has_taken_call(self, driver: _Fitted, *, has_returned: bool) -> bool:
         """Return whether the call of the model that ends was a scouting call; if so, choose by its saved bytes.

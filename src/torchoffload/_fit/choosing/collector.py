@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchoffload._fit.choosing.call_tree import CallTree, ModuleCall
+from torchoffload._fit.machine.operators import has_storage
 from torchoffload._pytorch.compiled_calls import add_call_hooks, remove_call_hooks
 from torchoffload._pytorch.tensor_subclasses import plain_tensors
 from torchoffload._pytorch.tracing import is_transformed
@@ -46,7 +47,7 @@ def storages_in(value: object) -> Iterator[torch.UntypedStorage]:
     for leaf in leaves_in(value):
         if isinstance(leaf, torch.Tensor):
             for tensor in plain_tensors(leaf):
-                if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+                if has_storage(tensor):
                     yield tensor.untyped_storage()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._pytorch.collectives import communicates
@@ -26,7 +27,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor, which is no wrapper, has a storage that holds its bytes."""
+    """Return whether a tensor, which is no wrapper and may be a lazy parameter, has a storage that holds its bytes."""
+    if is_lazy(tensor):
+        return False
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 

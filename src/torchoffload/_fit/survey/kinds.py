@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from torchoffload._fit.block.graph import MOST_OPERATORS, BlockPlan, Corner, block_frontier, group_operators
@@ -27,7 +28,7 @@ def kind_of_call(module: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return a value that is the same for calls of blocks that do the same."""
     modules = tuple((name, type(each), each.training) for name, each in module.named_modules())
     tensors = tuple(
-        (name, tuple(each.shape), each.dtype, each.requires_grad)
+        (name, None if is_lazy(each) else tuple(each.shape), each.dtype, each.requires_grad)
         for table in (module.named_parameters(), module.named_buffers())
         for name, each in table
     )

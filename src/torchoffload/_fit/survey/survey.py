@@ -218,6 +218,7 @@ class Survey:
         self.is_known = False
         self._model = weakref.ref(model)
         self._different: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that are no kind with others
+        self._were_lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that were called with lazy parameters
         self._recording_steps = 0
         self._tries_to_verify: Counter[tuple[Any, ...]] = Counter()
         self._has_stopped = self._has_no_windows = False
@@ -254,8 +255,10 @@ class Survey:
 
     def watch(self, module: nn.Module, inputs: Any) -> Watch:
         """Return how a call of a block is to be watched, and the plan that it is to follow."""
-        has_no_values = any(map(is_lazy, _state(module)))
-        if self._began is None or has_no_values:
+        may_get_values = module not in self._were_lazy and any(map(is_lazy, _state(module)))
+        if may_get_values and self._began is not None:
+            self._were_lazy.add(module)
+        if self._began is None or may_get_values:
             return Watch(None)  # the model itself was not called, or its parameters do not exist yet
         key = kind_of_call(module, inputs)
         if module in self._different:
@@ -603,7 +606,7 @@ class Survey:
         model = self._model()
         assert model is not None
         weights = unique_bytes([*model.parameters(), *model.buffers()])
-        trained = [each for each in model.parameters() if each.requires_grad]
+        trained = [each for each in model.parameters() if each.requires_grad and not is_lazy(each)]
         gradients = sum(each.numel() * each.element_size() for each in tensors(trained))  # of a DTensor, the shard
         others = self._began_bytes - weights
         return {"weights": weights, "gradients": gradients, "other tensors, as the optimizer's": max(0, others)}
