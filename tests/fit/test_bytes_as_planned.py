@@ -47,11 +47,39 @@ class Parts(Whole):
         return self.blocks(x).square().mean()
 
 
+class Descends(Wide):
+    """Asks for a gradient in its forward, whose graph is a part of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(self.down(torch.tanh(self.up(x))).sum(), x, create_graph=True)
+        return super().forward(x) - 0.1 * slope
+
+
+class Descending(Whole):
+    """The blocks of these numbers ask for gradients."""
+
+    def __init__(self, *which: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Descends(3, 2) if each in which else Wide(3, 2) for each in range(6)))
+
+
+class Forces(Whole):
+    """Asks for a gradient through all of its blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.blocks(x).square().mean()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + force.square().mean()
+
+
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(Whole, id="the model"),
         pytest.param(Parts, id="its parts"),
+        pytest.param(lambda: Descending(0, 3), id="gradients inside of the first block and another"),
+        pytest.param(lambda: Descending(1, 2, 4), id="gradients inside of blocks"),
+        pytest.param(Forces, id="a gradient at the end of forward"),
         pytest.param(Adversaries, id="a generator before its critic"),
         pytest.param(lambda: Adversaries(order="judge first"), id="a critic before its generator"),
         pytest.param(lambda: Adversaries(views=3), id="a critic that judges three times"),

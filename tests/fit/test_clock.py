@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from devices import Device
 from simulated_allocator import SimulatedAllocator, SimulatedMeter
 from torchoffload._devices import Counts
 from torchoffload._fit.model.clock import Clock, FinishedStep
+from torchoffload._fit.model.open_calls import OpenCalls
 
 pytestmark = pytest.mark.devices("simulated-late")
 
@@ -223,3 +226,34 @@ def test_samples_that_are_kept_hold_no_step_up(loop: Adversaries):
 
     first = finished(lambda clock: loop.train(clock, trains_maker=True), 1)
     assert finished(train, 6) in (first + 5, first + 6)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("on", ["the thread of the call", "a thread of the engine"])
+def test_a_backward_inside_of_a_call_is_told_by_the_frames_of_its_thread(on: str, is_interrupted: bool):
+    """On a GPU the engine runs it on threads of its own. A KeyboardInterrupt leaves a call that is not told to end."""
+    calls, found = OpenCalls(), []
+    x = torch.ones(3, requires_grad=True)
+
+    def note(_gradient: torch.Tensor) -> None:
+        if on == "the thread of the call":
+            found.append(calls.have_backward())
+            return
+        thread = threading.Thread(target=lambda: found.append(calls.have_backward()))
+        thread.start()
+        thread.join()
+
+    def backward() -> None:
+        y = x.sin()
+        y.register_hook(note)
+        torch.autograd.grad(y.sum(), x)
+
+    def call() -> None:
+        calls.begin(sys._getframe())
+        backward()
+
+    call()
+    if not is_interrupted:
+        calls.end()
+    backward()
+    assert found == [True, False]

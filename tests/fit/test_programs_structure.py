@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -616,7 +617,112 @@ def without_early_stop(loop: Loop) -> None:
         loop.train(loop.make(lambda: Net(lambda: Mlp(lambda block, h: functional.dropout(torch.sin(h), 0.2)))))
 
 
+def slope_of_energy(block: Any, h: torch.Tensor) -> torch.Tensor:
+    """A step down an energy, as in energy-based layers and inner optimisation."""
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(torch.tanh(block.down(torch.sin(h))).sum(), h, create_graph=True)
+        h = h - 0.1 * slope
+    return h
+
+
+def fixed_slope(block: Any, h: torch.Tensor) -> torch.Tensor:
+    """A step without a gradient of its own, in another number of operators."""
+    start = h.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.tanh(block.down(torch.sin(start))).sum(), start)
+    return torch.sin(h) - 0.1 * slope
+
+
+def inner_backward(block: Any, h: torch.Tensor) -> torch.Tensor:
+    start = h.detach().requires_grad_()
+    torch.autograd.backward(torch.cos(torch.sin(start)).sum(), inputs=[start])
+    assert start.grad is not None
+    return torch.sin(h) * start.grad
+
+
+def in_blocks(function: Any, which: tuple[int, ...] = (0, 1, 2, 3)) -> Program:
+    def program(loop: Loop) -> None:
+        made = itertools.count()
+        loop.train(loop.make(lambda: Net(lambda: Mlp(function if next(made) % 4 in which else None))), steps=24)
+
+    return program
+
+
+class Forces(Net):
+    """Returns an energy and its gradient, as a potential does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.requires_grad_()
+        energy = super().forward(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, force
+
+
+def forces(loop: Loop) -> None:
+    model = loop.make(Forces)
+    for _ in range(24):
+        energy, force = model(loop.batch())
+        (energy.square() + force.square().mean()).backward()
+        loop.ends_step(model, force=force.detach())
+        model.zero_grad()
+
+
+class ForceHead(nn.Module):
+    """Asks in its forward for a gradient through blocks that were called before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+        for block in self.blocks:
+            h = block(h)
+        energy = h.square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, self.blocks[1](force)
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.force = Net(), ForceHead()
+        self.net.head = nn.Linear(WIDTH, WIDTH)
+
+
+def forces_in_parts(loop: Loop) -> None:
+    model = loop.make(InParts)
+    for _ in range(24):
+        x = loop.batch().requires_grad_()
+        energy, force = model.force(x, model.net(x))
+        (energy + force.square().mean()).backward()
+        loop.ends_step(model, force=force.detach())
+        model.zero_grad()
+
+
+class Trains(Net):
+    """Has its backward in its own forward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        loss = super().forward(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+def backward_in_forward(loop: Loop) -> None:
+    model = loop.make(lambda: Trains(lambda: Mlp(slope_of_energy)))
+    for _ in range(24):
+        loss = model(loop.batch())
+        loop.ends_step(model, loss=loss)
+        model.zero_grad()
+
+
 PASSES: dict[str, Program] = {
+    "a gradient inside of each block": in_blocks(slope_of_energy),
+    "a gradient inside of the first block": in_blocks(slope_of_energy, (0,)),
+    "a gradient without a graph inside of blocks": in_blocks(fixed_slope, (0, 2)),
+    "a backward inside of blocks": in_blocks(inner_backward, (0, 2)),
+    "energy and forces": forces,
+    "energy and forces in parts": forces_in_parts,
+    "a backward in the model's forward": backward_in_forward,
     "a gradient penalty": penalty,
     "a third derivative": third_derivative,
     "retained graphs": retained,

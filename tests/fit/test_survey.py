@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -178,3 +180,80 @@ def test_a_block_may_be_replaced_between_any_two_steps(step: int):
         assert dict(handle._driver.names) == {block: str(number) for number, block in enumerate(model)}
         assert "blocks were replaced or deleted (1)" in handle.report()
         assert "left alone" not in handle.report()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(torch.sin(self.up(x))))
+
+
+class Descends(Residual):
+    """Asks for a gradient in its forward, as an energy-based layer does."""
+
+    kind = "create_graph"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x if self.kind == "create_graph" else x.detach().requires_grad_()
+        energy = self.down(torch.tanh(self.up(start))).sum()
+        match self.kind:
+            case "create_graph":
+                slope = torch.autograd.grad(energy, start, create_graph=True)[0]
+            case "no graph":
+                slope = torch.autograd.grad(energy, start)[0]
+            case _:
+                torch.autograd.backward(energy, inputs=[start])
+                slope = start.grad
+        return super().forward(x) - 0.1 * slope
+
+
+class Descending(nn.Module):
+    def __init__(self, kind: str, *, in_all: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Descends() if in_all or number == 0 else Residual() for number in range(6))
+        self.blocks[0].kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("error:torchoffload")
+@pytest.mark.parametrize("in_all", [False, True])
+@pytest.mark.parametrize("kind", ["create_graph", "no graph", "backward"])
+def test_a_gradient_inside_of_a_block_ends_no_step(kind: str, in_all: bool):
+    """It is no backward of the step: all later blocks are surveyed, and planned, and the step ends behind them."""
+    model, finished = Descending(kind, in_all=in_all), []
+    with torchoffload.fit(model, 1 << 50, move=False, blocks="blocks.*") as handle:
+        driver = handle._driver
+        note, driver.step_finished = driver.step_finished, lambda step: (finished.append(step), note(step))
+        for _ in range(20):
+            model(torch.randn(16, 8, WIDTH)).backward()
+        assert handle.phase == "settled", handle.report()
+        assert [number for number, name in enumerate(driver.names.values()) if name in driver.called.names] == [
+            *range(6)
+        ]
+        assert {each.block_count for each in finished} == {6}
+        assert {each.blocks_bytes for each in finished} == {6 * 16 * 8 * WIDTH * 4}
+        assert not driver.step.late
+
+
+def test_what_a_gradient_inside_of_a_block_was_given_is_freed_without_the_garbage_collector():
+    model, alive = Descending("create_graph", in_all=True), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, args, output: alive.extend(map(weakref.ref, (*args, output))))
+    with torchoffload.fit(model, 1 << 50, move=False, blocks="blocks.*"):
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(6):
+                model(torch.randn(16, 8, WIDTH)).backward()
+            assert not any(each() is not None for each in alive)
+        finally:
+            gc.enable()

@@ -16,6 +16,7 @@ __all__ = ["Backwards"]
 class _Listener(Protocol):
     def backward_begins(self) -> None: ...
     def backward_ends(self) -> None: ...
+    def is_inner_backward(self) -> bool: ...
 
 
 _MOST_MISSED = 16  # the backwards of later calls, and the later calls, that may come before a call's own backward
@@ -51,12 +52,14 @@ class Backwards:
     Parameters
     ----------
     listener : object
-        Its ``backward_begins()`` and ``backward_ends()`` are called. It is held weakly, since the graph holds this.
+        Its ``backward_begins()`` and ``backward_ends()`` are called, unless its ``is_inner_backward()`` returns True
+        as the backward begins: that of a gradient inside of a call. It is held weakly, since the graph holds this.
     """
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = weakref.ref(listener)
-        self._task = -1  # the graph task that was told of last
+        self._task = -1  # the graph task that was seen last
+        self._is_inner = False  # it runs inside of a call
         self._count = 0  # of calls that have begun
         self._latest: deque[_Called] = deque(maxlen=_MOST_MISSED)  # of them
         self.late_number = 0  # of the latest call whose backward was not awaited any more as it came; 0 if none
@@ -119,23 +122,29 @@ class Backwards:
         return call in self._open
 
     def _begins(self, call: _OpenCall, _gradient: torch.Tensor) -> None:
+        if not self.is_seen():
+            return
         self._in_backward.add(call)
         if call.is_given_up:
             self.late_number = call.number
             since = self._since(call)
             if since is not None and since not in self._patterns:
                 self._patterns.append(since)
-        self.is_seen()
 
-    def is_seen(self) -> None:
-        """Take notice of a backward, in which this is called."""
+    def is_seen(self) -> bool:
+        """Take notice of a backward, in which this is called. Returns whether it is one that is told of."""
         task, listener = torch._C._current_graph_task_id(), self._listener()
-        if task == self._task or listener is None:
-            return
-        self._task = task
+        if listener is None:
+            return False
+        if task == self._task:
+            return not self._is_inner
+        self._task, self._is_inner = task, listener.is_inner_backward()
+        if self._is_inner:
+            return False
         listener.backward_begins()
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(_end, weakref.ref(self)))
+        return True
 
     def end(self) -> None:
         """Take notice of the end of a backward."""

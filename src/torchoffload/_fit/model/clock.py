@@ -10,6 +10,7 @@ from torch import nn
 
 from torchoffload._devices import Counts, Meter
 from torchoffload._fit.model.backwards import Backwards
+from torchoffload._fit.model.open_calls import OpenCalls
 from torchoffload._observe.stats import stats
 
 __all__ = ["Clock", "FinishedStep", "Opener"]
@@ -128,6 +129,9 @@ class _Step:
 class Clock:
     """Emits the steps of a model: a call with gradients, or several before a common backward, and that backward.
 
+    A gradient that is asked for inside of a call, as in the forward of a block, is a part of the call and no backward
+    of the step. But a model that returns nothing that has a backward may have the step's own in its forward.
+
     Parameters
     ----------
     listener : object
@@ -136,6 +140,11 @@ class Clock:
         The device's clock and memory.
     agree : callable
         Returns for each value the largest one of the ranks that decide together.
+
+    Attributes
+    ----------
+    open_calls : OpenCalls
+        The calls of the model that are running. Whoever sees them begin and end tells it.
     """
 
     def __init__(self, listener: _Listener, meter: Meter, agree: Callable[..., Any]) -> None:
@@ -143,11 +152,14 @@ class Clock:
         self._meter = meter
         self._agree = agree
         self._backwards = Backwards(self)
+        self.open_calls = OpenCalls()
         self._step: _Step | None = None
         self.measures = False  # whether moments and peaks are wanted, which takes a little time
         self.has_open_calls = False  # of any rank, at the latest call
         self._is_in_call = False  # or a call has raised
         self._follows_blocks = False  # since the model returns nothing that has a backward
+        self._open_blocks = 0  # calls of blocks in the present call that have not ended
+        self._had_inner_backward = False  # in the present call
         self._unanswered = 0  # calls since a backward was seen
         self._was_called = False
         self._called: Opener = None  # the latest call's module
@@ -179,8 +191,8 @@ class Clock:
         return 0 if self._step is None else self._step.parts[self._called]
 
     @property
-    def is_backward_seen(self) -> Callable[[], None]:
-        """The function to call in a backward when a block is computed again."""
+    def is_backward_seen(self) -> Callable[[], bool]:
+        """The function to call in a backward when a block is computed again. It returns whether that is the step's."""
         return self._backwards.is_seen
 
     @property
@@ -232,8 +244,12 @@ class Clock:
         step = self._step or self._begin_step(size, self._listener.opener_of(self._called))
         self._note_part(size)
         step.blocks_bytes_before, step.block_count_before = step.blocks_bytes, step.block_count
-        self._is_in_call = True
+        self._enter()
         return size
+
+    def _enter(self) -> None:
+        self._is_in_call = True
+        self._open_blocks, self._had_inner_backward = 0, False
 
     @property
     def first_size(self) -> int:
@@ -261,7 +277,7 @@ class Clock:
 
     def call_goes_on(self, size: int) -> None:
         """Take notice of the call of another part of the model, which belongs to the call of the part before."""
-        self._is_in_call = True
+        self._enter()
         self._note_part(size)
 
     def _note_part(self, size: int) -> None:
@@ -299,9 +315,11 @@ class Clock:
             if self._step.ended_counts is None:
                 self._step.blocks_bytes += nbytes
             self._step.block_count += 1
+            self._open_blocks += 1
 
     def follow_block(self, output: Any) -> None:
-        """Take notice of a block's output, if the model itself returns nothing that has a backward."""
+        """Take notice of the end of a block's call, and of its output if the model's has no backward."""
+        self._open_blocks = max(0, self._open_blocks - 1)
         if self._follows_blocks and self._is_in_call:
             self._backwards.follow(output)
 
@@ -318,6 +336,17 @@ class Clock:
         self._follows_blocks = not self._backwards.follow(output)
         if self._step is not None:
             self._step.was_open |= self._backwards.has_open_calls
+        if self._had_inner_backward and self._follows_blocks:
+            self.backward_ends()
+
+    def is_inner_backward(self) -> bool:
+        """Return whether a backward, in which this is called, is that of a gradient inside of a call."""
+        may_be_of_step = self._follows_blocks and not self._open_blocks
+        if not self._is_in_call or may_be_of_step or not self.open_calls.have_backward():
+            return False
+        self._unanswered = 0
+        self._had_inner_backward = True
+        return True
 
     def backward_begins(self) -> None:
         """Take notice of a backward, in which this is called."""

@@ -101,14 +101,17 @@ class ModelCalls:
                     outermost.is_opening = self.driver.module_opens(module)
                 return
             outermost.module = outermost.frame = None
+            self.driver.clock.open_calls.end()
         if model is None or not _is_training_call():
             return
         outermost.module, outermost.frame, outermost.is_opening = module, frame, False
+        self.driver.clock.open_calls.begin(frame)
         try:
             self._begins(model, module, args, kwargs, frame)
             outermost.is_opening = self.driver.is_opening
         except BaseException:
             outermost.module = outermost.frame = None
+            self.driver.clock.open_calls.end()
             raise
 
     def _begins(self, model: nn.Module, module: nn.Module, args: Any, kwargs: Any, frame: FrameType) -> None:
@@ -155,6 +158,7 @@ class ModelCalls:
         if outermost.module is not module or model is None:
             return
         outermost.module = outermost.frame = None
+        self.driver.clock.open_calls.end()
         if module is not model:
             self._of_parts.follow(output)
         driver, chooser = self.driver, self._chooser
@@ -174,6 +178,10 @@ class ModelCalls:
 
     def backward_ends(self) -> None:
         """Take notice of the end of a backward of a part."""
+
+    def is_inner_backward(self) -> bool:
+        """Return whether a backward of a part is that of a gradient inside of a call."""
+        return self.driver.clock.is_inner_backward()
 
     def note_traced(self) -> None:
         """Warn, once, that the model is a part of a compiled region."""

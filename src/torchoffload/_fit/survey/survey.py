@@ -65,6 +65,7 @@ class SurveyedCall(Watch):
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
         self._survey = survey
+        self._is_in_forward = False  # while it is computed again
         self.times_operators = survey.is_timing and not self.records and survey.count_of_kind(key) < TIMED_CALLS
         self.began = survey.mark(self._note_forward)
         self._host_s = time.perf_counter()
@@ -102,7 +103,9 @@ class SurveyedCall(Watch):
     def begins_again(self) -> None:
         """Note the beginning of the block's backward."""
         now = time.perf_counter()
-        self._survey.backward_is_seen()
+        self._is_in_forward = not self._survey.backward_is_seen()
+        if self._is_in_forward:  # a gradient inside of a call of the model is a part of that call
+            return
         before = self._survey.last_again
         if before is not None:
             before.backward_host_s = now - before._host_s
@@ -115,6 +118,8 @@ class SurveyedCall(Watch):
 
     def ends_again(self) -> None:
         """Note the end of the recomputation."""
+        if self._is_in_forward:
+            return
         self.computed_again = self._survey.meter.now()
         now = time.perf_counter()
         self.again_host_s = now - self._host_s
@@ -176,7 +181,7 @@ class Survey:
     budget : Budget
         The memory that the process may take.
     backward_is_seen : callable
-        Called in a backward when a block is computed again.
+        Called in a backward when a block is computed again. Returns whether it is a backward of the step.
     refuse : callable
         Called in a backward with a kind's key and a message if a block cannot be computed again.
     may_recompute, may_agree : bool
@@ -201,7 +206,7 @@ class Survey:
         model: nn.Module,
         meter: Meter,
         budget: Budget,
-        backward_is_seen: Callable[[], None],
+        backward_is_seen: Callable[[], bool],
         refuse: Callable[[tuple[Any, ...], str], None],
         *,
         may_recompute: bool,
