@@ -72,10 +72,18 @@ class Forces(Whole):
         return energy + force.square().mean()
 
 
+class SmallFirst(Whole):
+    """A model that is called with a part of the batch before the whole."""
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x[:16]) + self(x)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(Whole, id="the model"),
+        pytest.param(SmallFirst, id="a small call before a large one"),
         pytest.param(Parts, id="its parts"),
         pytest.param(lambda: Descending(0, 3), id="gradients inside of the first block and another"),
         pytest.param(lambda: Descending(1, 2, 4), id="gradients inside of blocks"),
