@@ -178,7 +178,7 @@ def test_an_interrupted_call_leaves_no_hooks_that_are_taken_for_the_users(
         if scouts:
             patch.setattr("torchoffload._fit.choosing.dry_run.dry_run", _no_dry_run)
         with torchoffload.fit(model, ROOM, recompute=False, **options_of(device_under_test)) as handle:
-            for step in range(STEPS):
+            for step in range(2 * STEPS):
                 model[2].interrupts = step == at
                 with pytest.raises(KeyboardInterrupt) if step == at else contextlib.nullcontext():
                     model(torch.randn(4, 8, WIDTH, device=device_under_test.torch_device)).square().mean().backward()
