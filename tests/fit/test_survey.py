@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchoffload
-from fitted_models import fitted_on
+from fitted_models import Wide, fitted_on
 from planned_blocks import BLOCKS, WIDTH
 from simulated_allocator import SimulatedAllocator
 from torchoffload._fit.choosing.structure import find_blocks
@@ -182,16 +182,7 @@ def test_a_block_may_be_replaced_between_any_two_steps(step: int):
         assert "left alone" not in handle.report()
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(torch.sin(self.up(x))))
-
-
-class Descends(Residual):
+class Descends(Wide):
     """Asks for a gradient in its forward, as an energy-based layer does."""
 
     kind = "create_graph"
@@ -214,7 +205,7 @@ class Descending(nn.Module):
     def __init__(self, kind: str, *, in_all: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Descends() if in_all or number == 0 else Residual() for number in range(6))
+        self.blocks = nn.ModuleList(Descends(8, 1) if in_all or number == 0 else Wide(8, 1) for number in range(6))
         self.blocks[0].kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

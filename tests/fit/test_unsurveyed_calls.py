@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 import torchoffload
 from devices import Device
 from fitted_models import Wide, options_of
+from gradients import Run, execute
 from planned_blocks import WIDTH
 from torchoffload._fit.machine.link import LinkRates
 
-MANY = 1 << 50
+ROOM = 1 << 50
 
 
 class Tasks(nn.Module):
@@ -39,12 +41,39 @@ def test_tasks_that_are_drawn_at_random_settle(device_under_test: Device):
         model = Tasks().to(device_under_test.torch_device)
         x = torch.randn(8, 8, WIDTH, device=device_under_test.torch_device)
         phases = []
-        with torchoffload.fit(model, MANY, **options_of(device_under_test)) as handle:
+        with torchoffload.fit(model, ROOM, **options_of(device_under_test)) as handle:
             for _ in range(250):
                 model.loss(x, draw.randrange(6)).backward()
                 model.zero_grad()
                 phases.append(handle.phase)
     assert set(phases[-50:]) == {"settled"}
+
+
+@pytest.mark.devices("disk", "cuda")
+def test_ever_new_tasks_are_told_of_once_and_settle(device_under_test: Device):
+    """Each new task begins a survey, and at most eight do. Gradients are those of stock throughout."""
+
+    def program(run: Run):
+        torch.manual_seed(0)
+        model = Tasks(14).to(run.device)
+        handle = None if run.stock else torchoffload.fit(model, ROOM, **options_of(device_under_test))
+        phases: list[Any] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(14 * 14):
+                model.loss(run.tensor(4, 8, WIDTH), step // 14).backward()
+                run.check(gradients=[each.grad for each in model.parameters() if each.grad is not None])
+                model.zero_grad()
+                phases.append(None if handle is None else handle.phase)
+        if handle is not None:
+            warned = [str(each.message) for each in caught if "again and again" in str(each.message)]
+            assert len(warned) == 1
+            assert "call fit for each of these parts" in handle.report()
+            assert set(phases[-30:]) == {"settled"}
+            handle.remove()
+
+    stock, fitted = (execute(program, device_under_test, stock=each) for each in (True, False))
+    assert stock == fitted
 
 
 @pytest.mark.devices("disk")

@@ -103,7 +103,8 @@ class Offloading:
 
         ``called``: by the same numbers, the calls of modules that the step had already; none if not given.
         """
-        self._calls = {number: 0 if called is None else called.get(number, 0) for number in self._turns}
+        called = called or {}
+        self._calls = {number: called.get(number, 0) for number in self._turns}
 
     def take_turn(self, number: int) -> bool:
         """Begin a call of a module, with its windows if its calls differ; return whether its saved tensors move."""

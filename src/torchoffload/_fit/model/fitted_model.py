@@ -523,6 +523,7 @@ class FittedModel(abc.ABC):
             warn_user(f"torchoffload: {unseen.text}")
 
     def _note_unseen(self) -> None:
+        """Have the report tell of the blocks that fit has no plan for now, and not of those that it had none for."""
         self.notes = [each for each in self.notes if each != self._told_unseen]
         self._told_unseen = "" if self._unseen is None else self._unseen.text
         if self._unseen is not None:
@@ -740,7 +741,7 @@ class FittedModel(abc.ABC):
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
         self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
-        if self.clock.block_count:  # the step has begun: its calls so far are not planned any more
+        if self.clock.block_count:  # the plan changes within a step, and is for the calls that are to come
             blocks = called.modules
             in_order = [*blocks, *(blocks[number] for number in trial.step.between)]
             begun = Counter(each for each in in_order[: self.clock.block_count] if each is not None)
@@ -770,7 +771,10 @@ class FittedModel(abc.ABC):
         return least_turns(kind.least, weakly(self.count_left), partial(weakly(self.refuse), key))
 
     def _find_turns(self, module: nn.Module, inputs: Any) -> Turns | None:
-        """Return what a block is to follow whose first call comes behind the survey. A new kind begins another one."""
+        """Return the turns of a block whose first call comes behind the survey; None if its kind is not known.
+
+        A survey begins then, as for a block in a new state.
+        """
         if any(map(is_lazy, module.parameters())):
             return None
         key = kind_of_call(module, inputs)

@@ -4,12 +4,12 @@ import sys
 import threading
 from types import FrameType
 
-from torch.autograd import graph
+import torch
 
 __all__ = ["OpenCalls"]
 
-# Both torch.autograd.grad and torch.autograd.backward call it, and it runs as long as the backward does.
-_BACKWARD = graph._engine_run_backward.__code__
+# One of these functions runs as long as a backward does that Python code asks for.
+_BACKWARDS = {torch.autograd.grad.__code__, torch.autograd.backward.__code__}
 
 
 class OpenCalls:
@@ -35,7 +35,7 @@ class OpenCalls:
         """Return whether the backward that runs here is one inside of a call; of any thread, on one of the engine's."""
         own = threading.get_ident()
         calls = {own: self._frames[own]} if own in self._frames else self._frames.copy()
-        # No variable holds the frames of all threads: the one of this function, which is among them, would hold itself.
+        # No variable holds the frames of all threads: this function's own frame is one of them, and would hold itself.
         return any(_has_backward(sys._current_frames().get(thread), call) for thread, call in calls.items())
 
 
@@ -43,6 +43,6 @@ def _has_backward(frame: FrameType | None, call: FrameType) -> bool:
     """Return whether a call runs below a frame, and a backward between the two."""
     is_in_backward = False
     while frame is not None and frame is not call:
-        is_in_backward |= frame.f_code is _BACKWARD
+        is_in_backward |= frame.f_code in _BACKWARDS
         frame = frame.f_back
     return frame is not None and is_in_backward

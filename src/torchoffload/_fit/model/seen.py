@@ -7,7 +7,9 @@ from torchoffload._fit.model.clock import FinishedStep, Opener
 
 __all__ = ["Largest", "Seen"]
 
-_MOST_SURVEYS = 8  # for each such cause: blocks have changed, or modules were called more often. It may go on for ever
+# So many surveys begin because blocks have new states, and so many because modules are called more often: a program may
+# have a new state, or one more call, in each step.
+_MOST_SURVEYS = 8
 
 
 class Largest:
@@ -79,8 +81,8 @@ class Seen:
     def begin_survey(self, *, keeps_sizes: bool = False) -> None:
         """Begin a survey: the next steps tell the sizes. States that were surveyed stay known.
 
-        ``keeps_sizes``: the survey is begun because a module was called more often. The sizes and calls of the steps
-        before stay known, or steps of two sorts that take turns would each begin a survey for ever.
+        ``keeps_sizes``: the survey begins because a module was called more often. The sizes and the calls of the former
+        steps stay known then. Else two sorts of steps that take turns would begin a survey for each other for ever.
         """
         self._state_surveys += self.has_new_state
         self.has_new_state = False

@@ -11,8 +11,9 @@ __all__ = ["Unseen", "shown", "unseen_blocks"]
 
 _SHOWN = 3
 _NOT_CALLED = (
-    "no call of them was seen. If they are called later, they keep as little as they can. A call as block(x) is seen; "
-    "block.forward(x) is not, and neither is that of a class with a __call__ of its own, or of a copy of the block"
+    "no call of them was seen. If they are called later, they keep as little as they can, unless the plan keeps all "
+    "saved tensors. A call as block(x) is seen; block.forward(x) is not, and neither is a call of a class with a "
+    "__call__ of its own, or of a copy of the block"
 )
 
 

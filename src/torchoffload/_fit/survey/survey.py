@@ -260,11 +260,11 @@ class Survey:
 
     def watch(self, module: nn.Module, inputs: Any) -> Watch:
         """Return how a call of a block is to be watched, and the plan that it is to follow."""
-        may_get_values = module not in self._were_lazy and any(map(is_lazy, _state(module)))
-        if may_get_values and self._began is not None:
+        if self._began is None:
+            return Watch(None)  # the model itself was not called
+        if module not in self._were_lazy and any(map(is_lazy, _state(module))):
             self._were_lazy.add(module)
-        if self._began is None or may_get_values:
-            return Watch(None)  # the model itself was not called, or its parameters do not exist yet
+            return Watch(None)  # its lazy parameters may get their values in this call
         key = kind_of_call(module, inputs)
         if module in self._different:
             key = (*key, id(module))
