@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -314,7 +315,7 @@ def test_compiled_layers_move(device_under_test: Device, backend):
 @pytest.mark.devices("disk", "cuda")
 def test_a_compiled_model_moves_as_a_whole_and_is_compiled_once(device_under_test: Device):
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
 
     def compiled(model):
         return torch.compile(model, backend=counter, fullgraph=True)
