@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -79,6 +79,42 @@ class SmallFirst(Whole):
         return self(x[:16]) + self(x)
 
 
+class MicroBatches(nn.Module):
+    """Micro-batches whose backwards come in the order of their forwards, the first one behind ``ahead`` forwards.
+
+    ``shapes``: of the blocks. ``calls``: what the loop calls for each micro-batch: the model, its blocks one by one, or
+    the second half of them one by one.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], calls: Sequence[str], ahead: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Wide(*shape) for shape in shapes))
+        self.calls, self.ahead = calls, ahead
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+    def loss(self, called: str, x: torch.Tensor) -> torch.Tensor:
+        if called == "model":
+            return self(x).square().mean()
+        for block in list(self.blocks)[len(self.blocks) // 2 if called == "half" else 0 :]:
+            x = block(x)
+        return x.square().mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        waiting: list[torch.Tensor] = []
+        for number, called in enumerate(self.calls):
+            if len(waiting) == self.ahead:
+                waiting.pop(0).backward()
+            waiting.append(self.loss(called, x * (number + 1)))
+        while len(waiting) > 1:
+            waiting.pop(0).backward()
+        return waiting.pop()
+
+
+SMALL = [(3, 1)]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -92,6 +128,14 @@ class SmallFirst(Whole):
         pytest.param(lambda: Adversaries(order="judge first"), id="a critic before its generator"),
         pytest.param(lambda: Adversaries(views=3), id="a critic that judges three times"),
         pytest.param(lambda: Adversaries(is_one=True), id="both through one module"),
+        pytest.param(lambda: MicroBatches([(6, 4), (6, 4), *SMALL * 3], ["model"] * 3, 2), id="by turns"),
+        pytest.param(lambda: MicroBatches([(3, 4), *SMALL * 5], ["model"] * 3, 2), id="by turns, small ends"),
+        pytest.param(lambda: MicroBatches([(3, 4), *SMALL * 5], ["model"] * 4, 2), id="by turns, for longer"),
+        pytest.param(lambda: MicroBatches([(6, 4), (6, 4), (3, 2)], ["parts"] * 2, 2), id="first in, first out"),
+        pytest.param(lambda: MicroBatches([(1, 1), (3, 1)], ["model", "half", "model"], 3), id="late and silent"),
+        pytest.param(
+            lambda: MicroBatches([(2, 2), (9, 4), (1, 1)], ["half", "half", "half", "model"], 4), id="late alone moves"
+        ),
     ],
 )
 def test_a_step_takes_no_more_than_planned(

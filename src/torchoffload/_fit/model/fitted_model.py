@@ -33,7 +33,7 @@ from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls, is_watched
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
-from torchoffload._fit.model.turns import FoundTurns, Turns, least_turns, turns_of, weakly, windows_of
+from torchoffload._fit.model.turns import FoundTurns, Turns, least_turns, numbers_of_calls, turns_of, weakly, windows_of
 from torchoffload._fit.model.unseen import Unseen, shown, unseen_blocks
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import (
@@ -743,7 +743,7 @@ class FittedModel(abc.ABC):
         self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
         if self.clock.block_count:  # the plan changes within a step, and is for the calls that are to come
             blocks = called.modules
-            in_order = [*blocks, *(blocks[number] for number in trial.step.between)]
+            in_order = [blocks[number] for number in numbers_of_calls(trial.step)]
             begun = Counter(each for each in in_order[: self.clock.block_count] if each is not None)
             for block, turns in watches.items():
                 turns.reset(begun[block])

@@ -18,7 +18,7 @@ from torchoffload._fit.plan.step import BlockCall, BlockKind, CallPlan, Output, 
 
 __all__ = ["SavedPlan", "read_plan", "write_plan"]
 
-_FORMAT = "torchoffload plan 14"
+_FORMAT = "torchoffload plan 15"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def read_plan(path: str | os.PathLike[str]) -> SavedPlan:
         step = document["step"]
         kinds = tuple(_kind(kind) for kind in step.pop("kinds"))
         calls = tuple(BlockCall(**call) for call in step.pop("calls"))
-        step["between"], step["late"] = tuple(step["between"]), tuple(step["late"])
+        step["between"], step["late"] = tuple(map(tuple, step["between"])), tuple(step["late"])
         plan = document["plan"]
         planned = tuple(CallPlan(**each | {"moved": tuple(each["moved"])}) for each in plan.pop("calls"))
         return SavedPlan(

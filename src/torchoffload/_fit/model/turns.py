@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.plan.step import CallPlan, Step
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["FoundTurns", "Turns", "least_turns", "turns_of", "weakly", "windows_of"]
+__all__ = ["FoundTurns", "Turns", "least_turns", "numbers_of_calls", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
@@ -88,6 +88,11 @@ def least_turns(plan: BlockPlan, tell: Callable[[], None], refuse: Callable[[str
     return Turns([_Followed(plan, tell, refuse)])
 
 
+def numbers_of_calls(step: Step) -> list[int]:
+    """Return the numbers of the calls before the first backward, and behind them those that later calls repeat."""
+    return [*range(len(step.calls)), *itertools.chain.from_iterable(step.between)]
+
+
 def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:
     """Return the number of each planned call and its plan, and then those of the calls between the step's backwards.
 
@@ -95,8 +100,11 @@ def _calls_of(trial: Trial) -> list[tuple[int, CallPlan]]:
     """
     step, plan = trial.step, trial.plan
     may_repeat = step.room_between(plan) >= 0
-    between = [(number, plan.calls[number] if may_repeat else _least(step, number)) for number in step.between]
-    return [*enumerate(plan.calls), *between]
+    between = numbers_of_calls(step)[len(plan.calls) :]
+    return [
+        *enumerate(plan.calls),
+        *((number, plan.calls[number] if may_repeat else _least(step, number)) for number in between),
+    ]
 
 
 def _least(step: Step, number: int) -> CallPlan:
@@ -144,30 +152,67 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Mod
     If a step has several backwards, nothing that a later one needs comes ahead in the first one: calls between them, as
     of a critic that judges anew, have forwards of their own, in which it would take memory that no plan counts. Those
     calls have the windows of the calls that they repeat, but no larger than ``Step.room_between``: the gradients of the
-    first backward are on the device then. Behind the last of them the offload window has 0 bytes, since a backward may
-    begin there.
+    first backward are on the device then. Behind the last call before each backward the offload window has 0 bytes.
     """
     windows: defaultdict[nn.Module, list[BlockWindows]] = defaultdict(list)
-    calls, step, blocks = trial.plan.calls, trial.step, list(modules)
-    before_bytes = 0  # that calls before this one, but behind the last late one, move
-    of_calls: list[BlockWindows] = []
-    for number, call in enumerate(calls):
-        after_bytes = calls[number + 1].offload_bytes if number + 1 < len(calls) else trial.plan.loss_window_bytes
-        reload_bytes = call.reload_bytes
-        if number in step.late:
-            before_bytes = 0
-        elif step.late:
-            reload_bytes = min(reload_bytes, before_bytes)
-            before_bytes += step.kinds[step.calls[number].kind].moved_bytes(call)
-        of_calls.append(BlockWindows(call.offload_bytes, after_bytes, reload_bytes))
+    step, blocks = trial.step, list(modules)
+    of_calls = _windows_before_backward(trial)
     room = max(0, step.room_between(trial.plan))
-    for number, following in itertools.zip_longest(step.between, step.between[1:]):
-        then = BlockWindows(*(min(room, nbytes) for nbytes in of_calls[number]))
-        of_calls.append(then if following == number + 1 else then._replace(after_bytes=0))
+    for together in step.between:
+        for number, following in itertools.zip_longest(together, together[1:]):
+            then = BlockWindows(*(min(room, nbytes) for nbytes in of_calls[number]))
+            of_calls.append(then if following == number + 1 else then._replace(after_bytes=0))
     for (number, _), each in zip(_calls_of(trial), of_calls, strict=True):
         if (block := blocks[number]) is not None:
             windows[block].append(each)
     return dict(windows)
+
+
+def _windows_before_backward(trial: Trial) -> list[BlockWindows]:
+    """Return the windows of the calls before the first backward.
+
+    The core plans for calls in the reversed order of their backwards (``Step.as_one_backward``). If forward calls them
+    in another order, a late call's forward runs beside calls that the core counts behind it, and the copies that are
+    on their way at the loss may be those of late calls, whose sources no call of the first backward lets go.
+    """
+    step, plan = trial.step, trial.plan
+    stays_bytes = 0
+    offload_bytes = []
+    for number, (call, planned) in enumerate(zip(step.calls, plan.calls, strict=True)):
+        stays_bytes += step.stays_bytes(plan, number)
+        room = plan.peak_bytes - call.forward_bytes - stays_bytes
+        offload_bytes.append(min(planned.offload_bytes, max(0, room)) if step.late else planned.offload_bytes)
+    reload_bytes = []
+    before_bytes = 0  # that calls before this one, but behind the last late one, move
+    for number, planned in enumerate(plan.calls):
+        if number in step.late:
+            reload_bytes.append(planned.reload_bytes)
+            before_bytes = 0
+        elif step.late:
+            reload_bytes.append(min(planned.reload_bytes, before_bytes))
+            before_bytes += step.kinds[step.calls[number].kind].moved_bytes(planned)
+        else:
+            reload_bytes.append(planned.reload_bytes)
+    is_in_order = step.backward_order == list(range(len(step.calls)))
+    loss_bytes = plan.loss_window_bytes if is_in_order else min(plan.loss_window_bytes, before_bytes)
+    rooms = [max(0, room) for room in _rooms_of_late(trial, loss_bytes)]
+    for number in step.late:
+        reload_bytes[number] = min([reload_bytes[number], *rooms])
+    return list(map(BlockWindows, offload_bytes, [*offload_bytes[1:], loss_bytes], reload_bytes))
+
+
+def _rooms_of_late(trial: Trial, loss_window_bytes: int) -> Iterator[int]:
+    """Yield how many bytes are left for the reload windows of late calls where their records come ahead early.
+
+    As a forward ends, the records come ahead that the next backward asks for. They are those of a late call if the
+    calls of the first backward move nothing, and between the backwards if calls there still wait for theirs.
+    """
+    step, plan = trial.step, trial.plan
+    if step.between_waits:
+        room = step.room_between(plan)
+        yield room if room >= 0 else step.room_beside_late(plan)  # as in _calls_of
+    if not any(planned.moves for number, planned in enumerate(plan.calls) if number not in step.late):
+        yield step.room_ahead(plan) - loss_window_bytes
 
 
 def weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:

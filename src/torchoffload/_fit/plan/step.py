@@ -166,10 +166,14 @@ class Step:
     late : tuple of int
         The numbers of the calls whose backward begins behind the step's first backward, as that of a generator behind
         its critic's.
-    between : tuple of int
-        The calls behind the first backward, if any is late: for each, the number of the call that it repeats.
+    between : tuple of tuple of int
+        The calls behind the first backward and those behind each later one, if any call is late: for each, the number
+        of the call that it repeats.
     between_bytes : int
         The most on the device while they run.
+    between_waits : bool
+        Whether some of them wait for their backward while a late call runs its own, as in a pipeline that runs a
+        forward and a backward by turns.
     least_moved_bytes, tier_bytes : int
         The size below which nothing moves, and the room of the tier.
     may_move : bool
@@ -189,8 +193,9 @@ class Step:
     other_bytes: int = 0
     fixed: dict[str, int] = field(default_factory=dict)
     late: tuple[int, ...] = ()
-    between: tuple[int, ...] = ()
+    between: tuple[tuple[int, ...], ...] = ()
     between_bytes: int = 0
+    between_waits: bool = False
     least_moved_bytes: int = 1
     tier_bytes: int = 2**62
     may_move: bool = True
@@ -213,8 +218,30 @@ class Step:
 
         A negative number: they have to keep less.
         """
-        stays_bytes = sum(self.stays_bytes(plan, number) for number in (*self.late, *self.between))
-        return plan.peak_bytes - self.between_bytes - stays_bytes
+        stays_bytes = sum(self.stays_bytes(plan, number) for calls in self.between for number in calls)
+        return self.room_beside_late(plan) - stays_bytes
+
+    def room_beside_late(self, plan: "StepPlan") -> int:
+        """Return the bytes left beside the late calls for the calls between the backwards and for windows.
+
+        If the calls between wait for their backward meanwhile, that holds in the backward of each late call as well.
+        """
+        before_bytes = most_bytes = 0
+        for number in self.late:
+            if self.between_waits:
+                most_bytes = max(most_bytes, self.calls[number].backward_bytes + before_bytes)
+            before_bytes += self.stays_bytes(plan, number)
+        return plan.peak_bytes - max(most_bytes, self.between_bytes + before_bytes)
+
+    def room_ahead(self, plan: "StepPlan") -> int:
+        """Return the bytes left for windows at the loss, and while calls that are not late have their backward."""
+        room = plan.peak_bytes
+        before_bytes = sum(self.stays_bytes(plan, number) for number in self.late)
+        for number, call in enumerate(self.calls):
+            if number not in self.late:
+                room = min(room, plan.peak_bytes - call.backward_bytes - before_bytes)
+                before_bytes += self.stays_bytes(plan, number)
+        return min(room, plan.peak_bytes - self.loss_bytes - before_bytes)
 
     @property
     def backward_order(self) -> list[int]:

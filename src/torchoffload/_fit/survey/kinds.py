@@ -315,5 +315,6 @@ def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) ->
         late=measured.late,
         between=measured.between,
         between_bytes=measured.between_bytes,
+        between_waits=measured.between_waits,
         **limits,
     )

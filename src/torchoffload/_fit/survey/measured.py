@@ -74,10 +74,13 @@ class Measured:
         The bytes that every plan takes, by their names for messages.
     late : tuple of int
         The numbers of the calls whose backward begins behind the step's first backward.
-    between : tuple of int
-        The calls behind the first backward, if any is late: for each, the number of the call that it repeats.
+    between : tuple of tuple of int
+        The calls behind the first backward and those behind each later one, if any call is late: for each, the number
+        of the call that it repeats.
     between_bytes : int
         The most on the device while they run.
+    between_waits : bool
+        Whether some of them wait for their backward while a late call runs its own.
     """
 
     kinds: tuple[MeasuredKind, ...]
@@ -87,8 +90,9 @@ class Measured:
     other_bytes: int
     fixed: dict[str, int]
     late: tuple[int, ...] = ()
-    between: tuple[int, ...] = ()
+    between: tuple[tuple[int, ...], ...] = ()
     between_bytes: int = 0
+    between_waits: bool = False
 
 
 def structure_of(record: BlockRecord) -> str:
@@ -122,8 +126,9 @@ def together(all_measured: Sequence[Measured]) -> Measured:
         other_bytes=max(each.other_bytes for each in all_measured),
         fixed={name: max(each.fixed[name] for each in all_measured) for name in first.fixed},
         late=tuple(sorted({number for each in all_measured for number in each.late})),
-        between=max((each.between for each in all_measured), key=len),
+        between=max((each.between for each in all_measured), key=lambda calls: sum(map(len, calls))),
         between_bytes=max(each.between_bytes for each in all_measured),
+        between_waits=any(each.between_waits for each in all_measured),
     )
 
 

@@ -39,6 +39,8 @@ class SurveyedCall(Watch):
     ----------
     key : tuple
         The value by which its kind is known.
+    is_in : int
+        The number of surveyed calls before the call by the loop that it belongs to.
     input_bytes : int
         The bytes of its arguments that no earlier call of the step was given, too.
     forward_bytes, backward_bytes : int
@@ -56,6 +58,7 @@ class SurveyedCall(Watch):
         self.records = survey.may_record(key)
         self._module = weakref.ref(module)
         self.key = key
+        self.is_in = survey.earlier_calls
         self.input_bytes = survey.note_inputs(inputs, are_copied=survey.copies_inputs(key))
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
@@ -142,6 +145,19 @@ class SurveyedCall(Watch):
         self._survey.refuse(self.key, message)
 
 
+class _LaterCall(Watch):
+    """One call of a block behind the first backward of a surveyed step."""
+
+    def __init__(self, module: nn.Module, plan: BlockPlan | None) -> None:
+        super().__init__(plan)
+        self.module = weakref.ref(module)
+        self.has_begun_again = False
+
+    def begins_again(self) -> None:
+        """Note that the call's backward has begun."""
+        self.has_begun_again = True
+
+
 class _LeastMemory(NamedTuple):
     """The most bytes of a step in which nothing was on its way: in calls, at the loss, elsewhere, between backwards."""
 
@@ -197,6 +213,8 @@ class Survey:
         Each kind of block that is known, by its key.
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
+    earlier_calls : int
+        How many of them there were as the loop's latest call of the model or of a part of it began.
     is_known : bool
         Whether the latest step has shown all there is to know of such steps.
     """
@@ -237,7 +255,7 @@ class Survey:
 
     def _clear(self) -> None:
         self.calls = []
-        self._earlier_calls = 0  # of blocks, as the latest call of the model began
+        self.earlier_calls = 0
         self.last_again = None
         self._new_kinds = False
         self._had_no_room: set[tuple[Any, ...]] = set()  # kinds of which this step could not verify a call
@@ -247,8 +265,9 @@ class Survey:
         self._began_bytes = 0  # on the device, without gradients
         self._has_backward_begun = False
         self._backward_ends: list[Any] = []
-        self._between: list[weakref.ref[nn.Module]] = []  # the block of each call behind the first backward
+        self._between: list[list[_LaterCall]] = []  # the calls behind each backward
         self._between_bytes = 0
+        self._between_waits = False
         self._is_between = False  # a backward has ended, and since then none of a surveyed call has begun
 
     @property
@@ -270,8 +289,10 @@ class Survey:
             key = (*key, id(module))
         # Calls behind the first backward, as in pipelines, run in the least memory all the same.
         if self._ended is not None or self._has_stopped:
-            self._between.append(weakref.ref(module))
-            return Watch(self.least_plan(key))
+            later = _LaterCall(module, self.least_plan(key))
+            if self._between:
+                self._between[-1].append(later)
+            return later
         call = SurveyedCall(self, module, key, inputs)
         self.calls.append(call)
         return call
@@ -282,12 +303,12 @@ class Survey:
         return None if kind is None or not self._may_compute_again(kind) else kind.least
 
     def call_begins(self) -> None:
-        """Take notice of a call of the model."""
-        self._earlier_calls = len(self.calls)
+        """Take notice of a call of the model or of a part of it."""
+        self.earlier_calls = len(self.calls)
 
     def call_raised(self) -> None:
         """Forget the blocks of a call of the model that has raised. Kinds that they have shown stay known."""
-        del self.calls[self._earlier_calls :]
+        del self.calls[self.earlier_calls :]
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
@@ -299,6 +320,11 @@ class Survey:
             self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
+        if begins_backward:
+            # Calls behind one backward have theirs together, also those of which nothing shows when it begins.
+            self._between_waits |= any(
+                calls and not any(each.has_begun_again for each in calls) for calls in self._between
+            )
         self._sink = sink
         self._is_between = False
         return self.meter.now()
@@ -407,6 +433,7 @@ class Survey:
     def backward_ended(self) -> None:
         """Take notice of the end of a backward. Calls behind the first one are not surveyed."""
         self._backward_ends.append(self.mark(self._note_other))
+        self._between.append([])
         self._is_between = True
 
     def takes_less(self) -> bool:
@@ -523,40 +550,52 @@ class Survey:
             late=late,
             between=self._calls_between(calls) if late else (),
             between_bytes=least.between_bytes,
+            between_waits=self._between_waits and bool(late),
         )
         return measured, keys
 
-    def _calls_between(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
-        """Return for each call behind the first backward the number of the call of its block that it repeats."""
+    def _calls_between(self, calls: list[SurveyedCall]) -> tuple[tuple[int, ...], ...]:
+        """Return for each call behind each backward the number of the call of its block that it repeats."""
         numbers: defaultdict[nn.Module, list[int]] = defaultdict(list)
         for number, call in enumerate(calls):
             numbers[call.module].append(number)
         counts: Counter[nn.Module] = Counter()
-        between = []
-        for reference in self._between:
-            block = reference()
-            if block is not None and (known := numbers.get(block)):
-                between.append(known[counts[block] % len(known)])
-                counts[block] += 1
+        between: list[tuple[int, ...]] = []
+        for later in self._between:
+            repeated = []
+            for each in later:
+                block = each.module()
+                if block is not None and (known := numbers.get(block)):
+                    repeated.append(known[counts[block] % len(known)])
+                    counts[block] += 1
+            if repeated:
+                between.append(tuple(repeated))
         return tuple(between)
 
     def _late(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
         """Return the numbers of the calls whose backward begins behind the step's first backward.
 
-        If nothing shows when the backward of a call begins, it is late if a later one is.
+        If nothing shows when the backward of a call begins, another call tells of it: the next one of which something
+        shows, or the one before if only that belongs to the same call by the loop.
         """
         if len(self._backward_ends) < 2:
             return ()
         between = self.meter.between_s
         first_s = between(self._began, self._backward_ends[0])
-        late: list[int] = []
-        is_late = False
-        for number, call in reversed(list(enumerate(calls))):
-            if call.began_again is not None:
-                is_late = between(self._began, call.began_again) >= first_s
-            if is_late:
+        shown = {
+            number: between(self._began, call.began_again) >= first_s
+            for number, call in enumerate(calls)
+            if call.began_again is not None
+        }
+
+        late = []
+        for number, call in enumerate(calls):
+            behind = [each for each in shown if each >= number]
+            before = [each for each in reversed(shown) if each < number]
+            together = [each for each in (*behind, *before) if calls[each].is_in == call.is_in]
+            if any(shown[each] for each in (together or behind)[:1]):
                 late.append(number)
-        return tuple(reversed(late))
+        return tuple(late)
 
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
