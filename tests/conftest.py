@@ -41,6 +41,7 @@ from devices import (  # noqa: E402
 PRIVATE_SHARES = {"gradients": 4, "engine": 1, "faults": 1}
 PRIVATE_IN_FULL = bool(os.environ.get("TORCHOFFLOAD_TEST_LONG"))
 PART = os.environ.get("TORCHOFFLOAD_TEST_PART")  # as "2/4": one of four parts of the slow and the integrations' tests
+SHARE = os.environ.get("TORCHOFFLOAD_TEST_SHARE")  # as "2/4": one of four shares of all tests
 SPILLED_SUITES = {"gradients"}  # in which slots on one of the simulated devices go on to a disk
 
 
@@ -61,19 +62,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     if torch.cuda.device_count() == 1:
         left_out |= {item for item in items if item.get_closest_marker("two_gpus")}
-    if PART is not None:
-        part, parts = _chosen_part(PART)
-        long = (item for item in items if item.get_closest_marker("slow") or item.path.parent.name == "integrations")
-        left_out |= {item for item in long if zlib.crc32(item.nodeid.encode()) % parts != part - 1}
+    long = [item for item in items if item.get_closest_marker("slow") or item.path.parent.name == "integrations"]
+    left_out |= _outside_of("TORCHOFFLOAD_TEST_PART", PART, long) | _outside_of("TORCHOFFLOAD_TEST_SHARE", SHARE, items)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 
-def _chosen_part(text: str) -> tuple[int, int]:
+def _outside_of(variable: str, text: str | None, items: list[pytest.Item]) -> set[pytest.Item]:
+    if text is None:
+        return set()
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise pytest.UsageError(f"TORCHOFFLOAD_TEST_PART is a text such as 2/4, got {text!r}")
-    return int(found[1]), int(found[2])
+        raise pytest.UsageError(f"{variable} is a text such as 2/4, got {text!r}")
+    return {item for item in items if zlib.crc32(item.nodeid.encode()) % int(found[2]) != int(found[1]) - 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
