@@ -1,5 +1,6 @@
 """The survey: steps in the least memory, in which blocks are recorded and times and memory are measured."""
 
+import bisect
 import itertools
 import statistics
 import time
@@ -320,9 +321,9 @@ class Survey:
             self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
-        if begins_backward:
+        if begins_backward and not self._between_waits:
             # Calls behind one backward have theirs together, also those of which nothing shows when it begins.
-            self._between_waits |= any(
+            self._between_waits = any(
                 calls and not any(each.has_begun_again for each in calls) for calls in self._between
             )
         self._sink = sink
@@ -582,18 +583,14 @@ class Survey:
             return ()
         between = self.meter.between_s
         first_s = between(self._began, self._backward_ends[0])
-        shown = {
-            number: between(self._began, call.began_again) >= first_s
-            for number, call in enumerate(calls)
-            if call.began_again is not None
-        }
-
+        shown = [number for number, call in enumerate(calls) if call.began_again is not None]
         late = []
         for number, call in enumerate(calls):
-            behind = [each for each in shown if each >= number]
-            before = [each for each in reversed(shown) if each < number]
+            place = bisect.bisect_left(shown, number)
+            behind, before = shown[place : place + 1], shown[max(0, place - 1) : place]
             together = [each for each in (*behind, *before) if calls[each].is_in == call.is_in]
-            if any(shown[each] for each in (together or behind)[:1]):
+            telling = (together or behind)[:1]
+            if any(between(self._began, calls[each].began_again) >= first_s for each in telling):
                 late.append(number)
         return tuple(late)
 
