@@ -112,6 +112,34 @@ class MicroBatches(nn.Module):
         return waiting.pop()
 
 
+class Stages(nn.Module):
+    """Two stages of a pipeline that the loop calls apart: micro-batches have their backwards in the second one alone.
+
+    That of the first stage follows, behind the next micro-batch's forward there.
+    """
+
+    def __init__(self, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], count: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*(Wide(*shape) for shape in shapes)) for shapes in (first, second))
+        self.count = count
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        made = [self.first(x), self.first(x * 2)]
+        given = [each.detach().requires_grad_() for each in made]
+        for number in range(self.count):
+            self.second(given[number]).square().mean().backward()
+            if len(made) < self.count:
+                made.append(self.first(x * (len(made) + 1)))
+                given.append(made[-1].detach().requires_grad_())
+            gradient = given[number].grad
+            if number == self.count - 1:
+                break
+            made[number].backward(gradient)
+            made[number] = given[number] = torch.empty(0)
+        assert gradient is not None
+        return (made[-1] * gradient).sum()
+
+
 SMALL = [(3, 1)]
 
 
@@ -136,6 +164,7 @@ SMALL = [(3, 1)]
         pytest.param(
             lambda: MicroBatches([(2, 2), (9, 4), (1, 1)], ["half", "half", "half", "model"], 4), id="late alone moves"
         ),
+        pytest.param(lambda: Stages([(9, 4)] * 2, [(1, 1)] * 2, 4), id="stages, large and small"),
     ],
 )
 def test_a_step_takes_no_more_than_planned(

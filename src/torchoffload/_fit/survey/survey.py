@@ -317,7 +317,7 @@ class Survey:
         if begins_backward and not self._has_backward_begun:
             self._has_backward_begun = True
             self._note_loss(peak)
-        elif begins_backward and self._is_between:
+        elif self._is_between:  # also a backward of none but later calls, as of a critic that is updated several times
             self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
@@ -546,7 +546,7 @@ class Survey:
             calls=tuple(self._calls(calls, numbers, least)),
             times_s=(between(self._began, calls[0].began) if calls else end_s, loss_s, rest_s),
             loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
-            other_bytes=max(least.other_bytes, self._other_bytes),
+            other_bytes=max(least.other_bytes, self._other_bytes, 0 if late else least.between_bytes),
             fixed=self._fixed(),
             late=late,
             between=self._calls_between(calls) if late else (),
