@@ -208,3 +208,39 @@ def test_a_step_takes_no_more_than_planned(
                     assert driver._followed.plan.calls == plan.calls
                     assert simulation.take_peak_bytes() <= trial.peak_bytes, (rate, part)
             assert moved_bytes > 0
+
+
+def test_more_micro_batches_than_in_the_surveyed_step_take_no_more_than_planned(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch
+):
+    counts = itertools.cycle([2, 3, 4, 3, 5])
+    with device_under_test.scope() as simulation:
+        torch.manual_seed(0)
+        model = MicroBatches([(6, 4), (1, 1), (3, 2)], [], 2)
+        meter = simulated.SimulationMeter(simulation)
+        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
+
+        def step() -> int:
+            model.calls = ["model"] * next(counts)
+            simulation.take_peak_bytes()
+            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
+            model.zero_grad()
+            return simulation.take_peak_bytes()
+
+        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
+            for _ in range(MOST_STEPS):
+                step()
+                if handle.phase == "settled":
+                    break
+            assert handle.phase == "settled"
+            driver = handle._driver
+            assert len(list(itertools.chain(driver.step.calls, *driver.step.between))) < 5 * 3
+            for part in PARTS[1:]:
+                least_bytes = least_plan(driver.step).peak_bytes
+                plan = plan_step(driver.step, least_bytes + int(part * least_bytes))
+                assert plan is not None
+                trial = Trial(driver.step, plan)
+                driver._follow_settled(trial, trial.peak_bytes)
+                step()
+                assert max(step() for _ in range(5)) <= trial.peak_bytes
+                assert driver._followed.plan.calls == plan.calls

@@ -76,7 +76,12 @@ class Offloading:
         self._on_thread = threading.local()
 
     def change(
-        self, manager: OffloadActivations, moving: Iterable[int], turns: Mapping[int, Sequence[Turn]] | None = None
+        self,
+        manager: OffloadActivations,
+        moving: Iterable[int],
+        turns: Mapping[int, Sequence[Turn]] | None = None,
+        *,
+        repeats: bool = True,
     ) -> None:
         """Move under another context from the next call of the model on, and in some of the modules only.
 
@@ -88,6 +93,8 @@ class Offloading:
             The numbers of the chosen modules whose saved tensors move, from 1.
         turns : mapping of int to sequence of Turn, optional
             By the same numbers, the calls of each module in a step, for modules whose calls differ.
+        repeats : bool
+            Whether further calls begin with the first one's turn again. Else they take the last one's.
         """
         self.manager = manager
         self.context = manager._context
@@ -96,6 +103,7 @@ class Offloading:
         self.hooks = saved_tensors_hooks(self.context.pack, core.unpack)
         self.moving = frozenset(moving)
         self._turns = turns or {}
+        self._repeats = repeats
         self.reset_turns()
 
     def reset_turns(self, called: Mapping[int, int] | None = None) -> None:
@@ -111,7 +119,8 @@ class Offloading:
         turns = self._turns.get(number)
         if turns is None:
             return number in self.moving
-        turn = turns[self._calls[number] % len(turns)]
+        called, last = self._calls[number], len(turns) - 1
+        turn = turns[called % len(turns) if self._repeats else min(called, last)]
         self._calls[number] += 1
         core.change_module_windows(self.context, number, turn.windows)
         return turn.moves

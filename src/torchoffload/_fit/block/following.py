@@ -99,6 +99,8 @@ class Following:
         moving: Mapping[nn.Module, Sequence[bool]],
         window_bytes: int,
         windows: Mapping[nn.Module, Sequence[BlockWindows]] | None = None,
+        *,
+        repeats: bool = True,
     ) -> None:
         """Change the plans of the blocks from the next call of the model on.
 
@@ -112,6 +114,8 @@ class Following:
             The size of either window, if blocks have none of their own.
         windows : mapping of nn.Module to sequence of BlockWindows, optional
             The windows of each call of each block.
+        repeats : bool
+            Whether calls behind the last one begin with the first one's again. Else they have those of the last one.
         """
         if self._handle is not None:
             # Blocks with windows of their own follow a plan, which has no room for tensors that would stay because of
@@ -132,7 +136,7 @@ class Following:
                         turns[numbers[module]] = each
                 core.set_module_windows(manager._context, first)
             self._handle._offloading.change(
-                manager, [numbers[module] for module, moves in moving.items() if any(moves)], turns
+                manager, [numbers[module] for module, moves in moving.items() if any(moves)], turns, repeats=repeats
             )
         for module in set(self.names) - set(blocks):
             unplan_block(module)

@@ -33,7 +33,16 @@ from torchoffload._fit.model.seen import Seen
 from torchoffload._fit.model.sizes import BlockCalls, is_watched
 from torchoffload._fit.model.snapshot import Snapshot
 from torchoffload._fit.model.surveyed_step import SurveyedStep
-from torchoffload._fit.model.turns import FoundTurns, Turns, least_turns, numbers_of_calls, turns_of, weakly, windows_of
+from torchoffload._fit.model.turns import (
+    FoundTurns,
+    Turns,
+    has_rest,
+    least_turns,
+    numbers_of_calls,
+    turns_of,
+    weakly,
+    windows_of,
+)
 from torchoffload._fit.model.unseen import Unseen, shown, unseen_blocks
 from torchoffload._fit.plan.budget import Budget
 from torchoffload._fit.plan.climb import (
@@ -740,7 +749,8 @@ class FittedModel(abc.ABC):
         self._reset_counters = [*(turns.reset for turns in watches.values()), self._following.reset_turns]
         if self.agreement is not None:
             self.agreement.check_same(repr(trial.does))
-        self._following.follow(watches, moving, trial.plan.window_bytes, windows_of(trial, called.modules))
+        windows = windows_of(trial, called.modules)
+        self._following.follow(watches, moving, trial.plan.window_bytes, windows, repeats=not has_rest(trial))
         if self.clock.block_count:  # the plan changes within a step, and is for the calls that are to come
             blocks = called.modules
             in_order = [blocks[number] for number in numbers_of_calls(trial.step)]

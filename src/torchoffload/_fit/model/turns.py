@@ -15,7 +15,7 @@ from torchoffload._fit.block.replay import Watch
 from torchoffload._fit.plan.step import CallPlan, Step
 from torchoffload._fit.plan.trials import Trial
 
-__all__ = ["FoundTurns", "Turns", "least_turns", "numbers_of_calls", "turns_of", "weakly", "windows_of"]
+__all__ = ["FoundTurns", "Turns", "has_rest", "least_turns", "numbers_of_calls", "turns_of", "weakly", "windows_of"]
 
 
 class _Followed(Watch):
@@ -45,10 +45,14 @@ class _Followed(Watch):
 
 
 class Turns:
-    """The plan of each call of one block, in the order of the calls of one step."""
+    """The plan of each call of one block, in the order of the calls of one step.
 
-    def __init__(self, followed: list[_Followed]) -> None:
+    ``repeats``: whether calls behind the last one begin with the first plan again. Else they follow the last one.
+    """
+
+    def __init__(self, followed: list[_Followed], *, repeats: bool = True) -> None:
         self._followed = followed
+        self._repeats = repeats
         self._next = 0
 
     def reset(self, called: int = 0) -> None:
@@ -56,7 +60,8 @@ class Turns:
         self._next = called
 
     def __call__(self, _module: nn.Module, _inputs: Any) -> Watch:
-        turn = self._followed[self._next % len(self._followed)]
+        count = len(self._followed)
+        turn = self._followed[self._next % count if self._repeats else min(self._next, count - 1)]
         self._next += 1
         return turn
 
@@ -115,6 +120,14 @@ def _least(step: Step, number: int) -> CallPlan:
     return CallPlan(0, moved, step.may_move and (bool(moved) or way.input_bytes > 0))
 
 
+def has_rest(trial: Trial) -> bool:
+    """Return whether blocks have one more plan, for calls that no surveyed step had: to keep as little as they can.
+
+    Such calls wait for their backward beside others that the plan does not count, as in a step of more micro-batches.
+    """
+    return bool(trial.step.late) and not trial.is_plain
+
+
 def turns_of(
     trial: Trial, modules: Iterable[nn.Module | None], tell: Callable[[], None], refuse: Callable[[int, str], None]
 ) -> tuple[dict[nn.Module, Turns], dict[nn.Module, list[bool]]]:
@@ -134,7 +147,9 @@ def turns_of(
     followed: defaultdict[nn.Module, list[_Followed]] = defaultdict(list)
     moving: defaultdict[nn.Module, list[bool]] = defaultdict(list)
     blocks = list(modules)
-    for number, planned in _calls_of(trial):
+    first = {block: number for number, block in reversed(list(enumerate(blocks)))} if has_rest(trial) else {}
+    rest = [(number, _least(trial.step, number)) for number in first.values()]
+    for number, planned in [*_calls_of(trial), *rest]:
         call, block = trial.step.calls[number], blocks[number]
         if block is None:
             continue
@@ -142,7 +157,11 @@ def turns_of(
         plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
         followed[block].append(_Followed(plan, tell, partial(refuse, call.kind)))
         moving[block].append(planned.moves)
-    turns = {module: Turns(each) for module, each in followed.items() if any(one.plan is not None for one in each)}
+    turns = {
+        module: Turns(each, repeats=not has_rest(trial))
+        for module, each in followed.items()
+        if any(one.plan is not None for one in each)
+    }
     return turns, dict(moving)
 
 
@@ -165,6 +184,9 @@ def windows_of(trial: Trial, modules: Iterable[nn.Module | None]) -> dict[nn.Mod
     for (number, _), each in zip(_calls_of(trial), of_calls, strict=True):
         if (block := blocks[number]) is not None:
             windows[block].append(each)
+    if has_rest(trial):
+        for of_block in windows.values():
+            of_block.append(BlockWindows(0, 0, 0))
     return dict(windows)
 
 
