@@ -112,6 +112,22 @@ class MicroBatches(nn.Module):
         return waiting.pop()
 
 
+class Retains(nn.Module):
+    """Several backwards through the same blocks: ``heads``, whether heads are blocks, too, and how many there are."""
+
+    def __init__(self, heads: Sequence[type[nn.Module]]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Wide(3, 2) for _ in range(4)))
+        self.heads = nn.ModuleList(Wide(3, 2) if head is Wide else head() for head in heads)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        *others, last = [head(y).square().mean() for head in self.heads]
+        for loss in others:
+            loss.backward(retain_graph=True)
+        return last
+
+
 class Stages(nn.Module):
     """Two stages of a pipeline that the loop calls apart: micro-batches have their backwards in the second one alone.
 
@@ -164,6 +180,8 @@ SMALL = [(3, 1)]
         pytest.param(
             lambda: MicroBatches([(2, 2), (9, 4), (1, 1)], ["half", "half", "half", "model"], 4), id="late alone moves"
         ),
+        pytest.param(lambda: Retains([nn.Identity, nn.Identity]), id="two losses of one output"),
+        pytest.param(lambda: Retains([Wide, Wide, Wide]), id="three heads, one after the other"),
         pytest.param(lambda: Stages([(9, 4)] * 2, [(1, 1)] * 2, 4), id="stages, large and small"),
     ],
 )

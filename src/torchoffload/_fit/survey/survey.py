@@ -64,6 +64,7 @@ class SurveyedCall(Watch):
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
+        self.is_retained = False  # several backwards run through it
         self.computed_again: Any = None
         self.backward_s: float | None = None
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
@@ -114,6 +115,7 @@ class SurveyedCall(Watch):
         if before is not None:
             before.backward_host_s = now - before._host_s
         self._survey.last_again = self
+        self.is_retained = self.began_again is not None
         self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
         if self.times_operators and self.plan is not None:
             # So that operators follow each other on the device as they do while the host is far ahead.
@@ -541,11 +543,15 @@ class Survey:
             rest_s = 0.0
         least = self._leasts.get(self._opener) or self._least_memory()
         late = self._late(calls)
+        of_calls = tuple(self._calls(calls, numbers, least))
+        loss_bytes = least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes()
+        if any(call.is_retained for call in calls):  # all that calls keep is there in each backward, as at the loss
+            loss_bytes = max(loss_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
         measured = Measured(
             kinds=tuple(kinds),
-            calls=tuple(self._calls(calls, numbers, least)),
+            calls=of_calls,
             times_s=(between(self._began, calls[0].began) if calls else end_s, loss_s, rest_s),
-            loss_bytes=least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes(),
+            loss_bytes=loss_bytes,
             other_bytes=max(least.other_bytes, self._other_bytes, 0 if late else least.between_bytes),
             fixed=self._fixed(),
             late=late,
@@ -577,8 +583,11 @@ class Survey:
         """Return the numbers of the calls whose backward begins behind the step's first backward.
 
         If nothing shows when the backward of a call begins, another call tells of it: the next one of which something
-        shows, or the one before if only that belongs to the same call by the loop.
+        shows, or the one before if only that belongs to the same call by the loop. If a graph is retained, all calls
+        are late: what they keep is there until the last backward.
         """
+        if any(call.is_retained for call in calls):
+            return tuple(range(len(calls)))
         if len(self._backward_ends) < 2:
             return ()
         between = self.meter.between_s
