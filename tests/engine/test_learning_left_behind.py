@@ -96,6 +96,27 @@ def test_a_pipelines_step_is_one_step(schedule):
     assert steps.order.left_behind_count() == 0
 
 
+def test_a_step_goes_on_as_the_latest_known_one_that_it_has_gone_as_so_far():
+    steps = Steps()
+    critic, generator = "F0 F1 B1 B0", "F0 F1 F2 B2 B1 B0"
+    steps.run(critic)
+    assert steps.run(critic) == [True, True]
+    assert steps.run(generator) == [False, False, False]
+    assert steps.run(critic) == [False, True], "the latest known step has a forward where this one's backward began"
+    assert steps.run(critic) == [True, True]
+    assert steps.run(generator) == [False, True, True]
+    assert steps.run("F0 F1 B0 B1") == [False, False]
+
+
+def test_the_eight_latest_steps_are_known():
+    steps = Steps()
+    orders = [" ".join([f"F{n}" for n in range(length)] + [f"B{n}" for n in range(length)]) for length in range(1, 11)]
+    for order in orders:
+        steps.run(order)
+    assert steps.run(orders[1])[1:] == [False], "two others came behind it than are known"
+    assert all(steps.run(orders[3])[1:])
+
+
 def forward(run: Run, layers: int) -> Any:
     x = run.leaf(64, 64)
     with run.offload(**CHOSEN):

@@ -101,6 +101,27 @@ def test_an_order_that_changes_is_left_at_once_and_learned_anew(device_under_tes
 
 
 @SIMULATED
+def test_steps_that_take_turns_are_all_known(device_under_test):
+    critic, generator = "F0 F1 B1 B0", "F0 F1 F2 B2 B1 B0"
+    *_, first, second, third = found_under_way(device_under_test, [critic, critic, generator] * 3)
+    assert first == second == [0, AFTER_BACKWARD]
+    # The second tape has kept its end, since the latest known step has its backward there: none of it has to come.
+    assert third == [0, 0, AFTER_BACKWARD]
+    assert torchoffload.stats().passed_by == 0
+
+
+@SIMULATED
+def test_nothing_comes_ahead_of_a_backward_if_a_known_step_has_a_forward_there(device_under_test):
+    two, three = "F0 F1 B0 B1", "F0 F1 F2 B1 B0 B2"
+    *_, shorter, longer = found_under_way(device_under_test, [two, three] * 2)
+    assert shorter == [0, 0], "the first one's end comes only if that backward is certain; the other's is still here"
+    assert longer == [AFTER_FORWARD, AFTER_BACKWARD, 0]
+    assert torchoffload.stats().passed_by == AFTER_FORWARD, (
+        "in the first longer step, as only the shorter one was known"
+    )
+
+
+@SIMULATED
 def test_a_step_without_a_backward_in_between_changes_nothing(device_under_test):
     schedule = "F0 F1 F2 B0 B1 B2"
     found = found_under_way(device_under_test, [schedule, "F0 F1", schedule])

@@ -73,29 +73,37 @@ class PlanFuzz {
     return step;
   }
 
+  // A loop comes back to earlier steps, as one that trains networks in turns.
   void run_orders() {
     TapeOrder order;
-    Step last;
-    Step step = some_step();
-    for (uint32_t round = 0; round < 12; ++round) {
-      if (below(3) == 0) step = some_step();
-      run_order(order, step, last, round);
-      if (std::ranges::any_of(step, &Event::is_backward)) last = step;
+    std::vector<Step> known;  // the latest first
+    std::vector<Step> steps{some_step()};
+    for (uint32_t round = 0; round < 24; ++round) {
+      if (below(3) == 0) steps.push_back(some_step());
+      const Step& step = steps[below(3) == 0 ? below(steps.size()) : steps.size() - 1];
+      run_order(order, step, known, round);
+      if (std::ranges::none_of(step, &Event::is_backward)) continue;
+      std::erase(known, step);
+      known.insert(known.begin(), step);
+      if (known.size() > TapeOrder::kKnownLimit) known.pop_back();
     }
   }
 
   static TapeId id_of(uint32_t tape, uint32_t round) { return {tape, round}; }
 
-  void run_order(TapeOrder& order, const Step& step, const Step& last, uint32_t round) {
-    bool goes_as_last = true;
+  void run_order(TapeOrder& order, const Step& step, const std::vector<Step>& known, uint32_t round) {
+    std::vector<Step> alike = known;
+    bool was_expected = true;  // since the latest backward
     uint64_t first = 0;
     uint32_t opened = 0;
     for (size_t place = 0; place < step.size(); ++place) {
       const Event& event = step[place];
-      const bool was_expected = goes_as_last && place < last.size() && last[place] == event;
-      if (place > 0) check_coming(order, last, place, goes_as_last, opened, round);
+      const auto is_next = [&](const Step& of) { return place < of.size() && of[place] == event; };
+      if (place > 0) check_coming(order, alike, place, opened, round);
+      was_expected = was_expected && !alike.empty() && is_next(alike.front());
+      std::erase_if(alike, [&](const Step& of) { return !is_next(of); });
       if (event.is_backward) {
-        expect(order.backward_began(first + event.tape) == was_expected,
+        expect(order.backward_began(first + event.tape) == std::exchange(was_expected, true),
                "a backward was expected, or not, against the model");
         expect(order.is_latest(first + event.tape), "the latest backward is another's");
       } else {
@@ -103,7 +111,6 @@ class PlanFuzz {
         if (opened++ == 0) first = number;
         expect(number == first + event.tape, "a tape has another's number");
       }
-      goes_as_last = was_expected;
     }
     for (uint32_t tape = 0; tape < opened; ++tape) order.gone(first + tape);
   }
@@ -127,18 +134,20 @@ class PlanFuzz {
     expect(order.left_behind_count() == kept_count, "tapes that are kept were not left behind");
   }
 
-  static void check_coming(const TapeOrder& order, const Step& last, size_t place, bool goes_as_last, uint32_t opened,
+  static void check_coming(const TapeOrder& order, const std::vector<Step>& alike, size_t place, uint32_t opened,
                            uint32_t round) {
     Step backwards;
-    if (goes_as_last && place <= last.size())
-      std::copy_if(last.begin() + static_cast<ptrdiff_t>(place), last.end(), std::back_inserter(backwards),
-                   [](const Event& event) { return event.is_backward; });
+    if (!alike.empty() && place <= alike.front().size())
+      std::copy_if(alike.front().begin() + static_cast<ptrdiff_t>(place), alike.front().end(),
+                   std::back_inserter(backwards), [](const Event& event) { return event.is_backward; });
     for (size_t places = 0; places < backwards.size() + 2; ++places) {
       const bool is_known = places < backwards.size() && backwards[places].tape < opened;
       const auto expected = is_known ? std::optional(id_of(backwards[places].tape, round)) : std::nullopt;
       expect(order.coming(places) == expected, "another tape is expected than in the model");
     }
-    const bool is_backward_next = goes_as_last && place < last.size() && last[place].is_backward;
+    const bool is_backward_next = !alike.empty() && std::ranges::all_of(alike, [&](const Step& of) {
+      return place < of.size() && of[place].is_backward;
+    });
     expect(order.is_backward_next() == is_backward_next, "a backward is next, or not, against the model");
   }
 
