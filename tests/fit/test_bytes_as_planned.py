@@ -14,6 +14,7 @@ from devices import Device
 from fitted_models import Adversaries, Wide
 from planned_blocks import WIDTH
 from torchoffload._fit.machine.link import LinkRates
+from torchoffload._fit.model.turns import windows_of
 from torchoffload._fit.plan.step import least_plan, plan_step, plan_steps
 from torchoffload._fit.plan.trials import Trial
 
@@ -213,7 +214,9 @@ def test_a_step_takes_no_more_than_planned(
             assert most is not None
             most_bytes = most.peak_bytes
             moved_bytes = 0
-            for rate, part in itertools.product(RATES, PARTS):
+            # At the highest rate a plan moves whatever may move.
+            all_rates = (*RATES, 3e10) if isinstance(model, Retains) else RATES
+            for rate, part in itertools.product(all_rates, PARTS):
                 planned_for = dataclasses.replace(surveyed, out_bytes_per_s=rate, in_bytes_per_s=rate)
                 memory_bytes = int(least_bytes + part * (most_bytes - least_bytes))
                 for plan in plan_steps([planned_for.of_blocks], memory_bytes):
@@ -262,3 +265,33 @@ def test_more_micro_batches_than_in_the_surveyed_step_take_no_more_than_planned(
                 step()
                 assert max(step() for _ in range(5)) <= trial.peak_bytes
                 assert driver._followed.plan.calls == plan.calls
+
+
+def test_a_plan_for_a_retained_graph_reloads_ahead_as_far_as_there_is_room(
+    device_under_test: Device, monkeypatch: pytest.MonkeyPatch
+):
+    with device_under_test.scope() as simulation:
+        torch.manual_seed(0)
+        model = Retains([nn.Identity, nn.Identity])
+        meter = simulated.SimulationMeter(simulation)
+        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
+        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
+            for _ in range(MOST_STEPS):
+                model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
+                model.zero_grad()
+                if handle.phase == "settled":
+                    break
+            assert handle.phase == "settled"
+            surveyed = dataclasses.replace(handle._driver.step, out_bytes_per_s=3e10, in_bytes_per_s=3e10)
+            least_bytes = least_plan(surveyed).peak_bytes
+            most = plan_step(dataclasses.replace(surveyed, may_move=False), 1 << 60)
+            assert most is not None
+            plan = plan_step(surveyed, least_bytes + int(0.9 * (most.peak_bytes - least_bytes)))
+            assert plan is not None
+            planned_bytes = [call.reload_bytes for call in plan.calls]
+            assert max(planned_bytes) > 0
+            room = surveyed.room_ahead(plan)
+            windows = windows_of(Trial(surveyed, plan), handle._driver.called.modules)
+            given_bytes = [each.reload_bytes for calls in windows.values() for each in calls[:-1]]
+            assert sorted(given_bytes) == sorted(min(room, nbytes) for nbytes in planned_bytes)
+            assert max(given_bytes) > 0

@@ -227,13 +227,17 @@ def _rooms_of_late(trial: Trial, loss_window_bytes: int) -> Iterator[int]:
     """Yield how many bytes are left for the reload windows of late calls where their records come ahead early.
 
     As a forward ends, the records come ahead that the next backward asks for. They are those of a late call if the
-    calls of the first backward move nothing, and between the backwards if calls there still wait for theirs.
+    calls of the first backward move nothing, and between the backwards if calls there still wait for theirs. If a graph
+    is retained, all calls are late, and in each backward there is as much room as at the loss, but no copy of forward.
     """
     step, plan = trial.step, trial.plan
     if step.between_waits:
         room = step.room_between(plan)
         yield room if room >= 0 else step.room_beside_late(plan)  # as in _calls_of
-    if not any(planned.moves for number, planned in enumerate(plan.calls) if number not in step.late):
+    first = [planned.moves for number, planned in enumerate(plan.calls) if number not in step.late]
+    if not first:  # a graph is retained
+        yield step.room_ahead(plan)
+    elif not any(first):
         yield step.room_ahead(plan) - loss_window_bytes
 
 
