@@ -295,3 +295,62 @@ def test_a_plan_for_a_retained_graph_reloads_ahead_as_far_as_there_is_room(
             given_bytes = [each.reload_bytes for calls in windows.values() for each in calls[:-1]]
             assert sorted(given_bytes) == sorted(min(room, nbytes) for nbytes in planned_bytes)
             assert max(given_bytes) > 0
+
+
+class TakesTurns(nn.Module):
+    """Every second step has more backwards than others: through a graph that is retained, or through later calls."""
+
+    def __init__(self, *, retains: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Wide(3, 2) for _ in range(4)))
+        self.retains, self.steps = retains, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        first = self(x)
+        if self.retains and self.steps % 2:
+            first.backward(retain_graph=True)
+        for number in range(0 if self.retains else 1 + self.steps % 2):
+            self(x * (number + 2)).backward()
+        return first
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_steps_that_take_turns_take_no_more_than_planned_for_those_with_more_backwards(
+    retains: bool, device_under_test: Device, monkeypatch: pytest.MonkeyPatch
+):
+    with device_under_test.scope() as simulation:
+        torch.manual_seed(0)
+        model = TakesTurns(retains=retains)
+        meter = simulated.SimulationMeter(simulation)
+        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
+
+        def step() -> int:
+            simulation.take_peak_bytes()
+            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
+            model.zero_grad()
+            return simulation.take_peak_bytes()
+
+        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
+            for _ in range(MOST_STEPS):
+                step()
+                if handle.phase == "settled":
+                    break
+            assert handle.phase == "settled"
+            driver = handle._driver
+            surveyed = driver.step
+            assert surveyed.late
+            assert surveyed.between_bytes > 0
+            least_bytes = least_plan(surveyed).peak_bytes
+            for rate, part in itertools.product(RATES, PARTS):
+                planned_for = dataclasses.replace(surveyed, out_bytes_per_s=rate, in_bytes_per_s=rate)
+                plan = plan_step(planned_for, least_bytes + int(part * least_bytes))
+                assert plan is not None
+                trial = Trial(planned_for, plan)
+                driver._follow_settled(trial, trial.peak_bytes)
+                step()
+                assert max(step() for _ in range(4)) <= trial.peak_bytes, (rate, part)
+                assert driver._followed.plan.calls == plan.calls

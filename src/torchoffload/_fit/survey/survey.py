@@ -252,6 +252,7 @@ class Survey:
         self._opener: Any = None  # of the latest step
         self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
         self._leasts: dict[Any, _LeastMemory] = {}
+        self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # what only some of such steps have, as _shows tells
         self._input_bytes: dict[Any, int] = {}  # the most of a call of the latest such step
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -471,6 +472,12 @@ class Survey:
             self._recording_steps += 1
             self._leasts.pop(self._opener, None)
             return False
+        shown = self._shows
+        new = shown - self._shown[self._opener]
+        self._shown[self._opener] |= new
+        if new and self._leasts.pop(self._opener, None) is not None:  # its bytes are those of a step without it
+            return False
+        is_largest = is_largest and shown == self._shown[self._opener]
         if not is_largest and self._smaller_steps[self._opener] < _MOST_SMALLER_STEPS:
             self._smaller_steps[self._opener] += 1
             return False
@@ -481,6 +488,12 @@ class Survey:
             return False
         self.is_known = True
         return True
+
+    @property
+    def _shows(self) -> set[str]:
+        """What the step had besides one backward of its calls: networks may be trained in turns, one by the other."""
+        later = {"later calls"} if any(self._between) else set()
+        return later | ({"a retained graph"} if any(call.is_retained for call in self.calls) else set())
 
     def _least_memory(self) -> _LeastMemory:
         return _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes, self._between_bytes)
