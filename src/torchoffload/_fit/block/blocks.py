@@ -187,15 +187,16 @@ def _leave(module: nn.Module, _args: Any, output: Any) -> None:
         return
     block = _blocks.get(module)
     if block is not None:
-        _outcome.has_returned = has_returned(output, sys._getframe(1))
+        _outcome.has_returned, _outcome.output = has_returned(output, sys._getframe(1)), output
         try:
             hook_stack.leave(block)
         finally:
-            _outcome.has_returned = False
+            _outcome.has_returned, _outcome.output = False, None
 
 
 class _Outcome(threading.local):
     has_returned = False
+    output: Any = None
 
 
 _outcome = _Outcome()
@@ -203,7 +204,7 @@ _outcome = _Outcome()
 
 def _end_plain(watch: Watch) -> None:
     if _outcome.has_returned:
-        watch.ended()
+        watch.ended(_outcome.output)
 
 
 def _end_whole(steps: Generator[None, None, None], watch: Watch) -> None:
@@ -224,7 +225,7 @@ def _end_recorded(call: Any, mode: OperatorMode, watch: Watch, recording: Record
     if call.left_at is not None:
         watch.left_plan()
     if _outcome.has_returned:
-        watch.ended()
+        watch.ended(_outcome.output)
 
 
 class _Observer:

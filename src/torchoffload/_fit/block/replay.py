@@ -35,8 +35,8 @@ class Watch:
         """Tell that forward has returned, with its record. Returns whether the call may be computed again."""
         return False
 
-    def ended(self) -> None:
-        """Tell that forward has returned."""
+    def ended(self, output: Any) -> None:
+        """Tell that forward has returned, and what."""
 
     def left_plan(self) -> None:
         """Tell that forward called another operator than planned."""

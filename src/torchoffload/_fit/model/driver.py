@@ -71,8 +71,6 @@ class Driver(FittedModel):
         """Take notice of the call of another part of the model, which belongs to the call of the part before."""
         size = argument_bytes(inputs) if self.clock.is_first_called else 0
         self.clock.call_goes_on(size)
-        if isinstance(self.state, Surveying):
-            self.state.survey.call_begins()
         if self.agreement is not None:
             return
         with self._changing:

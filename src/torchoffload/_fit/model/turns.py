@@ -217,6 +217,8 @@ def _windows_before_backward(trial: Trial) -> list[BlockWindows]:
             reload_bytes.append(planned.reload_bytes)
     is_in_order = step.backward_order == list(range(len(step.calls)))
     loss_bytes = plan.loss_window_bytes if is_in_order else min(plan.loss_window_bytes, before_bytes)
+    if step.is_retained:  # the sources of copies at the loss are held in its backwards, beside what is reloaded there
+        loss_bytes = min(loss_bytes, max(0, step.room_ahead(plan)) // 2)
     rooms = [max(0, room) for room in _rooms_of_late(trial, loss_bytes)]
     for number in step.late:
         reload_bytes[number] = min([reload_bytes[number], *rooms])
@@ -228,16 +230,13 @@ def _rooms_of_late(trial: Trial, loss_window_bytes: int) -> Iterator[int]:
 
     As a forward ends, the records come ahead that the next backward asks for. They are those of a late call if the
     calls of the first backward move nothing, and between the backwards if calls there still wait for theirs. If a graph
-    is retained, all calls are late, and in each backward there is as much room as at the loss, but no copy of forward.
+    is retained, each backward has as much room as the loss.
     """
     step, plan = trial.step, trial.plan
     if step.between_waits:
         room = step.room_between(plan)
         yield room if room >= 0 else step.room_beside_late(plan)  # as in _calls_of
-    first = [planned.moves for number, planned in enumerate(plan.calls) if number not in step.late]
-    if not first:  # a graph is retained
-        yield step.room_ahead(plan)
-    elif not any(first):
+    if not any(planned.moves for number, planned in enumerate(plan.calls) if number not in step.late):
         yield step.room_ahead(plan) - loss_window_bytes
 
 

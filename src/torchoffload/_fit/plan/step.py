@@ -244,6 +244,11 @@ class Step:
         return min(room, plan.peak_bytes - self.loss_bytes - before_bytes)
 
     @property
+    def is_retained(self) -> bool:
+        """Whether several backwards run through one graph: all calls are late then."""
+        return len(self.late) == len(self.calls) > 0
+
+    @property
     def backward_order(self) -> list[int]:
         """The numbers of the calls, in the reversed order of their backwards."""
         return backward_order(self.late, len(self.calls))

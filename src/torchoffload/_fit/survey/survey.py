@@ -1,6 +1,5 @@
 """The survey: steps in the least memory, in which blocks are recorded and times and memory are measured."""
 
-import bisect
 import itertools
 import statistics
 import time
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from torchoffload._devices import Meter
 from torchoffload._fit.block.graph import BlockPlan
@@ -33,15 +33,53 @@ _weak: Any = StorageWeakRef  # the class has no annotations
 TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
 
 
-class SurveyedCall(Watch):
-    """One call of a block in a surveyed step.
+class _Call(Watch):
+    """One call of a block in a step that is surveyed, and when a backward comes to it.
+
+    Attributes
+    ----------
+    place : int or None
+        How many backwards of the step had ended as the first one came to the call; None while none has.
+    is_retained : bool
+        Whether another one has come to it since: its graph is retained.
+    """
+
+    def __init__(self, survey: "Survey", module: nn.Module, plan: BlockPlan | None) -> None:
+        super().__init__(plan)
+        self._survey = survey
+        self._module = weakref.ref(module)
+        self.place: int | None = None
+        self.is_retained = False
+        self._graph_task = -1
+
+    def ended(self, output: Any) -> None:
+        """Note the end of forward."""
+        for tensor in tree_leaves(output):
+            # A leaf, such as a parameter, would collect a hook in each call.
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._gradient_comes)  # type: ignore[no-untyped-call]
+
+    def _gradient_comes(self, _gradient: torch.Tensor) -> None:
+        if self._survey.backward_is_seen():
+            self.backward_comes()
+
+    def backward_comes(self) -> None:
+        """Take notice of a backward of the step that comes to the call."""
+        task = torch._C._current_graph_task_id()
+        if self.place is None:
+            self.place = self._survey.backward_count
+        elif task != self._graph_task:
+            self.is_retained = True
+        self._graph_task = task
+
+
+class SurveyedCall(_Call):
+    """One call of a block before the first backward of a surveyed step.
 
     Attributes
     ----------
     key : tuple
         The value by which its kind is known.
-    is_in : int
-        The number of surveyed calls before the call by the loop that it belongs to.
     input_bytes : int
         The bytes of its arguments that no earlier call of the step was given, too.
     forward_bytes, backward_bytes : int
@@ -55,21 +93,17 @@ class SurveyedCall(Watch):
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, key: tuple[Any, ...], inputs: Any) -> None:
-        super().__init__(survey.least_plan(key))
+        super().__init__(survey, module, survey.least_plan(key))
         self.records = survey.may_record(key)
-        self._module = weakref.ref(module)
         self.key = key
-        self.is_in = survey.earlier_calls
         self.input_bytes = survey.note_inputs(inputs, are_copied=survey.copies_inputs(key))
         self.forward_bytes = self.backward_bytes = 0
         self.returned: Any = None
         self.began_again: Any = None
-        self.is_retained = False  # several backwards run through it
         self.computed_again: Any = None
         self.backward_s: float | None = None
         self.forward_host_s = self.again_host_s = self.backward_host_s = 0.0
         self.moments: dict[int, tuple[Any, Any]] = {}
-        self._survey = survey
         self._is_in_forward = False  # while it is computed again
         self.times_operators = survey.is_timing and not self.records and survey.count_of_kind(key) < TIMED_CALLS
         self.began = survey.mark(self._note_forward)
@@ -95,8 +129,9 @@ class SurveyedCall(Watch):
         self._survey.add_kind(self.key, SurveyedKind(record, self._survey.may_recompute, self._survey.may_agree))
         return self._survey.least_plan(self.key) is not None
 
-    def ended(self) -> None:
+    def ended(self, output: Any) -> None:
         """Note the end of forward."""
+        super().ended(output)
         self.forward_host_s = time.perf_counter() - self._host_s
         # The peak from here on belongs to this call if another one follows; else it belongs to the loss.
         self.returned = self._survey.mark(self._note_forward)
@@ -115,12 +150,17 @@ class SurveyedCall(Watch):
         if before is not None:
             before.backward_host_s = now - before._host_s
         self._survey.last_again = self
-        self.is_retained = self.began_again is not None
+        self.backward_comes()
         self.began_again = self._survey.mark(self._note_backward, begins_backward=True)
         if self.times_operators and self.plan is not None:
             # So that operators follow each other on the device as they do while the host is far ahead.
             self._survey.meter.keep_host_ahead(len(self.plan.operators))
         self._host_s = time.perf_counter()
+
+    def backward_comes(self) -> None:
+        """Take notice of a backward of the step that comes to the call."""
+        super().backward_comes()
+        self._survey.note_waiting_calls()
 
     def ends_again(self) -> None:
         """Note the end of the recomputation."""
@@ -148,17 +188,18 @@ class SurveyedCall(Watch):
         self._survey.refuse(self.key, message)
 
 
-class _LaterCall(Watch):
+class _LaterCall(_Call):
     """One call of a block behind the first backward of a surveyed step."""
 
-    def __init__(self, module: nn.Module, plan: BlockPlan | None) -> None:
-        super().__init__(plan)
-        self.module = weakref.ref(module)
-        self.has_begun_again = False
+    @property
+    def module(self) -> nn.Module | None:
+        """The block; None if it does not exist any more."""
+        return self._module()
 
     def begins_again(self) -> None:
-        """Note that the call's backward has begun."""
-        self.has_begun_again = True
+        """Note the beginning of the block's backward."""
+        if self._survey.backward_is_seen():
+            self.backward_comes()
 
 
 class _LeastMemory(NamedTuple):
@@ -216,8 +257,6 @@ class Survey:
         Each kind of block that is known, by its key.
     calls : list of SurveyedCall
         The calls of the step, in the order of forward.
-    earlier_calls : int
-        How many of them there were as the loop's latest call of the model or of a part of it began.
     is_known : bool
         Whether the latest step has shown all there is to know of such steps.
     """
@@ -259,7 +298,7 @@ class Survey:
 
     def _clear(self) -> None:
         self.calls = []
-        self.earlier_calls = 0
+        self._earlier_calls = 0  # of blocks, as the latest call of the model began
         self.last_again = None
         self._new_kinds = False
         self._had_no_room: set[tuple[Any, ...]] = set()  # kinds of which this step could not verify a call
@@ -273,6 +312,11 @@ class Survey:
         self._between_bytes = 0
         self._between_waits = False
         self._is_between = False  # a backward has ended, and since then none of a surveyed call has begun
+
+    @property
+    def backward_count(self) -> int:
+        """How many backwards of the step have ended."""
+        return len(self._backward_ends)
 
     @property
     def _ended(self) -> Any:
@@ -293,7 +337,7 @@ class Survey:
             key = (*key, id(module))
         # Calls behind the first backward, as in pipelines, run in the least memory all the same.
         if self._ended is not None or self._has_stopped:
-            later = _LaterCall(module, self.least_plan(key))
+            later = _LaterCall(self, module, self.least_plan(key))
             if self._between:
                 self._between[-1].append(later)
             return later
@@ -307,12 +351,17 @@ class Survey:
         return None if kind is None or not self._may_compute_again(kind) else kind.least
 
     def call_begins(self) -> None:
-        """Take notice of a call of the model or of a part of it."""
-        self.earlier_calls = len(self.calls)
+        """Take notice of a call of the model."""
+        self._earlier_calls = len(self.calls)
 
     def call_raised(self) -> None:
         """Forget the blocks of a call of the model that has raised. Kinds that they have shown stay known."""
-        del self.calls[self.earlier_calls :]
+        del self.calls[self._earlier_calls :]
+
+    def note_waiting_calls(self) -> None:
+        """Note whether later calls wait for their backward, as one comes to a call before the first backward."""
+        if not self._between_waits:
+            self._between_waits = any(each.place is None for calls in self._between for each in calls)
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
@@ -324,11 +373,6 @@ class Survey:
             self._between_bytes = max(self._between_bytes, peak)
         else:
             self._sink(peak)
-        if begins_backward and not self._between_waits:
-            # Calls behind one backward have theirs together, also those of which nothing shows when it begins.
-            self._between_waits = any(
-                calls and not any(each.has_begun_again for each in calls) for calls in self._between
-            )
         self._sink = sink
         self._is_between = False
         return self.meter.now()
@@ -584,7 +628,7 @@ class Survey:
         for later in self._between:
             repeated = []
             for each in later:
-                block = each.module()
+                block = each.module
                 if block is not None and (known := numbers.get(block)):
                     repeated.append(known[counts[block] % len(known)])
                     counts[block] += 1
@@ -595,26 +639,11 @@ class Survey:
     def _late(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
         """Return the numbers of the calls whose backward begins behind the step's first backward.
 
-        If nothing shows when the backward of a call begins, another call tells of it: the next one of which something
-        shows, or the one before if only that belongs to the same call by the loop. If a graph is retained, all calls
-        are late: what they keep is there until the last backward.
+        If a graph is retained, all calls are late: what they keep is there until the last backward.
         """
         if any(call.is_retained for call in calls):
             return tuple(range(len(calls)))
-        if len(self._backward_ends) < 2:
-            return ()
-        between = self.meter.between_s
-        first_s = between(self._began, self._backward_ends[0])
-        shown = [number for number, call in enumerate(calls) if call.began_again is not None]
-        late = []
-        for number, call in enumerate(calls):
-            place = bisect.bisect_left(shown, number)
-            behind, before = shown[place : place + 1], shown[max(0, place - 1) : place]
-            together = [each for each in (*behind, *before) if calls[each].is_in == call.is_in]
-            telling = (together or behind)[:1]
-            if any(between(self._began, calls[each].began_again) >= first_s for each in telling):
-                late.append(number)
-        return tuple(late)
+        return tuple(number for number, call in enumerate(calls) if call.place)
 
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
