@@ -291,7 +291,7 @@ class Survey:
         self._opener: Any = None  # of the latest step
         self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
         self._leasts: dict[Any, _LeastMemory] = {}
-        self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # what only some of such steps have, as _shows tells
+        self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # what _shows told of any such step
         self._input_bytes: dict[Any, int] = {}  # the most of a call of the latest such step
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -535,7 +535,7 @@ class Survey:
 
     @property
     def _shows(self) -> set[str]:
-        """What the step had besides one backward of its calls: networks may be trained in turns, one by the other."""
+        """What the step had of the things that only some steps of a loop may have."""
         later = {"later calls"} if any(self._between) else set()
         return later | ({"a retained graph"} if any(call.is_retained for call in self.calls) else set())
 
