@@ -1,8 +1,9 @@
 """No plan takes more bytes than it is predicted to, however late copies come, and whatever the loop calls."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fitted_models import Adversaries, Wide
 from planned_blocks import WIDTH
 from torchoffload._fit.machine.link import LinkRates
 from torchoffload._fit.model.turns import windows_of
-from torchoffload._fit.plan.step import least_plan, plan_step, plan_steps
+from torchoffload._fit.plan.step import Step, least_plan, plan_step, plan_steps
 from torchoffload._fit.plan.trials import Trial
 
 simulated = pytest.importorskip("simulated", reason="the simulated device is in the test build alone")
@@ -160,6 +161,36 @@ class Stages(nn.Module):
 SMALL = [(3, 1)]
 
 
+@contextlib.contextmanager
+def settled(
+    model: nn.Module, simulation: Any, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]
+) -> Iterator[Any]:
+    """Fit the model on a simulated device, take steps until a plan has settled, and yield the driver."""
+    meter = simulated.SimulationMeter(simulation)
+    monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
+    rates = LinkRates(2e8, 2e8, 1e-5)
+    monkeypatch.setattr("torchoffload._fit.model.fitted_model.measure_link", lambda *_: rates)
+    with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
+        for _ in range(MOST_STEPS):
+            step()
+            if handle.phase == "settled":
+                break
+        assert handle.phase == "settled"
+        yield handle._driver
+
+
+def train(model: Any) -> None:
+    model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
+    model.zero_grad()
+
+
+def most_bytes_of(surveyed: Step) -> int:
+    """The most bytes of a step that keeps all that it saves."""
+    most = plan_step(dataclasses.replace(surveyed, may_move=False), 1 << 60)
+    assert most is not None
+    return most.peak_bytes
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -192,29 +223,11 @@ def test_a_step_takes_no_more_than_planned(
     with device_under_test.scope() as simulation:
         torch.manual_seed(0)
         model = make()
-        meter = simulated.SimulationMeter(simulation)
-        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
-        rates = LinkRates(2e8, 2e8, 1e-5)
-        monkeypatch.setattr("torchoffload._fit.model.fitted_model.measure_link", lambda *_: rates)
-
-        def step() -> None:
-            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
-            model.zero_grad()
-
-        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
-            for _ in range(MOST_STEPS):
-                step()
-                if handle.phase == "settled":
-                    break
-            assert handle.phase == "settled"
-            driver = handle._driver
+        with settled(model, simulation, monkeypatch, lambda: train(model)) as driver:
             surveyed = driver.step
-            least_bytes = least_plan(surveyed).peak_bytes
-            most = plan_step(dataclasses.replace(surveyed, may_move=False), 1 << 60)
-            assert most is not None
-            most_bytes = most.peak_bytes
+            least_bytes, most_bytes = least_plan(surveyed).peak_bytes, most_bytes_of(surveyed)
             moved_bytes = 0
-            # At the highest rate a plan moves whatever may move.
+            # At the highest rate a plan moves all that may move.
             all_rates = (*RATES, 3e10) if isinstance(model, Retains) else RATES
             for rate, part in itertools.product(all_rates, PARTS):
                 planned_for = dataclasses.replace(surveyed, out_bytes_per_s=rate, in_bytes_per_s=rate)
@@ -223,12 +236,24 @@ def test_a_step_takes_no_more_than_planned(
                     trial = Trial(planned_for, plan)
                     driver._follow_settled(trial, trial.peak_bytes)
                     moved_bytes += plan.moved_bytes
-                    step()  # the order of the tapes is learned
+                    train(model)  # the order of the tapes is learned
                     simulation.take_peak_bytes()
-                    step()
+                    train(model)
                     assert driver._followed.plan.calls == plan.calls
                     assert simulation.take_peak_bytes() <= trial.peak_bytes, (rate, part)
             assert moved_bytes > 0
+
+
+def assert_bytes_as_planned(driver: Any, surveyed: Step, part: float, step: Callable[[], int], steps: int) -> None:
+    """Assert that none of so many steps takes more than a plan in so much more than the least memory says."""
+    least_bytes = least_plan(surveyed).peak_bytes
+    plan = plan_step(surveyed, least_bytes + int(part * least_bytes))
+    assert plan is not None
+    trial = Trial(surveyed, plan)
+    driver._follow_settled(trial, trial.peak_bytes)
+    step()  # the order of the tapes is learned
+    assert max(step() for _ in range(steps)) <= trial.peak_bytes
+    assert driver._followed.plan.calls == plan.calls
 
 
 def test_more_micro_batches_than_in_the_surveyed_step_take_no_more_than_planned(
@@ -238,33 +263,17 @@ def test_more_micro_batches_than_in_the_surveyed_step_take_no_more_than_planned(
     with device_under_test.scope() as simulation:
         torch.manual_seed(0)
         model = MicroBatches([(6, 4), (1, 1), (3, 2)], [], 2)
-        meter = simulated.SimulationMeter(simulation)
-        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
 
         def step() -> int:
             model.calls = ["model"] * next(counts)
             simulation.take_peak_bytes()
-            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
-            model.zero_grad()
+            train(model)
             return simulation.take_peak_bytes()
 
-        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
-            for _ in range(MOST_STEPS):
-                step()
-                if handle.phase == "settled":
-                    break
-            assert handle.phase == "settled"
-            driver = handle._driver
+        with settled(model, simulation, monkeypatch, step) as driver:
             assert len(list(itertools.chain(driver.step.calls, *driver.step.between))) < 5 * 3
             for part in PARTS[1:]:
-                least_bytes = least_plan(driver.step).peak_bytes
-                plan = plan_step(driver.step, least_bytes + int(part * least_bytes))
-                assert plan is not None
-                trial = Trial(driver.step, plan)
-                driver._follow_settled(trial, trial.peak_bytes)
-                step()
-                assert max(step() for _ in range(5)) <= trial.peak_bytes
-                assert driver._followed.plan.calls == plan.calls
+                assert_bytes_as_planned(driver, driver.step, part, step, 5)
 
 
 def test_a_plan_for_a_retained_graph_reloads_ahead_as_far_as_there_is_room(
@@ -273,26 +282,16 @@ def test_a_plan_for_a_retained_graph_reloads_ahead_as_far_as_there_is_room(
     with device_under_test.scope() as simulation:
         torch.manual_seed(0)
         model = Retains([nn.Identity, nn.Identity])
-        meter = simulated.SimulationMeter(simulation)
-        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
-        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
-            for _ in range(MOST_STEPS):
-                model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
-                model.zero_grad()
-                if handle.phase == "settled":
-                    break
-            assert handle.phase == "settled"
-            surveyed = dataclasses.replace(handle._driver.step, out_bytes_per_s=3e10, in_bytes_per_s=3e10)
-            least_bytes = least_plan(surveyed).peak_bytes
-            most = plan_step(dataclasses.replace(surveyed, may_move=False), 1 << 60)
-            assert most is not None
-            plan = plan_step(surveyed, least_bytes + int(0.9 * (most.peak_bytes - least_bytes)))
+        with settled(model, simulation, monkeypatch, lambda: train(model)) as driver:
+            surveyed = dataclasses.replace(driver.step, out_bytes_per_s=3e10, in_bytes_per_s=3e10)
+            least_bytes, most_bytes = least_plan(surveyed).peak_bytes, most_bytes_of(surveyed)
+            plan = plan_step(surveyed, least_bytes + int(0.9 * (most_bytes - least_bytes)))
             assert plan is not None
             planned_bytes = [call.reload_bytes for call in plan.calls]
             assert max(planned_bytes) > 0
             room = surveyed.room_ahead(plan)
             room -= min(plan.loss_window_bytes, room // 2)
-            windows = windows_of(Trial(surveyed, plan), handle._driver.called.modules)
+            windows = windows_of(Trial(surveyed, plan), driver.called.modules)
             given_bytes = [each.reload_bytes for calls in windows.values() for each in calls[:-1]]
             assert sorted(given_bytes) == sorted(min(room, nbytes) for nbytes in planned_bytes)
             assert max(given_bytes) > 0
@@ -326,32 +325,16 @@ def test_steps_that_take_turns_take_no_more_than_planned_for_those_with_more_bac
     with device_under_test.scope() as simulation:
         torch.manual_seed(0)
         model = TakesTurns(retains=retains)
-        meter = simulated.SimulationMeter(simulation)
-        monkeypatch.setattr("torchoffload._fit.model.fit.meter_for", lambda _device: meter)
 
         def step() -> int:
             simulation.take_peak_bytes()
-            model.step(torch.randn(64, 8, WIDTH, requires_grad=True)).backward()
-            model.zero_grad()
+            train(model)
             return simulation.take_peak_bytes()
 
-        with torchoffload.fit(model, 1 << 40, min_offload_size=0) as handle:
-            for _ in range(MOST_STEPS):
-                step()
-                if handle.phase == "settled":
-                    break
-            assert handle.phase == "settled"
-            driver = handle._driver
+        with settled(model, simulation, monkeypatch, step) as driver:
             surveyed = driver.step
             assert surveyed.late
             assert surveyed.between_bytes > 0
-            least_bytes = least_plan(surveyed).peak_bytes
             for rate, part in itertools.product(RATES, PARTS):
                 planned_for = dataclasses.replace(surveyed, out_bytes_per_s=rate, in_bytes_per_s=rate)
-                plan = plan_step(planned_for, least_bytes + int(part * least_bytes))
-                assert plan is not None
-                trial = Trial(planned_for, plan)
-                driver._follow_settled(trial, trial.peak_bytes)
-                step()
-                assert max(step() for _ in range(4)) <= trial.peak_bytes, (rate, part)
-                assert driver._followed.plan.calls == plan.calls
+                assert_bytes_as_planned(driver, planned_for, part, step, 4)

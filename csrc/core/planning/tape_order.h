@@ -88,7 +88,7 @@ class TapeOrder {
   std::vector<Event> events_;              // of this step
   std::vector<std::vector<Event>> known_;  // of earlier steps that differ, the latest first
   std::vector<size_t> alike_;              // the known steps that this one goes as, by number, the latest first
-  bool has_differed_ = false;              // from what was predicted, since the latest backward
+  bool has_differed_ = false;              // an event since the latest backward was not the predicted one
   std::optional<uint64_t> latest_;
 
   // See Note [Tapes that are left behind].

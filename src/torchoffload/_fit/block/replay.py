@@ -36,7 +36,7 @@ class Watch:
         return False
 
     def ended(self, output: Any) -> None:
-        """Tell that forward has returned, and what."""
+        """Tell that forward has returned this output."""
 
     def left_plan(self) -> None:
         """Tell that forward called another operator than planned."""

@@ -217,7 +217,7 @@ def _windows_before_backward(trial: Trial) -> list[BlockWindows]:
             reload_bytes.append(planned.reload_bytes)
     is_in_order = step.backward_order == list(range(len(step.calls)))
     loss_bytes = plan.loss_window_bytes if is_in_order else min(plan.loss_window_bytes, before_bytes)
-    if step.is_retained:  # the sources of copies at the loss are held in its backwards, beside what is reloaded there
+    if step.is_retained:  # each backward holds the sources of copies at the loss beside its reloads
         loss_bytes = min(loss_bytes, max(0, step.room_ahead(plan)) // 2)
     rooms = [max(0, room) for room in _rooms_of_late(trial, loss_bytes)]
     for number in step.late:

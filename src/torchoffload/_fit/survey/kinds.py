@@ -279,8 +279,8 @@ def _elapsed(seconds: float) -> float:
 def _that_may_move_again(outputs: tuple[Output, ...], ways: tuple[Way, ...]) -> tuple[Output, ...]:
     """Return the outputs of a kind of which several backwards ask: none moves that the survey's steps did not move.
 
-    A backward that retains its graph holds what it has reloaded until it ends, beside all that is reloaded later. The
-    survey has measured that of what the first way keeps.
+    A backward that retains its graph holds each reloaded value until it ends. The survey has measured the bytes of the
+    values that the first way keeps, and of no others.
     """
     least = ways[0].kept
     return tuple(replace(each, may_move=each.may_move and number in least) for number, each in enumerate(outputs))

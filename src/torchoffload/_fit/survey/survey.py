@@ -38,8 +38,8 @@ class _Call(Watch):
 
     Attributes
     ----------
-    place : int or None
-        How many backwards of the step had ended as the first one came to the call; None while none has.
+    backwards_before : int or None
+        How many backwards of the step had ended as the first one came to the call; None while none has come.
     is_retained : bool
         Whether another one has come to it since: its graph is retained.
     """
@@ -48,7 +48,7 @@ class _Call(Watch):
         super().__init__(plan)
         self._survey = survey
         self._module = weakref.ref(module)
-        self.place: int | None = None
+        self.backwards_before: int | None = None
         self.is_retained = False
         self._graph_task = -1
 
@@ -66,8 +66,8 @@ class _Call(Watch):
     def backward_comes(self) -> None:
         """Take notice of a backward of the step that comes to the call."""
         task = torch._C._current_graph_task_id()
-        if self.place is None:
-            self.place = self._survey.backward_count
+        if self.backwards_before is None:
+            self.backwards_before = self._survey.backward_count
         elif task != self._graph_task:
             self.is_retained = True
         self._graph_task = task
@@ -291,7 +291,7 @@ class Survey:
         self._opener: Any = None  # of the latest step
         self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
         self._leasts: dict[Any, _LeastMemory] = {}
-        self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # what _shows told of any such step
+        self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # by opener: all that _shows told of such steps
         self._input_bytes: dict[Any, int] = {}  # the most of a call of the latest such step
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -361,7 +361,7 @@ class Survey:
     def note_waiting_calls(self) -> None:
         """Note whether later calls wait for their backward, as one comes to a call before the first backward."""
         if not self._between_waits:
-            self._between_waits = any(each.place is None for calls in self._between for each in calls)
+            self._between_waits = any(each.backwards_before is None for calls in self._between for each in calls)
 
     def mark(self, sink: Callable[[int], None], *, begins_backward: bool = False) -> Any:
         """Return this moment; hand the peak until now to the present sink, and the next one to ``sink``."""
@@ -602,7 +602,7 @@ class Survey:
         late = self._late(calls)
         of_calls = tuple(self._calls(calls, numbers, least))
         loss_bytes = least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes()
-        if any(call.is_retained for call in calls):  # all that calls keep is there in each backward, as at the loss
+        if any(call.is_retained for call in calls):  # each backward has all kept values, as the loss has
             loss_bytes = max(loss_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
         measured = Measured(
             kinds=tuple(kinds),
@@ -639,11 +639,11 @@ class Survey:
     def _late(self, calls: list[SurveyedCall]) -> tuple[int, ...]:
         """Return the numbers of the calls whose backward begins behind the step's first backward.
 
-        If a graph is retained, all calls are late: what they keep is there until the last backward.
+        If a graph is retained, all calls are late: the values that they keep are there until the last backward.
         """
         if any(call.is_retained for call in calls):
             return tuple(range(len(calls)))
-        return tuple(number for number, call in enumerate(calls) if call.place)
+        return tuple(number for number, call in enumerate(calls) if call.backwards_before)
 
     def _kind(self, key: tuple[Any, ...], calls: list[SurveyedCall]) -> MeasuredKind:
         kind, between = self.kinds[key], self.meter.between_s
