@@ -17,10 +17,10 @@ each 100 steps.
 
 With ``--churn`` (see churns.py) the memory that malloc has given out is compared, too, and from 10,000 steps on the
 processor's time of a step: of each 100 steps those with the least of it, in the second fifth and in the last one. The
-time may grow by a half, and the memory by 64 bytes for each thing that no step had before (``malloc_limit_bytes``), and
-by 128 KiB at all: a run on a busy machine has one or two jumps of 48 KiB, early or late, however long it is. On CUDA
-the driver and PyTorch's allocator grow by themselves: ``--stock`` runs the same steps without offloading and says by
-how much, which ``--stock-growth`` adds to the limit.
+time may grow by a half, and the memory by 64 bytes for each thing that no step had before (``malloc_limit_bytes``) and
+that came between the two, and by 128 KiB at all: a run on a busy machine has one or two jumps of 48 KiB, early or late,
+however long it is. On CUDA the driver and PyTorch's allocator grow by themselves: ``--stock`` runs the same steps
+without offloading and says by how much, which ``--stock-growth`` adds to the limit.
 """
 
 import argparse
@@ -265,10 +265,10 @@ def run(options: argparse.Namespace, directory: pathlib.Path) -> dict[str, Any]:
     return judged(options, measured, soak, time.monotonic() - begin)
 
 
-def least_of_fifths(measured: dict[int, Any], name: str, steps: int) -> list[int]:
-    """Of the second fifth of the run and of the last one: what pools hold at the end of a phase varies."""
+def leasts_of_fifths(measured: dict[int, Any], name: str, steps: int) -> list[dict[str, Any]]:
+    """The phases with the least of it in the second fifth of the run and in the last: what pools hold varies."""
     return [
-        min(each[name] for step, each in measured.items() if low < step <= low + steps // 5)
+        min((each for step, each in measured.items() if low < step <= low + steps // 5), key=lambda each: each[name])
         for low in (steps // 5, steps - steps // 5)
     ]
 
@@ -291,7 +291,7 @@ def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | C
         for name in early.keys() - {"resident_bytes", "malloc_bytes", "new_things", "step_us"}
         if not (options.churn and name in CAPACITIES) and early[name] != last[name]
     }
-    malloc_growth = 0.0
+    malloc_growth, new_things = 0.0, 0
     growth_bytes = last["resident_bytes"] - fifth["resident_bytes"]
     if options.churn:
         leaks |= {name: found for name in CAPACITIES if (found := grown_capacity(measured, name, options.steps))}
@@ -299,8 +299,10 @@ def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | C
     if growth_bytes > GROWTH_LIMIT_BYTES:
         leaks["resident_bytes"] = [fifth["resident_bytes"], last["resident_bytes"]]
     if options.churn:
-        malloc_bytes, step_us = (least_of_fifths(measured, name, options.steps) for name in ("malloc_bytes", "step_us"))
-        new_things = max(1, last["new_things"] - fifth["new_things"])
+        before, behind = leasts_of_fifths(measured, "malloc_bytes", options.steps)
+        malloc_bytes = [before["malloc_bytes"], behind["malloc_bytes"]]
+        step_us = [each["step_us"] for each in leasts_of_fifths(measured, "step_us", options.steps)]
+        new_things = max(1, behind["new_things"] - before["new_things"])
         malloc_growth = (malloc_bytes[1] - malloc_bytes[0]) / new_things
         limit = CHURNS[options.churn].malloc_limit_bytes + max(0.0, options.stock_growth)
         if malloc_growth > limit + JUMPS_BYTES / new_things:
@@ -320,6 +322,7 @@ def judged(options: argparse.Namespace, measured: dict[int, Any], soak: Soak | C
         "resident_growth_of_last_80_percent_bytes": growth_bytes,
         "malloc": MALLOC,
         "malloc_growth": malloc_growth,
+        "new_things": new_things,
         "leaks": leaks,
     }
 
