@@ -832,6 +832,17 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
   }
 }
 
+// With a graph that is retained the nodes of a call drop nothing. What came back for its replay is dropped as the backward
+// goes on to another call. A node that asks for it then, as in a branch beside that call, has it come back again.
+void RecordedCall::drop_reloaded_of_former() {
+  static std::weak_ptr<RecordedCall>* const latest = new std::weak_ptr<RecordedCall>;  // leaked on purpose
+  const std::shared_ptr<RecordedCall> former = std::exchange(*latest, weak_from_this()).lock();
+  if (former && former.get() != this) former->drop_reloaded();
+}
+
+// To free memory may release the GIL, and another thread may look at the list then.
+void RecordedCall::drop_reloaded() { const std::vector<c10::Storage> dropped = std::exchange(reloaded_, {}); }
+
 void RecordedCall::replay(ReplayedTensor& asked) {
   const std::shared_ptr<RecordedCall> alive = shared_from_this();
   const LockWithGil lock(replay_mutex_);
@@ -839,6 +850,7 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   tell_written_inputs();
   if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
   const int graph_task = program::graph_task();
+  if (graph_task != kNoGraphTask && program::keeps_graph()) drop_reloaded_of_former();
   std::vector<StorageNumber> all = graph_task != kNoGraphTask ? wanted() : std::vector<StorageNumber>{asked.storage_};
   std::vector<c10::Storage> values(record_.storages.size());
   run_replay(std::move(all), [&](StorageNumber number, const c10::Storage& storage) { values[number] = storage; });
@@ -880,27 +892,27 @@ bool asks_once(const torch::autograd::Node* node) {
 
 }  // namespace
 
-// With a graph that is retained nobody drops a saved tensor once its node has run. A node may ask twice; once another
-// one asks, it is done.
+// With a graph that is retained nobody drops a saved tensor once its node has run. A node that may ask twice is done
+// once another one asks.
 void RecordedCall::asked_for(ReplayedTensor& saved) {
   if (program::graph_task() == kNoGraphTask) {
     saved.value_ = {};
     return;
   }
-  if (!program::keeps_graph()) {
-    if (!asks_once(torch::autograd::get_current_node().get())) return;
-    saved.handed_out_ = saved.value_.getWeakStorageImpl();
-    saved.value_ = {};
-    return;
-  }
-  const void* const node = torch::autograd::get_current_node().get();
-  if (node != asking_node_) {
+  const torch::autograd::Node* const node = torch::autograd::get_current_node().get();
+  const bool keeps_graph = program::keeps_graph();
+  if (keeps_graph && node != asking_node_) {
     for (ReplayedTensor* const each : std::exchange(handed_out_, {})) {
       if (each != &saved) each->value_ = {};
     }
     asking_node_ = node;
   }
-  handed_out_.push_back(&saved);
+  if (asks_once(node)) {
+    saved.handed_out_ = saved.value_.getWeakStorageImpl();
+    saved.value_ = {};
+  } else if (keeps_graph) {
+    handed_out_.push_back(&saved);
+  }
 }
 
 // A backward has ended. The values that it made live on if the program holds them, and the next backward makes them
@@ -909,7 +921,7 @@ void RecordedCall::drop_values() {
   handed_out_.clear();
   asking_node_ = nullptr;
   value_task_ = kNoGraphTask;
-  reloaded_.clear();
+  drop_reloaded();
   for (ReplayedTensor* const each : saved_) each->value_ = {};
 }
 

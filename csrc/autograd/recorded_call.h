@@ -147,6 +147,8 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
       REQUIRES(gil);
   void asked_for(ReplayedTensor& saved);
   void drop_values();
+  void drop_reloaded_of_former() REQUIRES(gil);
+  void drop_reloaded();
   void mark_written();
   [[noreturn]] void refuse(const ValueGone& gone);
 
@@ -171,8 +173,10 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   Mutex replay_mutex_;  // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
-  std::vector<c10::Storage> reloaded_;  // came back for a replay, until the graph task ends: nodes ask for them, too
-  int value_task_ = -1;                 // the graph task that the values were made in
+  // Came back for a replay, until the graph task ends, or goes on to another call if the graph is retained: nodes ask
+  // for them, too.
+  std::vector<c10::Storage> reloaded_;
+  int value_task_ = -1;  // the graph task that the values were made in
 };
 
 // Stands in for a saved tensor that the call can make again.

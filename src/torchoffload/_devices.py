@@ -44,12 +44,15 @@ class Counts(NamedTuple):
         How often an allocation found no memory.
     retries : int
         How often one found no memory at first, and cached memory was given back for it.
+    peak_bytes : int
+        The most bytes that were allocated since the peak was last taken, or reset by the program.
     """
 
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     failures: int = 0
     retries: int = 0
+    peak_bytes: int = 0
 
     @property
     def waits(self) -> int:
@@ -155,8 +158,9 @@ class CudaMeter:
         told = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not told:  # the allocator has not begun, or is another one
             return Counts()
-        allocated, reserved = (told[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
-        return Counts(allocated, reserved, told["num_ooms"], told["num_alloc_retries"])
+        allocated, reserved = (told[name]["all"] for name in ("allocated_bytes", "reserved_bytes"))
+        failures, retries = told["num_ooms"], told["num_alloc_retries"]
+        return Counts(allocated["current"], reserved["current"], failures, retries, allocated["peak"])
 
     def forget_reserved(self) -> None:
         """Empty the allocator's cache."""
@@ -228,7 +232,7 @@ class AcceleratorMeter:
         """Return the counts of the device's allocator; zeros for those that it does not tell."""
         told = _memory_stats(self.device)
         names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "num_ooms", "num_alloc_retries")
-        return Counts(*(told.get(name, 0) for name in names))
+        return Counts(*(told.get(name, 0) for name in (*names, "allocated_bytes.all.peak")))
 
     def forget_reserved(self) -> None:
         """Empty the allocator's cache, if it has one."""

@@ -70,7 +70,7 @@ class SimulatedMeter:
 
     def counts(self) -> Counts:
         allocator = self.allocator
-        return Counts(allocator.allocated_bytes, allocator.reserved_bytes, allocator.ooms, 0)
+        return Counts(allocator.allocated_bytes, allocator.reserved_bytes, allocator.ooms, 0, allocator.peak_bytes)
 
     def forget_reserved(self) -> None:
         self.allocator.reserved_bytes = int(self.allocator.allocated_bytes * self.allocator.growth)

@@ -49,7 +49,8 @@ class FinishedStep:
         Whether the process had more or less pinned host memory as its backward ended than as it began, if the clock
         measures steps: to take or give back gibibytes of it takes longer than many a step.
     allocated_bytes : int
-        The most that was allocated on the device until the end of backward, if the clock measures steps.
+        The most that was allocated on the device until the end of backward. If the clock does not measure steps, it is
+        known of those alone that took more than what ran since a peak was last taken, and else 0.
     reserved_bytes : int
         The most that was reserved there, at the end of backward or now: the loop may empty the cache in between.
     began_reserved_bytes, ended_reserved_bytes : int
@@ -367,3 +368,5 @@ class Clock:
             step.allocated_bytes = max(step.allocated_bytes, self._meter.take_peak())
             step.has_resized_host = stats().pinned_bytes != step.pinned_bytes
         step.ended_counts = self._meter.counts()
+        if not self.measures and step.ended_counts.peak_bytes > step.counts.peak_bytes:
+            step.allocated_bytes = step.ended_counts.peak_bytes

@@ -22,6 +22,7 @@ __all__ = ["Driver"]
 
 _MOST_OPENERS = 16  # modules for which steps that begin with them are surveyed apart
 _MOST_RESTS = 4
+_LEAST_BEYOND = 0.01  # of a plan's bytes: a step that takes less than that beyond them is as planned
 
 
 class Driver(FittedModel):
@@ -292,9 +293,10 @@ class Driver(FittedModel):
             grown_bytes = 0
         others = self.budget.has_other_sharers and self._surveyed is not None
         is_large = self._awaits_large_step and self._seen.of(self._opener).share_of(step) >= LEAST_SHARE
-        is_lost, grown_bytes, differs, others, is_large = self._largest(
-            step.is_lost, grown_bytes, self._differs(step), others, is_large
-        )
+        is_lost, grown_bytes, differs, others, is_large, more_bytes, allocated_bytes = self._largest(
+            step.is_lost, grown_bytes, self._differs(step), others, is_large, self._bytes_beyond_plan(step),
+            step.allocated_bytes,
+        )  # fmt: skip
         if differs:
             self._survey_again(step)
         elif grown_bytes:
@@ -305,6 +307,8 @@ class Driver(FittedModel):
             self._apply(trial)
         elif is_lost:
             self._step_down(trial)
+        elif more_bytes:
+            self._plan_for_more(int(allocated_bytes), int(more_bytes))
         elif others:
             self._share_anew()
         elif is_large:
@@ -317,7 +321,9 @@ class Driver(FittedModel):
             grown_bytes = 0
         if isinstance(self.state, Climbing) and not step.is_lost:
             other.note_allocated(int(self._largest(step.allocated_bytes)[0]))
-        differs, is_lost, grown_bytes = self._largest(self._differs(step), step.is_lost, grown_bytes)
+        differs, is_lost, grown_bytes, more_bytes, allocated_bytes = self._largest(
+            self._differs(step), step.is_lost, grown_bytes, self._bytes_beyond_plan(step), step.allocated_bytes
+        )
         if differs:
             self._survey_again(step)
         elif grown_bytes and not self._leaves_free(int(grown_bytes)):
@@ -330,6 +336,22 @@ class Driver(FittedModel):
                 else f"a step that begins with {name} ran out of memory, although its blocks keep as little as they "
                 f"can. {MORE_ROOM}"
             )
+        elif more_bytes and isinstance(self.state, Settled):
+            name = self._name_of(other.opener) or self.model_name
+            self._note_more(name, int(allocated_bytes), int(more_bytes))
+            other.takes_more(int(allocated_bytes))
+
+    def _bytes_beyond_plan(self, step: FinishedStep) -> int:
+        """Return how many bytes a step took beyond its plan; 0 unless they were more than plans may take."""
+        trial = self._followed
+        if trial is None or self._surveyed is None or step.is_lost or self._has_more_calls:
+            return 0
+        if self.budget.sharer_count > 1:  # it may be theirs
+            return 0
+        planned_bytes = trial.allocated_bytes or trial.peak_bytes
+        beyond_bytes = step.allocated_bytes - planned_bytes
+        is_more = beyond_bytes > self.budget.beyond_bytes + _LEAST_BEYOND * planned_bytes
+        return beyond_bytes if is_more and step.allocated_bytes > self.budget.allocatable_bytes else 0
 
     def _grown_bytes(self, step: FinishedStep) -> int:
         return self._growth.bytes_after(step.left_bytes, self.budget.memory_bytes)

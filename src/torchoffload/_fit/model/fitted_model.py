@@ -595,8 +595,8 @@ class FittedModel(abc.ABC):
         stuck = None if has_more else stuck_bytes(self.meter.device)
         is_unknown, most_stuck = self._largest(stuck is None, stuck or 0)
         return Room(
-            budget.reservable_bytes, budget.room_bytes(step), self.meter.measures_memory, max(1, budget.sharer_count),
-            None if is_unknown else int(most_stuck), self._has_workspaces,
+            budget.reservable_bytes - budget.beyond_bytes, budget.room_bytes(step), self.meter.measures_memory,
+            max(1, budget.sharer_count), None if is_unknown else int(most_stuck), self._has_workspaces,
         )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:
@@ -691,6 +691,7 @@ class FittedModel(abc.ABC):
         self._restarts = 0
         self._was_unfit_told = False
         self.clock.measures = False
+        self.meter.take_peak()  # steps that take more are noticed from here on
         self._enter(Settled(trial, OtherSizes(trial, plan_bytes)))
         self._log_settled(trial)
 
@@ -713,6 +714,25 @@ class FittedModel(abc.ABC):
         self._survey_reserved_bytes += nbytes
         self._own = None
         self.trials, self._elsewhere = [], []
+
+    def _plan_for_more(self, allocated_bytes: int, nbytes: int) -> None:
+        """Plan anew after a step of a settled plan that took so many bytes more than planned, and than there may be.
+
+        Under a plan that keeps less it may take fewer: the plan of the least memory is followed before it is told that
+        nothing fits.
+        """
+        self._note_more(self.model_name, allocated_bytes, nbytes)
+        step, budget = cast(Step, self._surveyed), self.budget
+        most_bytes = max(0, budget.allocatable_bytes - step.peak_bytes(least_plan(step)))
+        budget.beyond_bytes = min(nbytes, most_bytes) if budget.beyond_bytes < most_bytes else nbytes
+        self._steps = 0
+        self.choose(raises=False)
+
+    def _note_more(self, name: str, allocated_bytes: int, nbytes: int) -> None:
+        self.notes.append(
+            f"a step of {name} took {human_bytes(allocated_bytes)}, {human_bytes(nbytes)} more than planned, as one "
+            "does whose graph is kept (retain_graph, create_graph) if the survey saw none: planned anew for such steps"
+        )
 
     def _climb_again(self) -> None:
         """Try plans again, since a large step came after so many small ones that the climb had ended."""

@@ -56,6 +56,7 @@ class SurveyedStep:
         self.saved_bytes, self.window_bytes = saved_bytes, window_bytes
         self.reserved_bytes, self.began_bytes = reserved_bytes, began_bytes
         self._more_bytes: int | None = None  # than predicted that it has allocated; None if that is not known
+        self._room_bytes = 0  # that its latest plan was to allocate
         self._take_least()
 
     @property
@@ -85,6 +86,7 @@ class SurveyedStep:
     def take_plan(self, allocated_bytes: int) -> None:
         """Plan for so many allocated bytes until the end of backward, if there was such a step since the survey."""
         self._take_least()
+        self._room_bytes = allocated_bytes
         if self._more_bytes is None:
             return
         larger, plan_bytes = scaled(self.step, MORE), allocated_bytes - self._more_bytes
@@ -92,6 +94,11 @@ class SurveyedStep:
         if plan is not None:
             self.trial = Trial(larger, plan)
             self._sizes = OtherSizes(self.trial, plan_bytes)
+
+    def takes_more(self, nbytes: int) -> None:
+        """Take notice of a step that took so many bytes, more than planned: plan anew in as much memory as before."""
+        self.note_allocated(nbytes)
+        self.take_plan(self._room_bytes)
 
     def takes_less(self) -> bool:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""

@@ -44,6 +44,9 @@ class Budget:
         those that have taken no step for long.
     is_surveying : bool
         Whether the model's survey has begun and not ended.
+    beyond_bytes : int
+        The bytes that some steps of the model take beyond their plan, since the survey saw none of these steps. Plans
+        leave as much free.
     """
 
     def __init__(self, memory_bytes: int, margin: float, device: torch.device, model: nn.Module) -> None:
@@ -52,6 +55,7 @@ class Budget:
         self.device_bytes = _ANY_BYTES
         self.sharer_count = 1
         self.is_surveying = False
+        self.beyond_bytes = 0
         self._idle_steps = 0  # steps of others that were surveyed since this model's latest one
         self._unused_steps = 0  # steps of others since this model's latest one
         self._was_left_over: weakref.WeakSet[Budget] = weakref.WeakSet()  # when the plan was made
@@ -63,6 +67,11 @@ class Budget:
     @property
     def usable_bytes(self) -> int:
         """The bytes that all plans of the process together may allocate."""
+        return self.allocatable_bytes - self.beyond_bytes
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """The bytes that the process may allocate."""
         return int(self.reservable_bytes * (1 - self.margin))
 
     @property
@@ -90,7 +99,7 @@ class Budget:
 
     def begin_survey(self) -> None:
         """Begin a survey, which others wait for once its first step has begun."""
-        self._idle_steps = 0
+        self._idle_steps = self.beyond_bytes = 0
 
     def note_surveyed_step(self, *, is_known: bool) -> None:
         """Take notice of the end of a step of the survey; ``is_known``: it showed all there is to know."""

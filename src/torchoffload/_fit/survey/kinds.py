@@ -276,24 +276,12 @@ def _elapsed(seconds: float) -> float:
     return max(0.0, seconds)
 
 
-def _that_may_move_again(outputs: tuple[Output, ...], ways: tuple[Way, ...]) -> tuple[Output, ...]:
-    """Return the outputs of a kind of which several backwards ask: none moves that the survey's steps did not move.
-
-    A backward that retains its graph holds each reloaded value until it ends. The survey has measured the bytes of the
-    values that the first way keeps, and of no others.
-    """
-    least = ways[0].kept
-    return tuple(replace(each, may_move=each.may_move and number in least) for number, each in enumerate(outputs))
-
-
 def step_of(measured: Measured, kinds: Sequence[SurveyedKind], **limits: Any) -> Step:
     """Return the step to plan for. ``limits`` are the fields of ``Step`` that a survey does not know."""
     step_kinds = []
     for kind, known in zip(kinds, measured.kinds, strict=True):
         kind.take(known)
         outputs, ways = kind.outputs_and_ways(known.input_bytes, known.host, known.forward_s, known.backward_s)
-        if measured.calls and len(measured.late) == len(measured.calls):  # a graph is retained
-            outputs = _that_may_move_again(outputs, ways)
         forward_s, backward_s = _elapsed(known.forward_s), _elapsed(known.backward_s)
         step_kinds.append(BlockKind(forward_s, backward_s, outputs, ways))
     calls: dict[int, BlockCall] = {}

@@ -41,7 +41,7 @@ class _Call(Watch):
     backwards_before : int or None
         How many backwards of the step had ended as the first one came to the call; None while none has come.
     is_retained : bool
-        Whether another one has come to it since: its graph is retained.
+        Whether one has come to it that keeps its graph, as for another one (``retain_graph=True``).
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, plan: BlockPlan | None) -> None:
@@ -50,7 +50,6 @@ class _Call(Watch):
         self._module = weakref.ref(module)
         self.backwards_before: int | None = None
         self.is_retained = False
-        self._graph_task = -1
 
     def ended(self, output: Any) -> None:
         """Note the end of forward."""
@@ -65,12 +64,9 @@ class _Call(Watch):
 
     def backward_comes(self) -> None:
         """Take notice of a backward of the step that comes to the call."""
-        task = torch._C._current_graph_task_id()
         if self.backwards_before is None:
             self.backwards_before = self._survey.backward_count
-        elif task != self._graph_task:
-            self.is_retained = True
-        self._graph_task = task
+        self.is_retained |= torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class SurveyedCall(_Call):
