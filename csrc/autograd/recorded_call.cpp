@@ -848,7 +848,11 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   const LockWithGil lock(replay_mutex_);
   if (asked.value_) return;  // another thread has made it meanwhile
   tell_written_inputs();
-  if (observer_) THPObjectPtr(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
+  bool keeps_for_later = true;
+  if (observer_) {
+    THPObjectPtr told(or_throw(PyObject_CallMethod(observer_.get(), "begins_again", nullptr)));
+    keeps_for_later = PyObject_IsTrue(told.get()) == 1;
+  }
   const int graph_task = program::graph_task();
   if (graph_task != kNoGraphTask && program::keeps_graph()) drop_reloaded_of_former();
   std::vector<StorageNumber> all = graph_task != kNoGraphTask ? wanted() : std::vector<StorageNumber>{asked.storage_};
@@ -859,8 +863,9 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   }
   values.clear();
   // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values
-  // are made again for that.
-  if (graph_task != kNoGraphTask && !program::keeps_graph()) {
+  // are made again for that. So they are for a later backward through a retained graph, unless the plan has counted
+  // them until then.
+  if (graph_task != kNoGraphTask && !(program::keeps_graph() && keeps_for_later)) {
     for (RecordedStorage& storage : record_.storages) storage.kept = {};
   }
   if (graph_task != kNoGraphTask && graph_task != value_task_) {

@@ -356,10 +356,10 @@ def test_a_step_that_takes_more_than_planned_is_told_and_planned_for(does: str, 
             if number % 8 == 7:
                 peaks.append(allocator.most_reserved_bytes)
         assert not loop.errors
-        assert peaks[0] > memory_bytes
         assert max(peaks[-2:]) <= memory_bytes, (handle.phase, handle.report())
         assert handle.phase == "settled" or part == 0.1  # there the plan of the least memory alone fits
-        assert "more than planned" in handle.report()
+        assert ("more than planned" in handle.report()) == (max(peaks) > memory_bytes)
+        assert max(peaks) > memory_bytes or does == "retains"
 
 
 def test_a_plan_that_had_settled_is_left_alone_where_a_little_more_is_reserved():

@@ -237,8 +237,10 @@ class _Observer:
         self._module = weakref.ref(module)
         self._watch = watch
 
-    def begins_again(self) -> None:
+    def begins_again(self) -> bool:
+        """Returns whether what the plan keeps is for a later backward, too."""
         self._watch.begins_again()
+        return self._watch.keeps_for_later
 
     def ends_again(self, moments: list[tuple[int, Any, Any]]) -> None:
         if moments:

@@ -23,10 +23,14 @@ class Watch:
         Whether the call is recorded, and verified: all that it made is made again right after forward, and compared.
     times_operators : bool
         Whether ``timed`` is called.
+    keeps_for_later : bool
+        Whether what the plan keeps from forward is there until the last backward through a graph that is retained.
+        Else the first one drops it, as that of any other graph does, and the next one makes it again.
     """
 
     records = False
     times_operators = False
+    keeps_for_later = False
 
     def __init__(self, plan: "BlockPlan | None") -> None:
         self.plan = plan

@@ -29,11 +29,17 @@ class _Followed(Watch):
         Called if forward calls another operator than planned.
     refuse : callable
         Called with a message if the call cannot be computed again in its backward.
+    keeps_for_later : bool
+        As in ``Watch``.
     """
 
-    def __init__(self, plan: BlockPlan | None, tell: Callable[[], None], refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: BlockPlan | None, tell: Callable[[], None], refuse: Callable[[str], None],
+        *, keeps_for_later: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(plan)
         self._tell, self._refuse = tell, refuse
+        self.keeps_for_later = keeps_for_later
 
     def left_plan(self) -> None:
         """Tell that forward called another operator than planned."""
@@ -155,7 +161,8 @@ def turns_of(
             continue
         kind = trial.step.kinds[call.kind]
         plan = kind.ways[planned.way].plan_with(kind.outputs, planned.moved)
-        followed[block].append(_Followed(plan, tell, partial(refuse, call.kind)))
+        keeps = trial.step.is_retained
+        followed[block].append(_Followed(plan, tell, partial(refuse, call.kind), keeps_for_later=keeps))
         moving[block].append(planned.moves)
     turns = {
         module: Turns(each, repeats=not has_rest(trial))
