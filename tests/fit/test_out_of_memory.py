@@ -313,46 +313,58 @@ def test_a_plan_that_had_settled_and_runs_out_of_memory_is_followed_by_one_that_
         assert "ran out of memory" in handle.report()
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.8])
-@pytest.mark.parametrize("does", ["retains", "penalizes"])
-def test_a_step_that_takes_more_than_planned_is_told_and_planned_for(does: str, part: float):
-    """The survey sees no such step: the first one comes once a plan has settled, and then one in eight does so."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Wide(4, 3) for _ in range(6)))
+class Seldom:
+    """Six blocks, and a step that keeps its graph: ``does`` says whether for a second backward or for a penalty."""
 
-    def seldom(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        if does == "retains":
+    def __init__(self, does: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Wide(4, 3) for _ in range(6)))
+        self.does = does
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x).square().mean()
+        if self.does == "retains":
             loss.backward(retain_graph=True)
             return loss
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
 
-    def checkpointed(x: torch.Tensor) -> torch.Tensor:
-        for each in model:
+    def checkpointed(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.model:
             each.forward = functools.partial(checkpoint, Wide.forward.__get__(each), use_reentrant=False)
-        loss = seldom(x)
-        for each in model:
+        loss = self.loss(x)
+        for each in self.model:
             vars(each).pop("forward")
         return loss
 
-    reserved = []
-    for way in (checkpointed, seldom):
-        with SimulatedAllocator() as allocator:
-            loop = Loop(model, allocator)
-            for _ in range(2):
-                loop.step(way)
-            reserved.append(allocator.most_reserved_bytes)
-        model.zero_grad()
-    memory_bytes = int(reserved[0] + part * (reserved[1] - reserved[0]))
-    allocator = SimulatedAllocator(1.0, 4 * reserved[1])
-    with allocator, fitted_on(model, allocator, memory_bytes) as handle:
-        loop = Loop(model, allocator)
+    def reserved_by_hand(self) -> tuple[int, int]:
+        """What such a step reserves with each block in a checkpoint, and as it is."""
+        reserved = []
+        for way in (self.checkpointed, self.loss):
+            with SimulatedAllocator() as allocator:
+                loop = Loop(self.model, allocator)
+                for _ in range(2):
+                    loop.step(way)
+                reserved.append(allocator.most_reserved_bytes)
+            self.model.zero_grad()
+        return reserved[0], reserved[1]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("does", ["retains", "penalizes"])
+def test_a_step_that_takes_more_than_planned_is_told_and_planned_for(does: str, part: float):
+    """The survey sees no such step: the first one comes once a plan has settled, and then one in eight does so."""
+    seldom = Seldom(does)
+    least, stock = seldom.reserved_by_hand()
+    memory_bytes = int(least + part * (stock - least))
+    allocator = SimulatedAllocator(1.0, 4 * stock)
+    with allocator, fitted_on(seldom.model, allocator, memory_bytes) as handle:
+        loop = Loop(seldom.model, allocator)
         trained(allocator, loop, MOST_STEPS)
         peaks = []
         for number in range(6 * 8):
             allocator.most_reserved_bytes = allocator.reserved_bytes = 0
-            loop.step(seldom if number % 8 == 7 else None)
+            loop.step(seldom.loss if number % 8 == 7 else None)
             if number % 8 == 7:
                 peaks.append(allocator.most_reserved_bytes)
         assert not loop.errors
@@ -360,6 +372,22 @@ def test_a_step_that_takes_more_than_planned_is_told_and_planned_for(does: str, 
         assert handle.phase == "settled" or part == 0.1  # there the plan of the least memory alone fits
         assert ("more than planned" in handle.report()) == (max(peaks) > memory_bytes)
         assert max(peaks) > memory_bytes or does == "retains"
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("every", [1, 3, 16])
+@pytest.mark.parametrize("does", ["retains", "penalizes"])
+def test_no_step_runs_out_of_memory_if_the_first_one_is_of_those_that_come_seldom(does: str, every: int, part: float):
+    """The survey sees such a step as it records blocks, and then waits for no other one for long."""
+    seldom = Seldom(does)
+    least, stock = seldom.reserved_by_hand()
+    memory_bytes = int(least + part * (stock - least))
+    with SimulatedAllocator(1.0, memory_bytes) as allocator, fitted_on(seldom.model, allocator, memory_bytes) as handle:
+        loop = Loop(seldom.model, allocator)
+        for number in range(MOST_STEPS + 36):
+            loop.step(None if number % every else seldom.loss)
+            assert not loop.errors, (number, handle.report())
+        assert handle.phase == "settled", handle.report()
 
 
 def test_a_plan_that_had_settled_is_left_alone_where_a_little_more_is_reserved():

@@ -453,6 +453,7 @@ class FittedModel(abc.ABC):
             called=CalledBlocks(survey.called_modules, self.names),
             saved_bytes=[kinds[call.kind].all_saved_bytes for call in step.calls],
             window_bytes=survey.window_bytes, reserved_bytes=reserved_bytes, began_bytes=survey.began_bytes,
+            has_seldom=survey.has_seldom,
         )  # fmt: skip
         survey.forget_tensors()
 
@@ -597,6 +598,7 @@ class FittedModel(abc.ABC):
         return Room(
             budget.reservable_bytes - budget.beyond_bytes, budget.room_bytes(step), self.meter.measures_memory,
             max(1, budget.sharer_count), None if is_unknown else int(most_stuck), self._has_workspaces,
+            self._opener in self._all_surveyed and self._all_surveyed[self._opener].has_seldom,
         )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:

@@ -39,10 +39,12 @@ class SurveyedStep:
         The windows of the survey.
     reserved_bytes, began_bytes : int
         The most that was reserved in it, and the bytes on the device as it began, without gradients.
+    has_seldom : bool
+        Whether the step counts bytes that some steps alone take, as ``Survey.has_seldom`` tells.
 
     Attributes
     ----------
-    opener, parts, step, keys, called, saved_bytes, window_bytes, reserved_bytes, began_bytes
+    opener, parts, step, keys, called, saved_bytes, window_bytes, reserved_bytes, began_bytes, has_seldom
         The same.
     trial : Trial
         The plan that is followed if the step is not the one that plans are tried for.
@@ -51,10 +53,11 @@ class SurveyedStep:
     def __init__(
         self, *, opener: Opener, parts: Collection[Opener], step: Step, keys: list[tuple[Any, ...]],
         called: CalledBlocks, saved_bytes: list[int], window_bytes: int, reserved_bytes: int, began_bytes: int,
+        has_seldom: bool,
     ) -> None:  # fmt: skip
         self.opener, self.parts, self.step, self.keys, self.called = opener, parts, step, keys, called
         self.saved_bytes, self.window_bytes = saved_bytes, window_bytes
-        self.reserved_bytes, self.began_bytes = reserved_bytes, began_bytes
+        self.reserved_bytes, self.began_bytes, self.has_seldom = reserved_bytes, began_bytes, has_seldom
         self._more_bytes: int | None = None  # than predicted that it has allocated; None if that is not known
         self._room_bytes = 0  # that its latest plan was to allocate
         self._take_least()

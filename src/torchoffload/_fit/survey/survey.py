@@ -28,6 +28,7 @@ __all__ = ["Survey"]
 _MOST_RECORDING_STEPS = 4
 _MOST_SMALLER_STEPS = 4
 _MOST_TRIES_TO_VERIFY = 2
+_LATER_CALLS, _RETAINED = "later calls", "a retained graph"
 _weak: Any = StorageWeakRef  # the class has no annotations
 
 TIMED_CALLS = 2  # of each kind; two, since the first one's backward ends together with that of the model's head
@@ -214,8 +215,13 @@ class _LeastMemory(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """The most of the whole step."""
+        return max(self.other_bytes, self.until_backward_bytes)
+
+    @property
+    def until_backward_bytes(self) -> int:
+        """The most of it until the end of its last backward."""
         in_calls = (max(forward, backward) for _, forward, backward in self.calls)
-        return max(self.loss_bytes, self.other_bytes, self.between_bytes, *in_calls)
+        return max(self.loss_bytes, self.between_bytes, *in_calls)
 
     def for_calls(self, calls: list[SurveyedCall]) -> dict[int, tuple[int, int]]:
         """Return the bytes of each call, by its identity; of a later step's calls if they are others than here."""
@@ -288,6 +294,8 @@ class Survey:
         self._smaller_steps: Counter[Any] = Counter()  # that were not counted since a larger one had been seen
         self._leasts: dict[Any, _LeastMemory] = {}
         self._shown: defaultdict[Any, set[str]] = defaultdict(set)  # by opener: all that _shows told of such steps
+        self._retained_bytes: Counter[Any] = Counter()  # the most of such steps that retain a graph
+        self._retains: defaultdict[Any, set[bool]] = defaultdict(set)  # whether such steps do
         self._input_bytes: dict[Any, int] = {}  # the most of a call of the latest such step
         self._sink: Callable[[int], None] = self._note_other
         self._clear()
@@ -507,14 +515,18 @@ class Survey:
             return False
         self._end_copies()
         self._input_bytes[self._opener] = max((call.input_bytes for call in self.calls), default=0)
+        shown = self._shows
+        new = shown - self._shown[self._opener]
+        self._shown[self._opener] |= new
+        self._retains[self._opener].add(_RETAINED in shown)
+        if _RETAINED in shown:
+            most_bytes = max(self._retained_bytes[self._opener], self._least_memory().until_backward_bytes)
+            self._retained_bytes[self._opener] = most_bytes
         is_new = self._new_kinds or not self.calls
         if is_new and self._recording_steps < _MOST_RECORDING_STEPS:
             self._recording_steps += 1
             self._leasts.pop(self._opener, None)
             return False
-        shown = self._shows
-        new = shown - self._shown[self._opener]
-        self._shown[self._opener] |= new
         if new and self._leasts.pop(self._opener, None) is not None:  # its bytes are those of a step without it
             return False
         is_largest = is_largest and shown == self._shown[self._opener]
@@ -532,8 +544,13 @@ class Survey:
     @property
     def _shows(self) -> set[str]:
         """What the step had of the things that only some steps of a loop may have."""
-        later = {"later calls"} if any(self._between) else set()
-        return later | ({"a retained graph"} if any(call.is_retained for call in self.calls) else set())
+        later = {_LATER_CALLS} if any(self._between) else set()
+        return later | ({_RETAINED} if any(call.is_retained for call in self.calls) else set())
+
+    @property
+    def has_seldom(self) -> bool:
+        """Whether some steps that begin as the latest one did have retained a graph, and others have not."""
+        return len(self._retains[self._opener]) > 1
 
     def _least_memory(self) -> _LeastMemory:
         return _LeastMemory.of(self.calls, self._loss_bytes, self._other_bytes, self._between_bytes)
@@ -598,8 +615,9 @@ class Survey:
         late = self._late(calls)
         of_calls = tuple(self._calls(calls, numbers, least))
         loss_bytes = least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes()
-        if any(call.is_retained for call in calls):  # each backward has all kept values, as the loss has
-            loss_bytes = max(loss_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
+        if _RETAINED in self._shown[self._opener]:  # each backward has all kept values, as the loss has
+            seldom_bytes = 0 if _RETAINED in self._shows else self._retained_bytes[self._opener]
+            loss_bytes = max(loss_bytes, seldom_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
         measured = Measured(
             kinds=tuple(kinds),
             calls=of_calls,
@@ -637,7 +655,7 @@ class Survey:
 
         If a graph is retained, all calls are late: the values that they keep are there until the last backward.
         """
-        if any(call.is_retained for call in calls):
+        if _RETAINED in self._shown[self._opener]:
             return tuple(range(len(calls)))
         return tuple(number for number, call in enumerate(calls) if call.backwards_before)
 
