@@ -594,11 +594,13 @@ class FittedModel(abc.ABC):
         budget = self.budget
         has_more = budget.device_bytes > budget.memory_bytes + SPARE_BYTES
         stuck = None if has_more else stuck_bytes(self.meter.device)
-        is_unknown, most_stuck = self._largest(stuck is None, stuck or 0)
+        surveyed = self._all_surveyed.get(self._opener)  # none if the plan was read from a file
+        has_seldom = surveyed is not None and surveyed.has_seldom
+        is_unknown, most_stuck, has_seldom = self._largest(stuck is None, stuck or 0, has_seldom)
         return Room(
             budget.reservable_bytes - budget.beyond_bytes, budget.room_bytes(step), self.meter.measures_memory,
             max(1, budget.sharer_count), None if is_unknown else int(most_stuck), self._has_workspaces,
-            self._opener in self._all_surveyed and self._all_surveyed[self._opener].has_seldom,
+            bool(has_seldom),
         )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:
