@@ -832,8 +832,9 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
   }
 }
 
-// With a graph that is retained the nodes of a call drop nothing. What came back for its replay is dropped as the backward
-// goes on to another call. A node that asks for it then, as in a branch beside that call, has it come back again.
+// With a graph that is retained the nodes of a call drop nothing. What came back for its replay is dropped as the
+// backward goes on to another call. A node that asks for it then, as in a branch beside that call, has it come back
+// again.
 void RecordedCall::drop_reloaded_of_former() {
   static std::weak_ptr<RecordedCall>* const latest = new std::weak_ptr<RecordedCall>;  // leaked on purpose
   const std::shared_ptr<RecordedCall> former = std::exchange(*latest, weak_from_this()).lock();
