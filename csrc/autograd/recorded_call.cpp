@@ -832,16 +832,15 @@ void RecordedCall::run_replay(std::vector<StorageNumber> wanted,
   }
 }
 
-// With a graph that is retained the nodes of a call drop nothing. What came back for its replay is dropped as the
-// backward goes on to another call. A node that asks for it then, as in a branch beside that call, has it come back
-// again.
+// The nodes of a retained graph drop nothing. So the storages that were reloaded for a call's replay are dropped once
+// another call is replayed. If a node asks for one later, as in a branch beside that call, it is reloaded again.
 void RecordedCall::drop_reloaded_of_former() {
   static std::weak_ptr<RecordedCall>* const latest = new std::weak_ptr<RecordedCall>;  // leaked on purpose
   const std::shared_ptr<RecordedCall> former = std::exchange(*latest, weak_from_this()).lock();
   if (former && former.get() != this) former->drop_reloaded();
 }
 
-// To free memory may release the GIL, and another thread may look at the list then.
+// The list is emptied first: to free memory may release the GIL, and then another thread may look at the list.
 void RecordedCall::drop_reloaded() { const std::vector<c10::Storage> dropped = std::exchange(reloaded_, {}); }
 
 void RecordedCall::replay(ReplayedTensor& asked) {
@@ -864,8 +863,8 @@ void RecordedCall::replay(ReplayedTensor& asked) {
   }
   values.clear();
   // Without a retained graph no node asks twice. If another part of the graph has a backward of its own, kept values
-  // are made again for that. So they are for a later backward through a retained graph, unless the plan has counted
-  // them until then.
+  // are made again for that. So are they for a later backward through a retained graph, unless the plan counts the kept
+  // values until then.
   if (graph_task != kNoGraphTask && !(program::keeps_graph() && keeps_for_later)) {
     for (RecordedStorage& storage : record_.storages) storage.kept = {};
   }

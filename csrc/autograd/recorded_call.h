@@ -173,8 +173,8 @@ class RecordedCall final : public OperatorListener, public std::enable_shared_fr
   Mutex replay_mutex_;  // one replay at a time
   const void* asking_node_ = nullptr;
   std::vector<ReplayedTensor*> handed_out_;
-  // Came back for a replay, until the graph task ends, or goes on to another call if the graph is retained: nodes ask
-  // for them, too.
+  // Were reloaded for a replay, and nodes ask for them, too. Held until the graph task ends; if the graph is retained,
+  // until another call is replayed.
   std::vector<c10::Storage> reloaded_;
   int value_task_ = -1;  // the graph task that the values were made in
 };

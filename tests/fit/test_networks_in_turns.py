@@ -259,8 +259,8 @@ def test_a_network_that_comes_seldom_is_awaited_in_the_end():
     assert set(phases[-100:]) == {"settled"}
 
 
-def trains_with_kept_graphs(model: Networks, which: str) -> None:
-    """As a penalty on the slopes of one network does, which keeps the graph of its step."""
+def trains_with_retained_graphs(model: Networks, which: str) -> None:
+    """As a gradient penalty of one network does, which retains the graph of its step."""
     for name in ("critic", "generator"):
         x = torch.randn(8, 8, WIDTH, requires_grad=True) if name == "critic" else torch.randn(1, 1, WIDTH)
         loss = model(name, x).square().mean() if model.is_one else model.get_submodule(name)(x).square().mean()
@@ -273,10 +273,10 @@ def trains_with_kept_graphs(model: Networks, which: str) -> None:
 @pytest.mark.parametrize("is_one", [False, True], ids=["by themselves", "by one module"])
 @pytest.mark.parametrize("which", ["critic", "generator"])
 def test_a_step_that_takes_more_than_planned_is_planned_for(which: str, is_one: bool, part: float):
-    """One of the networks keeps its graph in each eighth step, from the settled plan on."""
+    """One of the networks retains its graph in each eighth step, from the settled plan on."""
     torch.manual_seed(0)
     model = Networks(is_one=is_one)
-    seldom = functools.partial(trains_with_kept_graphs, which=which)
+    seldom = functools.partial(trains_with_retained_graphs, which=which)
     least, stock = (reserved(model, seldom, is_checkpointed=each) for each in (True, False))
     memory_bytes = int(least + part * (stock - least))
     with SimulatedAllocator(1.1, 4 * stock) as allocator, fitted_on(model, allocator, memory_bytes) as handle:
@@ -284,7 +284,9 @@ def test_a_step_that_takes_more_than_planned_is_planned_for(which: str, is_one: 
         peaks = []
         for number in range(96):
             allocator.most_reserved_bytes = 0
-            (seldom if number > 24 and number % 8 == 7 else functools.partial(trains_with_kept_graphs, which=""))(model)
+            (seldom if number > 24 and number % 8 == 7 else functools.partial(trains_with_retained_graphs, which=""))(
+                model
+            )
             gc.collect()
             peaks.append(allocator.most_reserved_bytes)
         assert handle.phase == "settled", handle.report()

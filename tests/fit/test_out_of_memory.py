@@ -314,7 +314,7 @@ def test_a_plan_that_had_settled_and_runs_out_of_memory_is_followed_by_one_that_
 
 
 class Seldom:
-    """Six blocks, and a step that keeps its graph: ``does`` says whether for a second backward or for a penalty."""
+    """Six blocks, and a step that retains its graph. ``does``: for a second backward, or for a gradient penalty."""
 
     def __init__(self, does: str) -> None:
         torch.manual_seed(0)

@@ -238,7 +238,7 @@ class _Observer:
         self._watch = watch
 
     def begins_again(self) -> bool:
-        """Returns whether what the plan keeps is for a later backward, too."""
+        """Returns whether the values that the plan keeps stay for a later backward."""
         self._watch.begins_again()
         return self._watch.keeps_for_later
 

@@ -24,8 +24,8 @@ class Watch:
     times_operators : bool
         Whether ``timed`` is called.
     keeps_for_later : bool
-        Whether what the plan keeps from forward is there until the last backward through a graph that is retained.
-        Else the first one drops it, as that of any other graph does, and the next one makes it again.
+        Whether the values that the plan keeps from forward stay until the last backward through a retained graph. Else
+        the first backward drops them, as that of any other graph does, and the next one makes them again.
     """
 
     records = False

@@ -336,10 +336,9 @@ class Driver(FittedModel):
                 else f"a step that begins with {name} ran out of memory, although its blocks keep as little as they "
                 f"can. {MORE_ROOM}"
             )
-        elif more_bytes and isinstance(self.state, Settled):
+        elif more_bytes and isinstance(self.state, Settled) and other.takes_more(int(allocated_bytes)):
             name = self._name_of(other.opener) or self.model_name
             self._note_more(name, int(allocated_bytes), int(more_bytes))
-            other.takes_more(int(allocated_bytes))
 
     def _bytes_beyond_plan(self, step: FinishedStep) -> int:
         """Return how many bytes a step took beyond its plan; 0 unless they were more than plans may take."""

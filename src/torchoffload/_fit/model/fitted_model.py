@@ -453,7 +453,7 @@ class FittedModel(abc.ABC):
             called=CalledBlocks(survey.called_modules, self.names),
             saved_bytes=[kinds[call.kind].all_saved_bytes for call in step.calls],
             window_bytes=survey.window_bytes, reserved_bytes=reserved_bytes, began_bytes=survey.began_bytes,
-            has_seldom=survey.has_seldom,
+            some_retain=survey.some_retain,
         )  # fmt: skip
         survey.forget_tensors()
 
@@ -595,12 +595,12 @@ class FittedModel(abc.ABC):
         has_more = budget.device_bytes > budget.memory_bytes + SPARE_BYTES
         stuck = None if has_more else stuck_bytes(self.meter.device)
         surveyed = self._all_surveyed.get(self._opener)  # none if the plan was read from a file
-        has_seldom = surveyed is not None and surveyed.has_seldom
-        is_unknown, most_stuck, has_seldom = self._largest(stuck is None, stuck or 0, has_seldom)
+        some_retain = surveyed is not None and surveyed.some_retain
+        is_unknown, most_stuck, some_retain = self._largest(stuck is None, stuck or 0, some_retain)
         return Room(
             budget.reservable_bytes - budget.beyond_bytes, budget.room_bytes(step), self.meter.measures_memory,
             max(1, budget.sharer_count), None if is_unknown else int(most_stuck), self._has_workspaces,
-            bool(has_seldom),
+            bool(some_retain),
         )  # fmt: skip
 
     def choose(self, *, raises: bool = True) -> None:
@@ -735,7 +735,7 @@ class FittedModel(abc.ABC):
     def _note_more(self, name: str, allocated_bytes: int, nbytes: int) -> None:
         self.notes.append(
             f"a step of {name} took {human_bytes(allocated_bytes)}, {human_bytes(nbytes)} more than planned, as one "
-            "does whose graph is kept (retain_graph, create_graph) if the survey saw none: planned anew for such steps"
+            "does that retains its graph (retain_graph, create_graph) if the survey saw none: planned anew for these"
         )
 
     def _climb_again(self) -> None:

@@ -39,12 +39,12 @@ class SurveyedStep:
         The windows of the survey.
     reserved_bytes, began_bytes : int
         The most that was reserved in it, and the bytes on the device as it began, without gradients.
-    has_seldom : bool
-        Whether the step counts bytes that some steps alone take, as ``Survey.has_seldom`` tells.
+    some_retain : bool
+        Whether some such steps retain a graph, and others do not. The step counts the bytes of the former.
 
     Attributes
     ----------
-    opener, parts, step, keys, called, saved_bytes, window_bytes, reserved_bytes, began_bytes, has_seldom
+    opener, parts, step, keys, called, saved_bytes, window_bytes, reserved_bytes, began_bytes, some_retain
         The same.
     trial : Trial
         The plan that is followed if the step is not the one that plans are tried for.
@@ -53,11 +53,11 @@ class SurveyedStep:
     def __init__(
         self, *, opener: Opener, parts: Collection[Opener], step: Step, keys: list[tuple[Any, ...]],
         called: CalledBlocks, saved_bytes: list[int], window_bytes: int, reserved_bytes: int, began_bytes: int,
-        has_seldom: bool,
+        some_retain: bool,
     ) -> None:  # fmt: skip
         self.opener, self.parts, self.step, self.keys, self.called = opener, parts, step, keys, called
         self.saved_bytes, self.window_bytes = saved_bytes, window_bytes
-        self.reserved_bytes, self.began_bytes, self.has_seldom = reserved_bytes, began_bytes, has_seldom
+        self.reserved_bytes, self.began_bytes, self.some_retain = reserved_bytes, began_bytes, some_retain
         self._more_bytes: int | None = None  # than predicted that it has allocated; None if that is not known
         self._room_bytes = 0  # that its latest plan was to allocate
         self._take_least()
@@ -98,10 +98,12 @@ class SurveyedStep:
             self.trial = Trial(larger, plan)
             self._sizes = OtherSizes(self.trial, plan_bytes)
 
-    def takes_more(self, nbytes: int) -> None:
-        """Take notice of a step that took so many bytes, more than planned: plan anew in as much memory as before."""
+    def takes_more(self, nbytes: int) -> bool:
+        """Plan anew after a step that took so many bytes, more than planned. Returns whether the next can take less."""
+        had_plan = self._sizes is not None
         self.note_allocated(nbytes)
         self.take_plan(self._room_bytes)
+        return had_plan
 
     def takes_less(self) -> bool:
         """Take notice of a step that ran out of memory. Returns whether the next one can take less."""

@@ -71,8 +71,8 @@ class Room:
         bytes that it cannot give back, though nothing is in them. Else None.
     has_workspaces : bool
         Whether the blocks have operators that become many times slower if there is no memory for their workspace.
-    is_for_seldom : bool
-        Whether predictions count bytes that some steps alone take: those in which plans are tried may take less.
+    some_take_more : bool
+        Whether only some steps take the bytes that are predicted: those in which plans are tried may take fewer.
     """
 
     reserved_bytes: int
@@ -81,7 +81,7 @@ class Room:
     sharers: int = 1
     stuck_bytes: int | None = None
     has_workspaces: bool = False
-    is_for_seldom: bool = False
+    some_take_more: bool = False
 
     def spare_bytes(self, needed_bytes: int) -> int:
         """Return how many bytes to leave free beside those that a plan that was tried needs."""
@@ -173,7 +173,7 @@ def allowed_bytes(room: Room, tried: Iterable[Trial]) -> int:
         most -= max(_taken_bytes(each) - each.plan.peak_bytes for each in at_ease)
         if room.has_pages_for(last):
             most = max(most, min(room.allocated_bytes, last.plan.peak_bytes, _taken_bytes(last)))
-        if room.is_for_seldom:
+        if room.some_take_more:
             most = min(most, room.allocated_bytes)
     for each in tried:
         if not room.holds(each) and each.plan.peak_bytes > last.plan.peak_bytes:

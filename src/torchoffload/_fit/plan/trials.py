@@ -115,8 +115,8 @@ def unfit_message(step: Step, least: StepPlan, budget: Budget) -> str:
     """Say how much memory a step needs at least, and for which parts."""
     if budget.beyond_bytes:
         return (
-            f"Some steps take {human_bytes(budget.beyond_bytes)} more than planned, and beside these bytes no plan "
-            f"fits in {budget.limit.rstrip(',')}. Give more memory, a smaller batch, or smaller blocks."
+            f"{budget.limit} is too little. Some steps take {human_bytes(budget.beyond_bytes)} more than planned, and "
+            "no plan leaves as much free. Give more memory, a smaller batch, or smaller blocks."
         )
     needed = step.peak_bytes(least)
     wanted = amount_text(math.ceil(needed / (1 - budget.margin)))

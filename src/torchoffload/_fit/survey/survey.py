@@ -42,7 +42,7 @@ class _Call(Watch):
     backwards_before : int or None
         How many backwards of the step had ended as the first one came to the call; None while none has come.
     is_retained : bool
-        Whether one has come to it that keeps its graph, as for another one (``retain_graph=True``).
+        Whether one has come to it that retains its graph (``retain_graph=True``).
     """
 
     def __init__(self, survey: "Survey", module: nn.Module, plan: BlockPlan | None) -> None:
@@ -548,7 +548,7 @@ class Survey:
         return later | ({_RETAINED} if any(call.is_retained for call in self.calls) else set())
 
     @property
-    def has_seldom(self) -> bool:
+    def some_retain(self) -> bool:
         """Whether some steps that begin as the latest one did have retained a graph, and others have not."""
         return len(self._retains[self._opener]) > 1
 
@@ -616,8 +616,8 @@ class Survey:
         of_calls = tuple(self._calls(calls, numbers, least))
         loss_bytes = least.loss_bytes if self.meter.measures_memory else self._reckoned_bytes()
         if _RETAINED in self._shown[self._opener]:  # each backward has all kept values, as the loss has
-            seldom_bytes = 0 if _RETAINED in self._shows else self._retained_bytes[self._opener]
-            loss_bytes = max(loss_bytes, seldom_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
+            retained_bytes = 0 if _RETAINED in self._shows else self._retained_bytes[self._opener]
+            loss_bytes = max(loss_bytes, retained_bytes, *(backward_bytes or 0 for _, _, backward_bytes in of_calls))
         measured = Measured(
             kinds=tuple(kinds),
             calls=of_calls,
